@@ -1,0 +1,108 @@
+# make test and make demo set everything up on a machine with Python and make; a second run installs nothing.
+
+.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types golden env clean
+.DEFAULT_GOAL := help
+
+# The first of these that has the venv module makes the environment; PYTHON=… overrides.
+# Python 3.11 comes first because every pin has a wheel for it.
+PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
+# The Python that may own a torch with a GPU, and then lends it to the environment.
+GPU_PYTHON := $(or $(PYTHON),python3)
+# Another index for torch's wheel, for instance the one of its CPU builds.
+TORCH_INDEX :=
+JOBS := 2
+
+VENV := .venv
+PY := $(VENV)/bin/python
+OLDEST := $(VENV)/triton-oldest
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# One process holds one Triton, and interprets or compiles. A folder without tests fails (pytest's status 5).
+COMPILED := env -u TRITON_INTERPRET -u FLEXATTN_INTERPRET
+INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600
+WITH_OLDEST := PYTHONPATH=$(OLDEST)
+NO_DEVICE := not gpu and not neuron and not full_matrix and not full_autotune
+
+help:
+	@echo "make demo          the main job: on a GPU, or in the interpreter"
+	@echo "make test          lint, types and every test that needs no GPU"
+	@echo "make test-compile  every config of the default space, for every GPU, without one"
+	@echo "make test-gpu      the tests that need a GPU"
+	@echo "make lint types    ruff and codespell; mypy"
+	@echo "make golden        accept the rendered kernels as the new goldens"
+	@echo "make clean         remove the environment and what the tests left"
+
+demo: env
+	$(PY) -m flexattn demo
+
+test: lint types test-unit test-interpreter test-oldest
+
+test-unit: env
+	$(COMPILED) $(PYTEST) -m "$(NO_DEVICE)" tests/unit tests/golden tests/compile
+
+test-interpreter: env
+	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter
+
+test-oldest: env
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/unit tests/golden tests/compile
+	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
+
+test-compile: env
+	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m full_matrix tests/compile
+
+test-gpu: env
+	$(COMPILED) $(PY) -m pytest -q -m gpu tests/gpu
+
+lint: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+
+types: env
+	$(VENV)/bin/mypy
+
+golden: env
+	$(COMPILED) $(PYTEST) --accept-golden tests/golden
+
+env: $(VENV)/.package $(OLDEST)/.pins
+
+# A machine whose Python has a torch that sees a GPU keeps that torch and its Triton: a .pth file shows them
+# to the environment, also where that Python is itself a virtual environment.
+$(VENV)/.mode:
+	@set -e; \
+	site=$$($(GPU_PYTHON) -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)) if torch.cuda.is_available() else "")' 2>/dev/null) || site=; \
+	python=; \
+	for p in $${site:+$(GPU_PYTHON)} $(PYTHONS); do \
+		if $$p -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python=$$p; break; fi; \
+	done; \
+	test -n "$$python" || { echo "make: none of '$(PYTHONS)' is a Python 3.10 or newer with the venv module (Debian: apt-get install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
+	echo "make: $(VENV) from $$python$${site:+, with the torch in $$site}"; \
+	$$python -m venv --clear $(VENV); \
+	if test -n "$$site"; then \
+		echo "$$site" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/machine-torch.pth"; \
+		echo machine > $@; \
+	else echo pinned > $@; fi
+
+# Triton goes in last and without its dependents' opinion: torch's GPU builds ask for one exact release.
+$(VENV)/.pins: requirements/ci.txt $(VENV)/.mode
+	@if grep -q machine $(VENV)/.mode; then skip='^(torch|triton)=='; else skip='^triton=='; fi; \
+	grep -vE "$$skip" requirements/ci.txt > $(VENV)/pins.txt
+	$(PIP) $(INDEX) -r $(VENV)/pins.txt
+	@grep -q machine $(VENV)/.mode || { grep -E '^triton==' requirements/ci.txt > $(VENV)/triton.txt && $(PIP) --no-deps -r $(VENV)/triton.txt; }
+	@touch $@
+
+$(VENV)/.package: pyproject.toml $(VENV)/.pins
+	$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(OLDEST)/.pins: requirements/triton-oldest.txt $(VENV)/.mode
+	rm -rf $(OLDEST)
+	$(PIP) --no-deps --target $(OLDEST) -r requirements/triton-oldest.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Benchmarks: ours beside torch, interleaved in one run, behind the accuracy gate."""

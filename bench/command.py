@@ -1,0 +1,124 @@
+"""The command line that both benches share."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.peers import OURS, PEERS, Peer, ours_with
+from bench.results import Report, RowResult, load, merge, save
+from bench.rows import Row
+from bench.runner import Method, run
+from bench.table import markdown
+from flexattn.errors import FlexAttnError, InputError
+
+__all__ = ["chosen_rows", "main", "parse_config"]
+
+
+def main(
+    bench: str,
+    rows: Sequence[Row],
+    method: Method,
+    argv: Sequence[str] | None = None,
+    host: Callable[[Method], Report] | None = None,
+) -> int:
+    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request."""
+    args = _parser(bench, method, host is not None).parse_args(argv)
+    method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
+    try:
+        chosen = chosen_rows(rows, args.rows)
+        peers = _peers(args.peers, args.config)
+        if args.list:
+            print("\n".join(row.name for row in chosen))
+            return 0
+        if args.merge:
+            report = merge([load(path) for path in args.merge])
+        elif not torch.cuda.is_available():
+            raise InputError(
+                "no GPU is visible to torch", "a bench times a GPU", "run `make demo` without one"
+            )
+        elif host is not None and args.host:
+            report = host(method)
+        else:
+            report = run(bench, chosen, peers, method, _progress(len(chosen), args.out))
+    except FlexAttnError as e:
+        print(e, file=sys.stderr)
+        return 2
+    if args.out:
+        save(report, args.out)
+    print(markdown(report))
+    return 1 if any(_ours_missing(row) for row in report.rows) else 0
+
+
+def _ours_missing(row: RowResult) -> bool:
+    red = any(not gate.passed for gate in row.gates.values())
+    return red or OURS in row.refused or (OURS in row.samples and not row.samples[OURS].us)
+
+
+def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
+    """Rows whose name, or group, matches the pattern somewhere. Raises InputError if none does."""
+    try:
+        found = [row for row in rows if re.search(pattern, f"{row.group}/{row.name}")]
+    except re.error as e:
+        raise InputError(f"--rows {pattern!r}", f"is a regular expression: {e}") from e
+    if not found:
+        names = ", ".join(row.name for row in rows)
+        raise InputError(f"--rows {pattern!r} matches no row", f"the rows are {names}")
+    return found
+
+
+def parse_config(text: str) -> dict[str, int]:
+    """Kernel options from "BLOCK_M=128,BLOCK_N=64,num_warps=8". Raises InputError otherwise."""
+    try:
+        pairs = [item.split("=") for item in text.split(",")]
+        return {key.strip(): int(value) for key, value in pairs}
+    except ValueError as e:
+        raise InputError(f"--config {text!r}", "KEY=INTEGER, separated by commas") from e
+
+
+def _peers(names: str, configs: Sequence[str]) -> dict[str, Peer]:
+    asked = names.split(",") if names else list(PEERS)
+    unknown = sorted(set(asked) - set(PEERS))
+    if unknown:
+        raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(PEERS)}")
+    variants = {f"{OURS} {text}": ours_with(parse_config(text)) for text in configs}
+    return {name: PEERS[name] for name in asked} | variants
+
+
+def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
+    def each(report: Report, seconds: float) -> None:
+        row = report.rows[-1]
+        times = [f"{name} {s.median:.1f}" for name, s in row.samples.items() if not s.failure]
+        what = ", ".join(times) + " us" if times else "no time: " + ", ".join(row.refused.values())
+        print(f"[{len(report.rows)}/{total}] {row.name} in {seconds:.0f} s: {what}", flush=True)
+        if out:
+            save(report, out)  # a run that is cut short leaves its rows to be merged
+
+    return each
+
+
+def _parser(bench: str, method: Method, host: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{bench}",
+        description="Ours beside torch's flex_attention and SDPA, interleaved in one run.",
+    )
+    add = parser.add_argument
+    add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
+    add("--list", action="store_true", help="print the names of those rows, and stop")
+    add("--peers", default="", metavar="A,B", help=f"out of {', '.join(PEERS)}; default: all")
+    add("--config", action="append", default=[], metavar="KEY=N,…",
+        help="one more variant of ours, with these kernel options; may be repeated")  # fmt: skip
+    add("--rounds", type=int, default=method.rounds, help="samples of each candidate")
+    add("--min-ms", type=float, default=method.min_ms, help="least time of one sample")
+    add("--out", type=Path, metavar="FILE.json", help="write the results, after each row")
+    add("--merge", type=Path, nargs="+", metavar="FILE.json",
+        help="run nothing; make one table, and --out, of these")  # fmt: skip
+    if host:
+        add("--host", action="store_true", help="time the host's part of a call instead")
+    return parser

@@ -1,0 +1,58 @@
+"""What a repeated call costs the host, in microseconds: many calls, and no wait for the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.environment import describe
+from bench.inputs import make
+from bench.peers import OURS, Refusal, ours, sdpa, torch_flex_compiled
+from bench.results import Report, RowResult
+from bench.rows import Row
+from bench.runner import Method
+from bench.shapes import MODELS
+from flexattn.measure.timing import Samples
+
+__all__ = ["host_cost", "host_report"]
+
+CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
+PEERS = {OURS: ours, "torch-sdpa": sdpa(None), "torch-flex": torch_flex_compiled(None)}
+
+
+def host_cost(call: Callable[[], object], rounds: int) -> Samples:
+    """Mean host time of one call, for each of `rounds` bursts."""
+    us = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        us.append((time.perf_counter_ns() - begin) / CALLS / 1e3)
+    return Samples(tuple(us), calls=CALLS)
+
+
+def host_report(method: Method) -> Report:
+    """Ours, SDPA and compiled flex_attention at batch 1 and 512 keys, in turns."""
+    row = Row("host-b1-512", "grid", MODELS["llama3-8b"].decode(1, 512))
+    inputs = make(row, method.device, method.dtype)
+    calls: dict[str, Callable[[], Tensor]] = {}
+    bursts: dict[str, list[float]] = {}
+    refused: dict[str, str] = {}
+    with torch.no_grad():
+        for name, peer in PEERS.items():
+            call = peer(inputs)
+            if isinstance(call, Refusal):
+                refused[name] = call.reason
+                continue
+            calls[name], bursts[name] = call, []
+            host_cost(call, 2)  # compiles, and fills every cache
+        for _ in range(method.rounds):
+            for name in calls:
+                bursts[name] += host_cost(calls[name], 1).us
+    samples = {name: Samples(tuple(us), calls=CALLS) for name, us in bursts.items()}
+    result = RowResult(row.name, row.group, row.flops, row.kv_bytes, {}, samples, refused)
+    return Report("host", method.facts(), (describe(),), (result,))

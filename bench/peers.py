@@ -1,0 +1,105 @@
+"""Who is timed: a peer turns a row's inputs into a callable, or says why it cannot run the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+import flexattn
+from bench.inputs import Inputs
+
+__all__ = ["OURS", "PEERS", "Peer", "Refusal", "ours", "ours_with"]
+
+OURS = "flexattn"
+Options: TypeAlias = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a peer has no callable for a row."""
+
+    reason: str
+
+
+Peer: TypeAlias = Callable[[Inputs], "Callable[[], Tensor] | Refusal"]
+
+
+def ours(inputs: Inputs) -> Callable[[], Tensor] | Refusal:
+    """flexattn.flex_attention as a user calls it."""
+    return ours_with({})(inputs)
+
+
+def ours_with(options: Options) -> Peer:
+    """The same, with a config of one's own through kernel_options."""
+
+    def build(x: Inputs) -> Callable[[], Tensor]:
+        s, mask = x.row.shape, None
+        if x.mask_mod is not None:
+            mask = flexattn.create_block_mask(
+                x.mask_mod, None, None, s.q_len, s.kv_len, x.q.device
+            )
+        return lambda: flexattn.flex_attention(
+            x.q,
+            x.k,
+            x.v,
+            score_mod=x.score_mod,
+            block_mask=mask,
+            enable_gqa=x.gqa,
+            kernel_options=dict(options) or None,
+        )
+
+    return build
+
+
+def torch_flex_compiled(mode: str | None) -> Peer:
+    """torch's flex_attention under torch.compile, for static shapes."""
+
+    def build(x: Inputs) -> Callable[[], Tensor]:
+        s, mask = x.row.shape, None
+        if x.mask_mod is not None:
+            mask = create_block_mask(x.mask_mod, None, None, s.q_len, s.kv_len, x.q.device)
+        compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
+        return lambda: compiled(
+            x.q, x.k, x.v, score_mod=x.score_mod, block_mask=mask, enable_gqa=x.gqa
+        )
+
+    return build
+
+
+def sdpa(backend: SDPBackend | None) -> Peer:
+    """scaled_dot_product_attention by one backend, or by torch's own choice."""
+
+    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
+        if not x.row.plain:
+            return Refusal("SDPA takes no mods")
+
+        def call() -> Tensor:
+            causal = x.row.mask == "causal"
+            return scaled_dot_product_attention(x.q, x.k, x.v, is_causal=causal, enable_gqa=x.gqa)
+
+        if backend is None:
+            return call
+
+        def forced() -> Tensor:
+            with sdpa_kernel(backend):
+                return call()
+
+        return forced
+
+    return build
+
+
+PEERS: dict[str, Peer] = {
+    OURS: ours,
+    "torch-flex": torch_flex_compiled(None),
+    "torch-flex-tuned": torch_flex_compiled("max-autotune-no-cudagraphs"),
+    "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash2": sdpa(SDPBackend.FLASH_ATTENTION),
+}

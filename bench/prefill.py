@@ -1,0 +1,14 @@
+"""`python -m bench.prefill`: long queries, GPU time of plain calls, in TFLOP/s of useful work."""
+
+from __future__ import annotations
+
+import sys
+
+from bench.command import main
+from bench.rows import prefill_rows
+from bench.runner import Method
+
+METHOD = Method(rounds=20, min_ms=10.0, flush_l2=False, graph=False)
+
+if __name__ == "__main__":
+    sys.exit(main("prefill", prefill_rows(), METHOD))

@@ -1,0 +1,118 @@
+"""The rows of each bench: a shape, what is done to its scores and lanes, the useful work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bench.shapes import MODELS, Shape
+
+__all__ = ["DOCUMENTS", "Row", "decode_rows", "prefill_rows"]
+
+Mask = Literal["full", "causal", "window", "documents"]
+Score = Literal["none", "alibi", "softcap", "relative"]
+
+TOKENS = 32 * 1024
+HEADS = {64: 32, 128: 16, 256: 8}
+# Eight documents of 8192 tokens; real lengths do not end where blocks do.
+DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a bench.
+
+    `window` is the number of keys before the query's own, read where mask is "window"; documents
+    are causal inside; `cap` is read where score is "softcap".
+    """
+
+    name: str
+    group: Literal["grid", "mods", "models"]
+    shape: Shape
+    mask: Mask = "full"
+    score: Score = "none"
+    window: int = 0
+    cap: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels without mods can run it: full or causal, and scores as they are."""
+        return self.mask in ("full", "causal") and self.score == "none"
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that the mask keeps, in one head; causal counts as one half."""
+        rows, keys = self.shape.q_len, self.shape.kv_len
+        if self.mask == "full":
+            return rows * keys
+        if self.mask == "causal":
+            return rows * keys / 2
+        if self.mask == "documents":
+            return sum(n * n for n in DOCUMENTS) / 2
+        seen = min(self.window + 1, keys)
+        return seen * (seen + 1) / 2 + (rows - seen) * seen
+
+    @property
+    def flops(self) -> float:
+        """Useful floating-point operations: two products of 2 x D for each kept pair."""
+        return 4 * self.shape.batch * self.shape.hq * self.pairs * self.shape.d
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V, each read once, at two bytes an element."""
+        s = self.shape
+        return 2 * s.batch * s.hkv * s.kv_len * s.d * 2
+
+
+def prefill_rows() -> list[Row]:
+    """The grid of head dims and lengths, the mods at D = 128 and 8k, and the models' prompts."""
+    rows = []
+    for d, heads in HEADS.items():
+        for length in (4096, 16384):
+            shape = Shape(TOKENS // length, heads, heads, length, length, d)
+            name = f"d{d}-{length // 1024}k"
+            rows.append(Row(f"{name}-full", "grid", shape))
+            rows.append(Row(f"{name}-causal", "grid", shape, "causal"))
+    shape = Shape(TOKENS // 8192, HEADS[128], HEADS[128], 8192, 8192, 128)
+    rows += [
+        Row("d128-8k-alibi", "mods", shape, "causal", "alibi"),
+        Row("d128-8k-softcap", "mods", shape, "causal", "softcap", cap=30.0),
+        Row("d128-8k-relative", "mods", shape, "causal", "relative"),
+        Row("d128-8k-window", "mods", shape, "window", window=1024),
+        Row("d128-8k-documents", "mods", shape, "documents"),
+    ]
+    for name, model in MODELS.items():
+        batch, length = (2, 9216) if name.startswith("sd21") else (1, 8192)
+        mask: Mask = "window" if model.window else "causal" if model.causal else "full"
+        rows.append(
+            Row(
+                f"{name}-prefill",
+                "models",
+                model.prefill(batch, length),
+                mask,
+                "softcap" if model.softcap else "none",
+                model.window,
+                model.softcap,
+            )
+        )
+    return rows
+
+
+def decode_rows() -> list[Row]:
+    """One query token: Llama-3 8B over batches and lengths, then other models at B8 and 8k."""
+    grid = [(1, 1), (1, 8), (1, 128), (8, 8), (64, 4), (64, 16), (256, 1)]
+    llama = MODELS["llama3-8b"]
+    rows = [Row(f"b{b}-{k}k", "grid", llama.decode(b, k * 1024)) for b, k in grid]
+    for name, model in MODELS.items():
+        if model.causal and not model.window and name != "llama3-8b":
+            score: Score = "softcap" if model.softcap else "none"
+            rows.append(
+                Row(
+                    f"{name}-decode",
+                    "models",
+                    model.decode(8, 8192),
+                    score=score,
+                    cap=model.softcap,
+                )
+            )
+    return rows

@@ -1,0 +1,34 @@
+"""flexattn: attention as two small Python callables, at the speed of a hand-written kernel."""
+
+from flexattn.settings import current as _settings
+
+_settings()  # Triton reads TRITON_INTERPRET when it is first imported: nothing may come before.
+
+from flexattn.attention import flex_attention
+from flexattn.explain import Explanation, explain
+from flexattn.masks import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "Explanation",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "explain",
+    "flex_attention",
+    "noop_mask",
+    "or_masks",
+]

@@ -1,0 +1,137 @@
+"""Source -> Kernel: compile for any target, with or without the device; a failure is typed."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.errors import BuildError
+from flexattn.lru import Lru
+from flexattn.render.source import Source
+from flexattn.settings import current, log
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel ready to launch on one device, or in the interpreter."""
+
+    source: Source
+    path: Path
+    compiled: Any
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that the compiled kernel needs; 0 in the interpreter."""
+        metadata = getattr(self.compiled, "metadata", None)
+        return 0 if metadata is None else int(metadata.shared)
+
+    def launch(self, programs: int, stream: int, args: Sequence[Any]) -> None:
+        """Run `programs` programs; args in the order of the source's arguments."""
+        compiled = self.compiled
+        if stream < 0:
+            compiled[(programs,)](*args)
+            return
+        # CompiledKernel.run without the binder in front of it: the signature is known.
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            None, None, None, *args,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def load(path: Path) -> Any:
+    """The `kernel` function of a rendered file, as triton.jit made it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+def compile_source(source: Source, device: Device) -> Any:
+    """Compile with Triton for a device that need not be here.
+
+    Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    path = source.path()
+    arch: int | str = device.capability or device.arch
+    target = GPUTarget(device.backend, arch, device.warp_size)
+    attrs = {
+        (i,): [["tt.divisibility", argument.divisible_by]]
+        for i, argument in enumerate(source.arguments)
+        if argument.divisible_by > 1
+    }
+    signature = {argument.name: argument.type for argument in source.arguments}
+    try:
+        return triton.compile(
+            ASTSource(load(path), signature, {}, attrs),
+            target=target,
+            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+        )
+    except Exception as error:  # whatever the compiler raises is one typed failure here
+        raise BuildError(
+            f"Triton could not compile {path} for {device.arch}: {type(error).__name__}: {error}",
+            "a rendered kernel compiles for every arch that its config is offered for",
+            "report the file; kernel_options with smaller blocks may avoid it",
+        ) from error
+
+
+class Builder:
+    """Kernels by source and device, compiled once, shared by all threads."""
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
+        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
+        self._guard = threading.Lock()
+        self.compiled = 0
+
+    def kernel(self, source: Source, device: Device, index: int) -> Kernel:
+        """The kernel of a source on the GPU with this index (-1: the interpreter)."""
+        key = (source.hash, device.arch, index)
+        found = self._kernels.get(key)
+        if found is not None:
+            return found
+        with self._guard:
+            lock = self._locks.get(key) or threading.Lock()
+            self._locks.put(key, lock)
+        with lock:
+            found = self._kernels.get(key)
+            if found is None:
+                found = self._build(source, device, index)
+                self._kernels.put(key, found)
+        return found
+
+    def _build(self, source: Source, device: Device, index: int) -> Kernel:
+        path = source.path()
+        if current().debug >= 4:
+            log.debug("%s\n%s", path, source.text)
+        if index < 0:
+            return Kernel(source, path, load(path))
+        import torch
+
+        with torch.cuda.device(index):
+            compiled = compile_source(source, device)
+            if compiled.metadata.shared <= device.shared_memory:
+                _ = compiled.run  # loads the binary on this GPU
+        self.compiled += 1
+        if current().debug >= 5:
+            log.debug("%s", compiled.asm["ttgir"])
+        if current().debug >= 6 and "ptx" in compiled.asm:
+            log.debug("%s", compiled.asm["ptx"])
+        return Kernel(source, path, compiled)
+
+
+@lru_cache(maxsize=1)
+def builder() -> Builder:
+    """The process's builder."""
+    return Builder()

@@ -1,0 +1,68 @@
+"""Masks and score mods as users write them, and the list of them that tests and benches share."""
+
+from flexattn.catalogue.cases import CASES, case
+from flexattn.catalogue.entry import Built, Case, Setup
+from flexattn.catalogue.masks import (
+    block_table,
+    causal,
+    causal_offset,
+    checkerboard,
+    dilated_window,
+    document,
+    document_offsets,
+    head_windows,
+    noop,
+    padding,
+    prefix_lm,
+    sliding_window,
+)
+from flexattn.catalogue.scores import (
+    alibi,
+    alibi_slopes,
+    causal_score,
+    half_precision_bias,
+    head_bias,
+    length_temperature,
+    nested,
+    relative_bias,
+    scaled,
+    softcap,
+    t5_bias,
+)
+from flexattn.catalogue.structures import flamingo, natten_2d, sliding_tile_3d, transfusion, tree
+
+__all__ = [
+    "CASES",
+    "Built",
+    "Case",
+    "Setup",
+    "alibi",
+    "alibi_slopes",
+    "block_table",
+    "case",
+    "causal",
+    "causal_offset",
+    "causal_score",
+    "checkerboard",
+    "dilated_window",
+    "document",
+    "document_offsets",
+    "flamingo",
+    "half_precision_bias",
+    "head_bias",
+    "head_windows",
+    "length_temperature",
+    "natten_2d",
+    "nested",
+    "noop",
+    "padding",
+    "prefix_lm",
+    "relative_bias",
+    "scaled",
+    "sliding_tile_3d",
+    "sliding_window",
+    "softcap",
+    "t5_bias",
+    "transfusion",
+    "tree",
+]

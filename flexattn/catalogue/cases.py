@@ -1,0 +1,214 @@
+"""The list of mods that tests, benches, goldens and the demo share, built for any shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
+
+from flexattn.catalogue import masks, regressions, scores, structures
+from flexattn.catalogue.entry import BLOCK, Built, Case, Setup
+from flexattn.catalogue.masks import MaskMod
+from flexattn.catalogue.scores import ScoreMod
+
+__all__ = ["CASES", "case"]
+
+_WINDOW = 12
+
+
+def case(name: str) -> Case:
+    """The entry of that name; KeyError lists the names there are."""
+    for entry in CASES:
+        if entry.name == name:
+            return entry
+    raise KeyError(f"no case {name!r}; there are {', '.join(entry.name for entry in CASES)}")
+
+
+def _mask(make: Callable[[Setup], MaskMod]) -> Callable[[Setup], Built]:
+    return lambda s: Built(mask_mod=make(s))
+
+
+def _score(make: Callable[[Setup], ScoreMod]) -> Callable[[Setup], Built]:
+    return lambda s: Built(score_mod=make(s))
+
+
+def _learned(
+    make: Callable[..., ScoreMod],
+    table: Callable[[Setup], Tensor],
+    mask: Callable[[Setup], MaskMod] | None = None,
+) -> Callable[[Setup], Built]:
+    def build(s: Setup) -> Built:
+        values = table(s)
+        return Built(make(values, s), None if mask is None else mask(s), (values,))
+
+    return build
+
+
+def _natten(s: Setup) -> MaskMod:
+    width = max(1, math.isqrt(s.longest))
+    return structures.natten_2d(max(1, -(-s.longest // width)), width, 5)
+
+
+def _sliding_tile(s: Setup) -> MaskMod:
+    return structures.sliding_tile_3d((max(1, -(-s.longest // 30)), 6, 5), (2, 3, 2), (3, 2, 1))
+
+
+def _flamingo(s: Setup) -> MaskMod:
+    images = max(1, s.S // 9)
+    image_of = torch.arange(s.S, device=s.device) * images // max(s.S, 1)
+    edges = (torch.arange(images + 1, device=s.device) + 1) * s.L // (images + 1)
+    return structures.flamingo(image_of, edges[:-1], edges[1:])
+
+
+def _transfusion(s: Setup) -> MaskMod:
+    doc_ids, _ = s.documents()
+    return structures.transfusion(torch.where(doc_ids % 2 == 1, doc_ids, -1))
+
+
+def _tree(s: Setup) -> MaskMod:
+    parents = [int(x * i) for i, x in enumerate(s.unit(s.L).tolist())]
+    ancestors = torch.eye(s.L, dtype=torch.bool)
+    for node in range(1, s.L):
+        ancestors[node] |= ancestors[parents[node]]
+    return structures.tree(ancestors.to(s.device), max(s.S - s.L, 0))
+
+
+def _some_rows_empty(s: Setup) -> MaskMod:
+    table = s.blocks(1 / 8)
+    table[:, :, 1::3] = False
+    return masks.block_table(table, BLOCK)
+
+
+def _causal_document(s: Setup) -> MaskMod:
+    return and_masks(masks.causal, masks.document(s.documents()[0]))
+
+
+def _alibi_causal_document(s: Setup) -> Built:
+    return Built(scores.alibi(s.Hq, s.device), _causal_document(s))
+
+
+def _poisoned_bias(s: Setup) -> Built:
+    lengths = s.lengths()
+    padded = torch.arange(s.S, device=s.device) >= lengths[:, None]
+    bias = s.normal(s.B, s.S).masked_fill(padded, math.nan)
+    return Built(regressions.key_bias(bias), masks.padding(lengths))
+
+
+def _of_padding(make: Callable[[Tensor], ScoreMod]) -> Callable[[Setup], Built]:
+    def build(s: Setup) -> Built:
+        lengths = s.lengths()
+        return Built(make(lengths), masks.padding(lengths))
+
+    return build
+
+
+def _nested(values: Tensor, s: Setup) -> ScoreMod:
+    return scores.nested(0.75, values)
+
+
+def _chained(values: Tensor, s: Setup) -> ScoreMod:
+    return regressions.chained_index(values, s.integers(0, 7, s.L, s.S))
+
+
+def _scalar_captures(values: Tensor, s: Setup) -> ScoreMod:
+    temperature = torch.tensor(0.625, device=s.device)
+    return regressions.scalar_captures(temperature, torch.tensor(2, device=s.device), values)
+
+
+CASES: tuple[Case, ...] = (
+    Case("noop", lambda s: Built()),
+    Case("noop_mask", _mask(lambda s: masks.noop)),
+    Case("causal", _mask(lambda s: masks.causal)),
+    Case("causal_offset", _mask(lambda s: masks.causal_offset(s.S - s.L)), empty_rows=True),
+    Case("sliding_window", _mask(lambda s: masks.sliding_window(_WINDOW)), empty_rows=True),
+    Case("dilated_window", _mask(lambda s: masks.dilated_window(_WINDOW, 3)), empty_rows=True),
+    Case("prefix_lm", _mask(lambda s: masks.prefix_lm(s.lengths()))),
+    Case("padding", _mask(lambda s: masks.padding(s.lengths()))),
+    Case("document", _mask(lambda s: masks.document(s.documents()[0])), empty_rows=True),
+    Case(
+        "document_offsets",
+        _mask(lambda s: masks.document_offsets(*s.documents())),
+        empty_rows=True,
+    ),
+    Case("causal_document", _mask(_causal_document), empty_rows=True),
+    Case(
+        "head_windows",
+        _mask(lambda s: masks.head_windows(4 * torch.arange(s.Hq, device=s.device) + 1)),
+        empty_rows=True,
+    ),
+    Case("checkerboard", _mask(lambda s: masks.checkerboard(3)), empty_rows=True),
+    Case("random_blocks", _mask(lambda s: masks.block_table(s.blocks(1 / 8), BLOCK))),
+    Case("random_blocks_empty_rows", _mask(_some_rows_empty), empty_rows=True),
+    Case("natten_2d", _mask(_natten), empty_rows=True, same_length=True),
+    Case("sliding_tile_3d", _mask(_sliding_tile), empty_rows=True, same_length=True),
+    Case("flamingo", _mask(_flamingo), empty_rows=True),
+    Case("transfusion", _mask(_transfusion)),
+    Case("tree", _mask(_tree)),
+    Case("scaled", _score(lambda s: scores.scaled(1.75))),
+    Case("softcap_50", _score(lambda s: scores.softcap(50.0))),
+    Case("softcap_30", _score(lambda s: scores.softcap(30.0))),
+    Case("alibi", _score(lambda s: scores.alibi(s.Hq, s.device))),
+    Case("alibi_causal_document", _alibi_causal_document, empty_rows=True),
+    Case("length_temperature", _score(lambda s: scores.length_temperature)),
+    Case("causal_score", _score(lambda s: scores.causal_score)),
+    Case(
+        "t5_bias",
+        # A distance of 100: a power of two would put integers on the edges of logarithmic buckets.
+        _learned(lambda table, s: scores.t5_bias(table, 100), lambda s: s.normal(32, s.Hq)),
+    ),
+    Case(
+        "relative_bias",
+        _learned(
+            lambda table, s: scores.relative_bias(table, s.longest),
+            lambda s: s.normal(s.Hq, 2 * s.longest),
+        ),
+    ),
+    Case(
+        "head_bias",
+        _learned(
+            lambda table, s: scores.head_bias(table), lambda s: s.normal(s.B, s.Hq, s.L, s.S)
+        ),
+    ),
+    Case(
+        "half_precision_bias",
+        _learned(lambda table, s: scores.half_precision_bias(table), lambda s: s.normal(s.S)),
+    ),
+    Case("nested", _learned(_nested, lambda s: s.normal(s.Hq))),
+    Case("poisoned_bias", _poisoned_bias),
+    Case("reciprocal_of_padding", _of_padding(regressions.reciprocal_of_padding)),
+    Case("log_of_padding", _of_padding(regressions.log_of_padding)),
+    Case(
+        "symmetric_bias",
+        _learned(
+            lambda table, s: regressions.symmetric_bias(table), lambda s: s.normal(s.longest)
+        ),
+    ),
+    Case("chained_index", _learned(_chained, lambda s: s.normal(s.B, s.Hq, 7))),
+    Case("scalar_captures", _learned(_scalar_captures, lambda s: s.normal(3, s.Hq))),
+    Case(
+        "last_entries",
+        _learned(
+            lambda table, s: regressions.last_entries(table, s.S), lambda s: s.normal(3, s.S)
+        ),
+    ),
+    Case(
+        "wrapping_bias",
+        _learned(
+            lambda table, s: regressions.wrapping_bias(table),
+            lambda s: s.normal(s.Hq, 2 * s.longest),
+        ),
+    ),
+    Case(
+        "window_bias_out_of_range",
+        _learned(
+            lambda table, s: regressions.window_bias(table),
+            lambda s: s.normal(_WINDOW + 1),
+            lambda s: masks.sliding_window(_WINDOW),
+        ),
+        empty_rows=True,
+        torch_eager=False,
+    ),
+)

@@ -1,0 +1,161 @@
+"""The rules that a call's arguments must keep, each with an error that says which one broke."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.errors import InputError
+from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH
+
+MAX_HEAD_DIM = 576
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Shapes, dtypes and devices of query, key and value; raises InputError."""
+    named = {"query": q, "key": k, "value": v}
+    for name, tensor in named.items():
+        if tensor.dim() != 4:
+            refuse_tensor(name, tensor)
+    shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in named.items())
+    if len({each.device for each in named.values()}) > 1:
+        devices = ", ".join(f"{name} on {each.device}" for name, each in named.items())
+        raise InputError(devices, "query, key and value are on one device", "move them there")
+    if len({each.dtype for each in named.values()}) > 1:
+        dtypes = ", ".join(f"{name} {each.dtype}" for name, each in named.items())
+        raise InputError(dtypes, "query, key and value have one dtype", "convert them")
+    _check_shapes(q, k, v, enable_gqa, shapes)
+
+
+def refuse_tensor(name: str, tensor: object) -> NoReturn:
+    """Say what is wrong with an argument that is no dense tensor of four dimensions."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(f"{name} is a {type(tensor).__name__}", "it is a torch.Tensor")
+    if tensor.is_nested:
+        raise InputError(
+            f"{name} is a nested tensor",
+            "ragged batches are packed dense tensors with a document mask",
+            "pack the sequences along one dimension and mask with document ids",
+        )
+    raise InputError(
+        f"{name} has shape {tuple(tensor.shape)}", "it is [batch, heads, length, head_dim]"
+    )
+
+
+def check_kernel_input(q: Tensor, v: Tensor) -> None:
+    """What the kernels need beyond what the reference does; raises InputError."""
+    if q.dtype not in DTYPES:
+        raise InputError(
+            f"query is {q.dtype}", f"kernels run {', '.join(map(str, DTYPES))}", "convert q, k, v"
+        )
+    for name, size in (("query", q.shape[-1]), ("value", v.shape[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise InputError(
+                f"{name} has head dimension {size}", f"it is between 1 and {MAX_HEAD_DIM}"
+            )
+    if max(q.shape[2], v.shape[2], q.shape[0]) > MAX_LENGTH or q.shape[1] > MAX_HEADS:
+        raise InputError(
+            f"query {tuple(q.shape)}, value {tuple(v.shape)}",
+            f"batch and lengths are at most {MAX_LENGTH}, heads at most {MAX_HEADS}",
+        )
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, shapes: str) -> None:
+    if k.shape[:3] != v.shape[:3]:
+        raise InputError(shapes, "key and value agree in batch, heads and length")
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(shapes, "query and key have the same head dimension")
+    Hq, Hkv = q.shape[1], k.shape[1]
+    if Hq != Hkv and not enable_gqa:
+        raise InputError(
+            shapes, "query and key have the same number of heads", "pass enable_gqa=True for GQA"
+        )
+    if Hkv == 0 or Hq % Hkv:
+        raise InputError(shapes, "the number of query heads is a multiple of the key heads")
+    if k.shape[0] not in (1, q.shape[0]):
+        raise InputError(shapes, "key's batch is query's, or 1")
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale as a number; raises InputError unless it is finite."""
+    if scale is None:
+        return 1.0 / math.sqrt(max(1, head_dim))
+    value = float(scale)
+    if not math.isfinite(value):
+        raise InputError(f"scale={scale}", "it is a finite number", "leave it None for 1/sqrt(D)")
+    return value
+
+
+def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """That a BlockMask was made for these tensors; raises InputError."""
+    if not isinstance(mask, BlockMask):
+        raise InputError(
+            f"block_mask is a {type(mask).__name__}",
+            "it is a BlockMask",
+            "make one with create_block_mask(mask_mod, B, H, q_len, kv_len)",
+        )
+    lengths = tuple(int(length) for length in mask.seq_lengths)
+    if lengths != (q.shape[2], k.shape[2]):
+        raise InputError(
+            f"block_mask was made for lengths {lengths}, query and key have "
+            f"{(q.shape[2], k.shape[2])}",
+            "a BlockMask has exactly the lengths of query and key",
+            "create it anew for these lengths, or crop it with block_mask._adjust(q_len, kv_len)",
+        )
+    if mask.kv_num_blocks.dim() != 3 or mask.kv_indices.dim() != 4:
+        raise InputError(
+            f"block_mask's kv_indices has shape {tuple(mask.kv_indices.shape)}",
+            "it is [B, H, q_blocks, kv_blocks]",
+        )
+    q_block, kv_block = mask.BLOCK_SIZE
+    if q_block < 1 or kv_block < 1:
+        raise InputError(f"block_mask has BLOCK_SIZE {mask.BLOCK_SIZE}", "block sizes are above 0")
+    B, H, rows, _ = mask.kv_indices.shape
+    if B not in (1, q.shape[0]) or H not in (1, q.shape[1]):
+        raise InputError(
+            f"block_mask is for batch {B} and {H} heads, query has {tuple(q.shape[:2])}",
+            "its batch and heads are query's, or 1 to serve them all",
+        )
+    if rows < -(-q.shape[2] // q_block):
+        raise InputError(
+            f"block_mask lists {rows} blocks of {q_block} query rows for {q.shape[2]} rows",
+            "its lists reach over all of query",
+        )
+    if mask.kv_indices.device != q.device:
+        raise InputError(
+            f"block_mask is on {mask.kv_indices.device}, query on {q.device}",
+            "they are on one device",
+            f"call block_mask.to({str(q.device)!r})",
+        )
+
+
+def check_devices(q: Tensor) -> None:
+    """That the tensors are where something can compute them; raises InputError."""
+    if q.device.type not in ("cpu", "cuda"):
+        raise InputError(
+            f"query is on {q.device}", "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors"
+        )
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether addresses and all strides but the last are multiples of 16 bytes, none repeated."""
+    return all(_aligned(tensor) for tensor in tensors)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    divisor = 16 // tensor.element_size()
+    if tensor.data_ptr() % 16:
+        return False
+    pairs = list(zip(tensor.shape, tensor.stride(), strict=True))[:3]
+    if any(size > 1 and stride % divisor for size, stride in pairs):
+        return False
+    return all(size == 1 or stride > 0 for size, stride in pairs[1:])
+
+
+def tf32_allowed(q: Tensor) -> bool:
+    """torch's own setting for float32 matrix products on this device."""
+    return q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32

@@ -1,0 +1,122 @@
+"""Device: what a target can do, detected, or named for work on a machine that lacks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from flexattn.errors import InputError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A compile and dispatch target.
+
+    arch: "sm_90" or "gfx942". num_sms: SMs or CUs. shared_memory: bytes one block may use.
+    registers: 32-bit registers of one SM (or CU). max_registers: of one thread.
+    """
+
+    name: str
+    backend: str
+    arch: str
+    num_sms: int
+    shared_memory: int
+    registers: int = 65536
+    max_registers: int = 255
+    warp_size: int = 32
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; 0 where the arch is no NVIDIA one."""
+        return int(self.arch[3:]) if self.arch.startswith("sm_") else 0
+
+    @property
+    def has_tma(self) -> bool:
+        """The bulk tensor copy engine, which reads whole tiles and zero-fills past the end."""
+        return self.capability >= 90
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Matrix instructions of a whole warpgroup, with one operand in shared memory."""
+        return self.capability == 90
+
+    @property
+    def has_tanh(self) -> bool:
+        """A hardware tanh (`tanh.approx.f32`)."""
+        return self.capability >= 75
+
+
+KIB = 1024
+# Shared memory limits are the opt-in maxima of one block as the vendors state them.
+KNOWN: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("nvidia-a100", "cuda", "sm_80", 108, 163 * KIB),
+        Device("nvidia-rtx-3090", "cuda", "sm_86", 82, 99 * KIB),
+        Device("nvidia-rtx-4090", "cuda", "sm_89", 128, 99 * KIB),
+        Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB),
+        Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB),
+        Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB),
+        Device("nvidia-rtx-5090", "cuda", "sm_120", 170, 99 * KIB),
+        Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
+        Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
+    )
+}
+INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB)
+
+
+def named(name: str) -> Device:
+    """A device of the table, for rendering and compiling without it.
+
+    Raises InputError, listing the names there are.
+    """
+    if name not in KNOWN:
+        raise InputError(
+            f"no device is called {name!r}", "it must be in the table", f"use one of {list(KNOWN)}"
+        )
+    return KNOWN[name]
+
+
+def detect(device: torch.device) -> Device:
+    """The Device behind a torch device; CPU tensors mean the interpreter.
+
+    Raises UnsupportedError for a device that no template serves.
+    """
+    if device.type == "cpu":
+        return INTERPRETER
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _detect_gpu(index)
+    raise UnsupportedError(
+        f"tensors on {device}",
+        "kernels run on cuda and hip devices, and in the interpreter on cpu",
+    )
+
+
+@lru_cache(maxsize=64)
+def _detect_gpu(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    name = properties.name.lower().replace(" ", "-")
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+        like = next((known for known in KNOWN.values() if known.arch == arch), KNOWN["amd-mi300x"])
+        return Device(
+            name,
+            "hip",
+            arch,
+            properties.multi_processor_count,
+            like.shared_memory,
+            like.registers,
+            like.max_registers,
+            properties.warp_size,
+        )
+    return Device(
+        name,
+        "cuda",
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        getattr(properties, "shared_memory_per_block_optin", 99 * KIB),
+        getattr(properties, "regs_per_multiprocessor", 65536),
+    )

@@ -1,0 +1,156 @@
+"""Problem -> Choice: which kernel runs, with which config, and why; remembered when seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexattn.build import Builder, Kernel, builder
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.lru import Lru
+from flexattn.mods.expr import pretty
+from flexattn.options import Options
+from flexattn.problem import Problem, Structure
+from flexattn.render.source import Source, render, render_combine, tiles_per_q
+from flexattn.settings import current, log
+from flexattn.space.config import Config, DecodeConfig
+from flexattn.space.triton import candidates, default, reasons, suited
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a problem: config, where it came from, rendered sources."""
+
+    problem: Problem
+    device: Device
+    config: Config
+    origin: str
+    source: Source
+    combine: Source | None
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The grid of a launch: programs, row tiles, and splits of the keys (1 for prefill)."""
+
+    programs: int
+    num_tiles: int
+    num_splits: int
+
+
+def choices(problem: Problem, device: Device, options: Options) -> Iterator[Choice]:
+    """Configs with their rendered kernels, best first: the caller's numbers, or static defaults.
+
+    Raises ConfigError when the caller's numbers cannot run, with every reason.
+    """
+    if options.overrides:
+        yield _choice(problem, device, _forced(problem, device, options), "kernel_options")
+        return
+    for position, config in enumerate(candidates(problem, device)):
+        origin = f"static default for {device.arch}"
+        if position:
+            origin += f", choice {position + 1}: those before it need too much shared memory"
+        yield _choice(problem, device, config, origin)
+
+
+def _forced(problem: Problem, device: Device, options: Options) -> Config:
+    start = default(problem, device)
+    config = options.apply(start)
+    if options.BLOCK_N is None and options.BLOCK_M is None:
+        config = suited(config, problem.structure)
+    found = reasons(config, problem.structure, device)
+    if found:
+        raise ConfigError(
+            f"kernel_options ask for {config}",
+            f"it cannot run here: {'; '.join(found)}",
+            f"leave the choice open, or start from {start}",
+        )
+    return config
+
+
+def _choice(problem: Problem, device: Device, config: Config, origin: str) -> Choice:
+    source, combine = _rendered(problem.structure, config, device, problem.describe())
+    return Choice(problem, device, config, origin, source, combine)
+
+
+@lru_cache(maxsize=1024)
+def _rendered(
+    structure: Structure, config: Config, device: Device, title: str
+) -> tuple[Source, Source | None]:
+    source = render(structure, config, device, f"{title} for {device.arch}")
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    return source, combine
+
+
+def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
+    """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
+    structure = problem.structure
+    heads = problem.Hq // structure.packed_heads
+    rows = problem.q_len * structure.packed_heads
+    if structure.sparsity is None:
+        num_tiles = -(-rows // config.BLOCK_M)
+    elif structure.kind == "decode" or structure.sparsity.q_block % config.BLOCK_M:
+        blocks = -(-problem.q_len // structure.sparsity.q_block)
+        per_block = min(tiles_per_q(structure, config), -(-rows // config.BLOCK_M))
+        num_tiles = blocks * (per_block if blocks == 1 else tiles_per_q(structure, config))
+    else:
+        num_tiles = -(-rows // config.BLOCK_M)
+    units = problem.B * heads * num_tiles
+    if not isinstance(config, DecodeConfig):
+        return Geometry(units, num_tiles, 1)
+    key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
+    splits = config.num_splits or max(1, device.num_sms // units)
+    splits = min(splits, key_tiles)
+    return Geometry(units * splits, num_tiles, splits)
+
+
+class Dispatcher:
+    """The in-memory table: problem and options to a choice and its kernels."""
+
+    def __init__(self, build: Builder, capacity: int = 4096) -> None:
+        self._build = build
+        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(capacity)
+
+    def kernels(
+        self, problem: Problem, device: Device, index: int, options: Options
+    ) -> tuple[Choice, Kernel, Kernel | None]:
+        """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
+        key = (problem, device, index, options)
+        found = self._table.get(key)
+        if found is not None:
+            return found
+        choice, kernel = self._first_that_fits(problem, device, index, options)
+        combine = None
+        if choice.combine is not None:
+            combine = self._build.kernel(choice.combine, device, index)
+        if current().debug >= 1:
+            log.debug("%s -> %s (%s)", problem.describe(), choice.config, choice.origin)
+        if current().debug >= 3:
+            for captures in (problem.structure.score, problem.structure.mask):
+                if captures is not None:
+                    log.debug("%s_mod:\n%s", captures.mod.kind, pretty(captures.mod.expr))
+        self._table.put(key, (choice, kernel, combine))
+        return choice, kernel, combine
+
+    def _first_that_fits(
+        self, problem: Problem, device: Device, index: int, options: Options
+    ) -> tuple[Choice, Kernel]:
+        """Mods that load tiles of their own may need more shared memory than was estimated."""
+        for choice in choices(problem, device, options):
+            kernel = self._build.kernel(choice.source, device, index)
+            if kernel.shared_memory <= device.shared_memory:
+                return choice, kernel
+        raise ConfigError(
+            f"{problem.describe()}: every config needs more shared memory than "
+            f"{device.shared_memory} bytes",
+            "the tiles of K, V and of what the mods load fit in shared memory",
+            "pass kernel_options with smaller BLOCK_M and BLOCK_N, or num_stages=1",
+        )
+
+
+@lru_cache(maxsize=1)
+def dispatcher() -> Dispatcher:
+    """The process's dispatcher."""
+    return Dispatcher(builder())

@@ -1,0 +1,58 @@
+"""Every exception raised on purpose: what was got, which rule it broke, what to do next."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BuildError",
+    "ConfigError",
+    "FlexAttnError",
+    "InputError",
+    "ModError",
+    "RenderError",
+    "SettingsError",
+    "UnsupportedError",
+]
+
+
+class FlexAttnError(Exception):
+    """Base of all errors of this package.
+
+    The message has three parts: what was got, and where known the rule it broke and what to do.
+    """
+
+    def __init__(self, got: str, rule: str = "", do: str = "") -> None:
+        self.got, self.rule, self.do = got, rule, do
+        lines = [got]
+        if rule:
+            lines.append(f"  rule: {rule}")
+        if do:
+            lines.append(f"  do:   {do}")
+        super().__init__("\n".join(lines))
+
+
+class InputError(FlexAttnError, ValueError):
+    """A tensor, block mask or number passed to a public function does not fit the others."""
+
+
+class ModError(FlexAttnError):
+    """A score_mod or mask_mod cannot be read as an expression; names the line of the function."""
+
+
+class ConfigError(FlexAttnError, ValueError):
+    """A kernel option or config cannot run for this problem on this device."""
+
+
+class UnsupportedError(FlexAttnError, NotImplementedError):
+    """A valid request that this version or this device cannot serve."""
+
+
+class SettingsError(FlexAttnError):
+    """An environment variable has a value that is not understood, or came too late."""
+
+
+class RenderError(FlexAttnError):
+    """A template could not be rendered: a fault of flexattn, not of the caller."""
+
+
+class BuildError(FlexAttnError):
+    """The compiler refused a kernel; carries the rendered source's path."""

@@ -1,0 +1,107 @@
+"""explain(): what a call would run, and why, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn import options
+from flexattn.attention import Call, Route, ScoreMod, make_call, plan, route_of
+from flexattn.device import detect
+from flexattn.dispatch import Geometry
+from flexattn.mods.expr import pretty
+from flexattn.problem import Captures, kind_for
+from flexattn.space.config import Config
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which path a call takes and why; the kernel's fields are None where no kernel runs.
+
+    route: "kernel", "interpreter", "reference" (plain torch on the CPU) or "torch" (training).
+    source, combine_source: paths of the rendered files.
+    """
+
+    route: Route
+    why: str
+    problem: str | None = None
+    template: str | None = None
+    template_why: str | None = None
+    config: Config | None = None
+    config_origin: str | None = None
+    grid: Geometry | None = None
+    source: Path | None = None
+    combine_source: Path | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.route}: {self.why}"]
+        for name in list(self.__dataclass_fields__)[2:]:
+            value = getattr(self, name)
+            if value is not None:
+                text = str(value).replace("\n", "\n  " + " " * 16)
+                lines.append(f"  {name:<16}{text}")
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Explanation:
+    """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
+
+    Raises what flex_attention would raise.
+    """
+    call = make_call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux,
+    )  # fmt: skip
+    route, why = route_of(call)
+    if route in ("reference", "torch", "empty"):
+        return Explanation(route, why)
+    return _kernel(call, route, why)
+
+
+def _kernel(call: Call, route: Route, why: str) -> Explanation:
+    launch = plan(call).launch
+    choice, problem = launch.choice, launch.problem
+    structure = problem.structure
+    forced = options.parse(call.kernel_options).kind
+    template_why = "forced by kernel_options"
+    if forced is None:
+        sms = detect(torch.device(call.q.device)).num_sms
+        template_why = kind_for(problem.q_len, problem.kv_len, problem.B, problem.Hq, sms)[1]
+    return Explanation(
+        route=route,
+        why=why,
+        problem=problem.describe(),
+        template=structure.kind,
+        template_why=template_why,
+        config=choice.config,
+        config_origin=choice.origin,
+        grid=launch.geometry,
+        source=choice.source.path(),
+        combine_source=choice.combine.path() if choice.combine is not None else None,
+        score_mod=_text(structure.score),
+        mask_mod=_text(structure.mask),
+    )
+
+
+def _text(captures: Captures | None) -> str | None:
+    return None if captures is None else pretty(captures.mod.expr)

@@ -1,0 +1,46 @@
+"""A bounded, thread-safe dict that forgets what was not asked for the longest."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+__all__ = ["Lru"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Lru(Generic[K, V]):
+    """Holds at most `size` items."""
+
+    __slots__ = ("_items", "_lock", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._items: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The value, which counts as used now; None if there is none."""
+        value = self._items.get(key)
+        # While there is plenty of room nobody needs to know the order, and reads take no lock.
+        if value is not None and len(self._items) > self._size // 2:
+            with self._lock:
+                if key in self._items:
+                    self._items.move_to_end(key)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Store a value, at the cost of the one least recently used."""
+        with self._lock:
+            self._items[key] = value
+            self._items.move_to_end(key)
+            while len(self._items) > self._size:
+                self._items.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._items.clear()

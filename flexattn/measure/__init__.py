@@ -1,0 +1,1 @@
+"""Judging and timing a kernel: the accuracy gate, and an interleaved timer."""

@@ -1,0 +1,191 @@
+"""Expr: a score_mod or mask_mod as an immutable, shared graph of pointwise operations."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["VARS", "Buffer", "Expr", "Mod", "Value", "const", "fingerprint", "pretty", "walk"]
+
+Value = int | float | bool | str | None
+
+VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}
+
+_nodes: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class _Interned:
+    """What an Expr carries beside its fields; a slotted dataclass cannot declare these itself."""
+
+    __slots__ = ("__weakref__", "order")
+
+    order: tuple[int, bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False, repr=False)
+class Expr(_Interned):
+    """One operation on other expressions.
+
+    Two equal expressions are the same object, so `is`, `==` and `hash` cost the same however
+    much of the graph is shared. `value` is a variable's name ("var"), a number ("const"), or
+    a slot ("scalar", "load"); it is None for every other operation.
+    `order` sorts the operands of commutative operations: it does not depend on slots unless
+    nothing else tells two operands apart.
+    """
+
+    op: str
+    dtype: str
+    args: tuple[Expr, ...] = ()
+    value: Value = None
+
+    def __new__(
+        cls, op: str, dtype: str, args: tuple[Expr, ...] = (), value: Value = None
+    ) -> Expr:
+        bits = _bits(value)
+        key = (op, dtype, tuple(map(id, args)), bits)
+        with _lock:
+            node = _nodes.get(key)
+            if node is None:
+                node = object.__new__(cls)
+                fields = {"op": op, "dtype": dtype, "args": args, "value": value}
+                for name, field in fields.items():
+                    object.__setattr__(node, name, field)
+                object.__setattr__(node, "order", _order(node, bits))
+                _nodes[key] = node
+        return node
+
+    def __reduce__(self) -> tuple[type[Expr], tuple[Any, ...]]:
+        return Expr, (self.op, self.dtype, self.args, self.value)
+
+    def __copy__(self) -> Expr:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Expr:
+        return self
+
+    def __repr__(self) -> str:
+        return pretty(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A captured tensor as the kernel's signature sees it: its dtype and rank, not its sizes."""
+
+    dtype: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A user's callable as data: equal fingerprints mean the same kernel code.
+
+    `buffers` and `scalars` (dtypes) are numbered by first appearance in `expr`.
+    """
+
+    kind: str
+    expr: Expr
+    buffers: tuple[Buffer, ...]
+    scalars: tuple[str, ...]
+    fingerprint: str
+
+
+def const(value: int | float | bool, dtype: str) -> Expr:
+    """A number of the given dtype; the caller has rounded it to that dtype."""
+    return Expr("const", dtype, (), value)
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every node once, operands before the operations that use them, in a reproducible order."""
+    seen: set[Expr] = set()
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+
+
+def fingerprint(
+    kind: str, expr: Expr, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]
+) -> str:
+    """SHA-256 over everything a kernel's code depends on, bit exact in the constants."""
+    number: dict[Expr, int] = {}
+    lines = [kind, repr([(b.dtype, b.rank) for b in buffers]), repr(scalars)]
+    for node in walk(expr):
+        number[node] = len(number)
+        operands = [number[arg] for arg in node.args]
+        lines.append(f"{node.op} {node.dtype} {operands} {_bits(node.value)!r}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_div": "//", "floor_mod": "%",
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>", "pow": "**",
+}  # fmt: skip
+
+
+def pretty(expr: Expr) -> str:
+    """The expression as a person would write it; what is used twice gets a name and a line."""
+    nodes = list(walk(expr))
+    uses = Counter(arg for node in nodes for arg in node.args)
+    text: dict[Expr, str] = {}
+    lines: list[str] = []
+    for node in nodes:
+        text[node] = _text(node, [text[arg] for arg in node.args])
+        if node.args and uses[node] > 1:
+            name = f"t{len(lines)}"
+            lines.append(f"{name} = {text[node]}")
+            text[node] = name
+    return "\n".join([*lines, text[expr]])
+
+
+def _text(node: Expr, args: list[str]) -> str:
+    if node.op in ("var", "const"):
+        return str(node.value)
+    if node.op == "scalar":
+        return f"scalar{node.value}"
+    if node.op == "load":
+        return f"buf{node.value}[{', '.join(args)}]"
+    if node.op in _INFIX:
+        return f"({args[0]} {_INFIX[node.op]} {args[1]})"
+    name = node.dtype if node.op == "cast" else node.op
+    return f"{name}({', '.join(args)})"
+
+
+def _bits(value: Value) -> tuple[str, Value | bytes]:
+    if isinstance(value, float):
+        return "float", struct.pack("<d", value)
+    return type(value).__name__, value
+
+
+# Variables first and constants last, as one writes `score + bias[h] * 2`.
+_RANK = {"var": 0, "scalar": 5, "load": 6, "const": 8}
+
+
+def _order(node: Expr, bits: tuple[str, Value | bytes]) -> tuple[int, bytes, bytes]:
+    rank = _RANK.get(node.op, 7)
+    if node.op == "var":
+        rank += list(VARS).index(str(node.value))
+    exact = repr((node.op, node.dtype, bits)).encode()
+    slotted = node.op in ("load", "scalar")
+    blind = repr((node.op, node.dtype, len(node.args))).encode() if slotted else exact
+    return (
+        rank,
+        _digest(blind, [arg.order[1] for arg in node.args]),
+        _digest(exact, [arg.order[2] for arg in node.args]),
+    )
+
+
+def _digest(head: bytes, parts: list[bytes]) -> bytes:
+    return hashlib.blake2b(b"|".join([head, *parts]), digest_size=16).digest()

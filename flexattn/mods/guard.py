@@ -1,0 +1,150 @@
+"""The two torch modes that are on while a mod runs under make_fx.
+
+One rewrites indexing, which torch would answer by asking a traced position for its value; the
+other refuses, at the user's line, what no expression can hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexattn.mods.refusal import Refusal, branches, line_of_frame, unknown
+
+__all__ = ["Guard", "Indexing", "op_name"]
+
+_SHAPE: Any = torch.Tensor.shape
+_SIZES: frozenset[Any] = frozenset(
+    (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__)
+) | {_SHAPE.__get__}
+_STORAGE = {
+    getattr(torch.Tensor, name)
+    for name in ("stride", "is_contiguous", "data_ptr", "storage_offset", "untyped_storage")
+}
+
+
+def op_name(op: Any) -> str:
+    """The key of an operator in the tables: aten's and prims' short name, else the full one."""
+    if op.namespace in ("aten", "prims"):
+        return str(op.overloadpacket.__name__)
+    return str(op)
+
+
+class Indexing(TorchFunctionMode):
+    """Indexes by 0-d tensors without reading them, and notes what the code asks about sizes.
+
+    `sized`: the trace holds only for the captured tensors' present sizes.
+    `volatile`: the trace depends on something that cannot be remembered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sized = False
+        self.volatile = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            return _getitem(*args)
+        if func in _SIZES and args[0].dim() > 0:
+            self.sized = True
+        elif func in _STORAGE:
+            self.volatile = True
+        return func(*args, **(kwargs or {}))
+
+
+class Guard(TorchDispatchMode):
+    """Lets pass what `known` holds; leaves the user's line on every node of the graph."""
+
+    def __init__(self, known: Container[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._check(func, args)
+        proxies = get_proxy_mode()
+        nodes: Any = proxies.tracer.graph.nodes if proxies else ()
+        before = len(nodes)
+        result = func(*args, **(kwargs or {}))
+        if len(nodes) > before:
+            line = line_of_frame(sys._getframe(1))
+            for node, _ in zip(reversed(nodes), range(len(nodes) - before), strict=False):
+                node.meta["user_line"] = line
+        return result
+
+    def _check(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = op_name(func)
+        if func.namespace == "prim":  # a question about metadata, such as x.device
+            return
+        if name == "_local_scalar_dense":
+            if not isinstance(args[0], FakeTensor):
+                raise Refusal(
+                    "reads the value of a captured tensor in Python",
+                    "captured tensors are read when the kernel runs, not when a mod is traced",
+                    "compute with the tensor itself, or capture a Python number",
+                )
+            if getattr(args[0], "constant", None) is None:
+                raise branches()
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            raise Refusal(
+                f"draws random numbers ({name})",
+                "a mod gives the same score for the same position each time",
+                "draw them outside of the mod and capture the tensor",
+                unsupported=True,
+            )
+        elif func._schema.is_mutable and not (
+            name == "squeeze_" and isinstance(args[0], FakeTensor)
+        ):
+            raise Refusal(
+                f"writes in place ({name})",
+                "a mod may not change its inputs or captured tensors",
+                "build a new value: score = score + x, not score += x",
+            )
+        elif name not in self.known:
+            raise unknown(func)
+
+
+def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:
+    items = list(position) if isinstance(position, tuple) else [position]
+    if not any(isinstance(item, torch.Tensor) and item.dim() == 0 for item in items):
+        return x[position]
+    rest: list[Any] = []
+    dim = 0
+    for place, item in enumerate(items):
+        if isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype != torch.bool:
+            at = item if item.dtype in (torch.int32, torch.int64) else item.long()
+            x = torch.ops.aten.index.Tensor(x, [*[None] * dim, at])
+            continue
+        rest.append(item)
+        if item is Ellipsis:
+            dim = x.dim() - sum(_consumed(after) for after in items[place + 1 :])
+        else:
+            dim += _consumed(item)
+    return x[tuple(rest)] if rest else x
+
+
+def _consumed(item: Any) -> int:
+    """How many dimensions of a tensor one entry of an index takes up."""
+    if item is None or isinstance(item, bool):
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype == torch.bool:
+        return item.dim()
+    return 1

@@ -1,0 +1,368 @@
+"""Identity: everything a callable reads, as a key that is equal while a trace still holds."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flexattn.mods.reads import LIBRARIES, Attributes, reads_of
+
+__all__ = ["Identity", "Path", "identify"]
+
+# (path of the owner, how the owner holds it): substitute.py walks the same steps back.
+Path = tuple[Any, ...]
+
+_CAP = 2048
+_MISSING = object()
+# Modules whose attributes are taken to be constant; kept alive, so that an id stays theirs.
+_libraries: dict[int, types.ModuleType] = {}
+_PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, range, complex, bytes)
+_DESCRIPTORS = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.ClassMethodDescriptorType,
+)
+
+
+class Identity:
+    """What one look at a callable found.
+
+    `key`: structure, dtypes, ranks, devices and every value that is no int or float.
+    `tensors`, `scalars`: the captured values, in the order they were met; `paths` tells where
+    each scalar lives. `shared`: paths of what was reached twice, which cannot be replaced in
+    one place. Not `trusted`: something could not be looked into.
+    """
+
+    __slots__ = ("_seen", "key", "paths", "scalars", "shared", "tensors", "trusted")
+
+    def __init__(self, kind: str) -> None:
+        self.key: list[Any] = [kind]
+        self.tensors: list[torch.Tensor] = []
+        self.scalars: list[int | float] = []
+        self.paths: list[Path] = []
+        self.shared: list[Path] = []
+        self.trusted = True
+        self._seen: dict[Any, tuple[int, Path]] = {}
+
+    def visit(self, value: Any, path: Path) -> None:
+        """Add a value and what it reaches."""
+        handler = _HANDLERS.get(type(value))
+        if handler is not None:
+            handler(self, value, path)
+        else:
+            _other(self, value, path)
+
+    def again(self, value: Any, path: Path, method: Any = None) -> bool:
+        """Whether this object (as the owner of this method) was met before, or no room is left."""
+        what = id(value) if method is None else (id(value), id(method))
+        seen = self._seen.get(what)
+        if seen is not None:
+            self.key.append(seen[0])
+            self.shared.append(seen[1])
+            return True
+        self._seen[what] = (len(self._seen), path)
+        if len(self.key) > _CAP:
+            self.trusted = False
+            return True
+        return False
+
+    def opaque(self) -> None:
+        """Note something that cannot be looked into."""
+        self.trusted = False
+
+
+def identify(fn: Callable[..., Any], kind: str) -> Identity:
+    """Look at a callable: the values it would read if it were called now."""
+    identity = Identity(kind)
+    if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+        identity.visit(fn, ())
+    else:
+        _callable(identity, fn)
+    return identity
+
+
+def _tensor(self: Identity, value: torch.Tensor, path: Path) -> None:
+    seen = self._seen.get(id(value))
+    if seen is None:
+        self._seen[id(value)] = (len(self._seen), path)
+        self.tensors.append(value)
+        self.key += (value.dtype, value.ndim, value.device.type)
+    else:
+        self.key.append(seen[0])
+
+
+def _scalar(self: Identity, value: int | float, path: Path) -> None:
+    self.key.append(type(value))
+    self.scalars.append(value)
+    self.paths.append(path)
+
+
+def _constant(self: Identity, value: Any, path: Path) -> None:
+    self.key += (type(value), value)
+
+
+def _leaf(self: Identity, value: Any, path: Path) -> None:
+    self.key.append(value)
+
+
+def _module(self: Identity, value: types.ModuleType, path: Path) -> None:
+    self.key.append(value)
+    if _is_library(value.__name__):
+        _libraries[id(value)] = value
+    else:
+        self.opaque()
+
+
+def _function(
+    self: Identity, fn: types.FunctionType, path: Path, owner: Any = _MISSING, at: Path = ()
+) -> None:
+    reads = reads_of(fn)
+    if owner is _MISSING:
+        if reads.library and fn.__closure__ is None:
+            self.key.append(fn)
+            return
+        if self.again(fn, path):
+            return
+    self.key.append(reads)
+    self.trusted &= reads.trusted
+    if reads.cells:
+        cells = fn.__closure__ or ()
+        for i, chains in reads.cells:
+            try:
+                value = cells[i].cell_contents
+            except ValueError:
+                self.key.append(_MISSING)
+                continue
+            _chains(self, value, chains, (path, "cell", i))
+    if reads.globals:
+        scope = fn.__globals__
+        for name, chains in reads.globals:
+            value = scope.get(name, _MISSING)
+            if id(value) in _libraries:
+                self.key.append(value)
+                continue
+            if value is _MISSING:
+                value = _builtin(scope, name)
+            _chains(self, value, chains, (path, "global", name))
+    if owner is not _MISSING:
+        chains = reads.arguments.get(reads.code.co_varnames[0], ())
+        _chains(self, owner, chains, at)
+    if fn.__defaults__:
+        for i, value in enumerate(fn.__defaults__):
+            self.visit(value, (path, "default", i))
+    if fn.__kwdefaults__:
+        for name, value in fn.__kwdefaults__.items():
+            self.visit(value, (path, "kwdefault", name))
+
+
+def _builtin(scope: dict[str, Any], name: str) -> Any:
+    builtins = scope.get("__builtins__")
+    names = builtins if isinstance(builtins, dict) else getattr(builtins, "__dict__", {})
+    return names.get(name, _MISSING)
+
+
+def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
+    for chain in chains:
+        if not chain:
+            self.visit(root, path)
+            continue
+        value, here = root, path
+        for name in chain:
+            kind = type(value)
+            if kind is types.ModuleType:
+                if _is_library(value.__name__):
+                    break
+            elif kind in _CLOSED:
+                break
+            try:
+                value = getattr(value, name)
+            except AttributeError:
+                value = _MISSING
+                break
+            here = (here, "attr", name)
+        if value is _MISSING:
+            self.key.append(_MISSING)
+        else:
+            self.visit(value, here)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in LIBRARIES
+
+
+def _method(self: Identity, method: types.MethodType, path: Path) -> None:
+    function, owner = method.__func__, method.__self__
+    if not isinstance(function, types.FunctionType):
+        self.opaque()
+    elif not self.again(owner, (path, "self"), function):
+        _function(self, function, (path, "func"), owner, (path, "self"))
+
+
+def _partial(self: Identity, fn: functools.partial[Any], path: Path) -> None:
+    self.key += (functools.partial, len(fn.args), tuple(fn.keywords))
+    self.visit(fn.func, (path, "func"))
+    for i, value in enumerate(fn.args):
+        self.visit(value, (path, "arg", i))
+    for name, value in fn.keywords.items():
+        self.visit(value, (path, "keyword", name))
+
+
+def _callable(self: Identity, fn: Any) -> None:
+    """The object that is called itself: what its code reads, not all it holds."""
+    self.key.append(weakref.ref(type(fn)))
+    hooked = isinstance(fn, torch.nn.Module) and (fn._forward_hooks or fn._forward_pre_hooks)
+    called = fn.forward if isinstance(fn, torch.nn.Module) else type(fn).__call__
+    if isinstance(called, types.MethodType):
+        called = called.__func__ if called.__self__ is fn else called
+    if hooked or not isinstance(called, types.FunctionType):
+        self.visit(fn, ())
+    else:
+        _function(self, called, ((), "class"), fn, ())
+
+
+def _sequence(self: Identity, values: Any, path: Path) -> None:
+    if self.again(values, path):
+        return
+    self.key += (type(values), len(values))
+    if len(values) > _CAP:
+        self.opaque()
+        return
+    for i, value in enumerate(values):
+        self.visit(value, (path, "item", i))
+        if not self.trusted:
+            return
+
+
+def _dict(self: Identity, values: dict[Any, Any], path: Path) -> None:
+    if self.again(values, path):
+        return
+    self.key += (dict, len(values))
+    for name, value in values.items():
+        if not isinstance(name, (str, int, float, bytes, type(None), tuple)):
+            self.opaque()
+            return
+        self.key += (type(name), name)
+        self.visit(value, (path, "item", name))
+        if not self.trusted:
+            return
+
+
+def _bound_builtin(self: Identity, fn: types.BuiltinFunctionType, path: Path) -> None:
+    owner = fn.__self__
+    self.key.append(fn.__name__)
+    if owner is None or isinstance(owner, types.ModuleType):
+        self.key.append(fn)
+    else:
+        self.visit(owner, (path, "self"))
+
+
+def _class(self: Identity, cls: type, path: Path) -> None:
+    self.key.append(weakref.ref(cls))
+    if _is_library(cls.__module__) or self.again(cls, path):
+        return
+    for base in cls.__mro__:
+        if _is_library(base.__module__):
+            continue
+        for name, value in vars(base).items():
+            if name.startswith(("__", "_abc_")) and not isinstance(value, types.FunctionType):
+                continue  # what Python keeps there, and adds to when it copies an instance
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            elif isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, (*_DESCRIPTORS, types.MemberDescriptorType)):
+                continue
+            self.key.append(name)
+            self.visit(value, (path, "attr", name))
+
+
+def _other(self: Identity, value: Any, path: Path) -> None:
+    """What has no handler of its own type: subclasses, user objects, and what is opaque."""
+    cls = type(value)
+    if isinstance(value, torch.Tensor):
+        _tensor(self, value, path)
+    elif isinstance(value, enum.Enum):
+        self.key += (weakref.ref(cls), value.name)
+    elif cls.__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _CAP:
+        self.key += (cls, str(value.dtype), value.shape, value.tobytes())
+    elif isinstance(value, type):
+        _class(self, value, path)
+    elif isinstance(value, _PLAIN):
+        _constant(self, value, path)
+    elif isinstance(value, (int, float, str)):
+        self.key += (weakref.ref(cls), repr(value))
+    elif isinstance(value, _DESCRIPTORS) or (
+        cls.__module__.startswith("torch._ops") or cls is types.MethodWrapperType
+    ):
+        self.key.append(value)
+    elif not self.again(value, path):
+        _object(self, value, cls, path)
+
+
+def _object(self: Identity, value: Any, cls: type, path: Path) -> None:
+    state = getattr(value, "__dict__", None)
+    slots = [name for base in cls.__mro__ for name in _slots(base)]
+    if state is None and not slots and not isinstance(value, (dict, list, tuple)):
+        self.key.append(weakref.ref(cls))
+        if cls is not object:  # its state is kept in C
+            self.opaque()
+        return
+    _class(self, cls, (path, "type"))
+    if isinstance(value, dict):
+        self.key.append(len(value))
+        for name, item in value.items():
+            self.visit(name, (path, "key"))
+            self.visit(item, (path, "item", name))
+    elif isinstance(value, (list, tuple)):
+        self.key.append(len(value))
+        for i, item in enumerate(value):
+            self.visit(item, (path, "item", i))
+    for name, item in (state or {}).items():
+        self.key.append(name)
+        self.visit(item, (path, "attr", name))
+    for name in slots:
+        self.key.append(name)
+        item = getattr(value, name, _MISSING)
+        if item is not _MISSING:
+            self.visit(item, (path, "attr", name))
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+# Attributes of these are theirs alone; the value as a whole says it all.
+_CLOSED = frozenset(
+    (torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list, tuple, dict)
+)
+
+_HANDLERS: dict[type, Callable[[Identity, Any, Path], None]] = {
+    torch.Tensor: _tensor,
+    torch.nn.Parameter: _tensor,
+    int: _scalar,
+    float: _scalar,
+    bool: _constant,
+    str: _constant,
+    type(None): _leaf,
+    type(Ellipsis): _leaf,
+    torch.dtype: _leaf,
+    torch.device: _leaf,
+    types.ModuleType: _module,
+    types.FunctionType: _function,
+    types.MethodType: _method,
+    types.BuiltinFunctionType: _bound_builtin,
+    functools.partial: _partial,
+    list: _sequence,
+    tuple: _sequence,
+    dict: _dict,
+}

@@ -1,0 +1,216 @@
+"""aten's pointwise operations on lazy arrays, with torch's type promotion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import torch
+
+from flexattn.mods.arrays import Array, broadcast
+from flexattn.mods.expr import Expr, const
+from flexattn.mods.ops import OPS, dtype_of, is_float
+from flexattn.mods.refusal import Refusal
+from flexattn.mods.simplify import make
+
+__all__ = ["POINTWISE", "Operand", "as_array", "cast", "pointwise"]
+
+Operand = Array | int | float | bool
+
+
+def as_array(x: Operand) -> Array:
+    """An operand as an array; Python numbers become weak constants."""
+    if isinstance(x, Array):
+        return x
+    if isinstance(x, bool):
+        return Array.scalar(const(x, "bool"), weak=True)
+    if isinstance(x, int):
+        return Array.scalar(const(x, "int64"), weak=True)
+    if isinstance(x, float):
+        return Array.scalar(const(x, "float64"), weak=True)
+    raise Refusal(f"computes with a {type(x).__name__}", "a mod computes with tensors and numbers")
+
+
+def cast(x: Operand, dtype: str) -> Array:
+    """The array with every element converted."""
+    array = as_array(x)
+    if array.dtype == dtype and not array.weak:
+        return array
+
+    def at(index: tuple[Expr, ...]) -> Expr:
+        return make("cast", dtype, (array.at(index),))
+
+    return Array(array.shape, dtype, at)
+
+
+def promoted(arrays: list[Array]) -> str:
+    """torch's result type: tensors with dimensions, then 0-d tensors, then Python numbers."""
+    result: torch.dtype | None = None
+    groups = (
+        [a.dtype for a in arrays if a.shape and not a.weak],
+        [a.dtype for a in arrays if not a.shape and not a.weak],
+        [a.dtype for a in arrays if a.weak],
+    )
+    for weak, names in zip((False, False, True), groups, strict=True):
+        if not names:
+            continue
+        dtype = reduce(torch.promote_types, map(dtype_of, names))
+        if result is None:
+            result = dtype
+        elif not result.is_floating_point and (result == torch.bool or dtype.is_floating_point):
+            weak_float = weak and dtype.is_floating_point
+            dtype = torch.get_default_dtype() if weak_float else dtype
+            result = torch.promote_types(result, dtype)
+    return _name(result or torch.float32)
+
+
+def pointwise(op: str, *operands: Operand, floats: bool = False) -> Array:
+    """One operation on promoted, broadcast operands; with `floats`, integers become floats."""
+    arrays = [as_array(x) for x in operands]
+    weak = all(array.weak for array in arrays)
+    dtype = promoted(arrays)
+    if floats and not is_float(dtype):
+        dtype = "float64" if weak else _name(torch.get_default_dtype())
+    op = _ON_BOOL.get(op, op) if dtype == "bool" else op
+    result = "bool" if OPS[op].predicate else dtype
+    shape = torch.broadcast_shapes(*(array.shape for array in arrays))
+    parts = [broadcast(cast(array, dtype), shape) for array in arrays]
+
+    def at(index: tuple[Expr, ...]) -> Expr:
+        return make(op, result, [part.at(index) for part in parts])
+
+    return Array(shape, result, at, weak=weak)
+
+
+def _where(condition: Operand, x: Operand, y: Operand) -> Array:
+    chosen = [as_array(x), as_array(y)]
+    dtype = promoted(chosen)
+    if all(a.weak for a in chosen) and is_float(dtype):  # torch.where(c, 1.0, 2.0) is no number
+        dtype = _name(torch.get_default_dtype())
+    arrays = [cast(condition, "bool"), *(cast(a, dtype) for a in chosen)]
+    shape = torch.broadcast_shapes(*(array.shape for array in arrays))
+    parts = [broadcast(array, shape) for array in arrays]
+    return Array(shape, dtype, lambda i: make("where", dtype, [part.at(i) for part in parts]))
+
+
+def _scaled(y: Operand, alpha: Operand) -> Operand:
+    return y if not isinstance(alpha, Array) and alpha == 1 else pointwise("mul", y, alpha)
+
+
+def _add(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
+    return pointwise("add", x, _scaled(y, alpha))
+
+
+def _sub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
+    return pointwise("sub", x, _scaled(y, alpha))
+
+
+def _rsub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
+    return pointwise("sub", y, _scaled(x, alpha))
+
+
+def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Array:
+    if rounding_mode is None:
+        return pointwise("div", x, y, floats=True)
+    return pointwise(f"{rounding_mode}_div", x, y)
+
+
+def _clamp(
+    x: Operand, low: Operand | None = None, high: Operand | None = None, **ends: Operand
+) -> Array:
+    low, high = ends.get("min", low), ends.get("max", high)
+    result = as_array(x)
+    dtype = promoted([as_array(end) for end in (x, low, high) if end is not None])
+    for op, end in (("maximum", low), ("minimum", high)):
+        if end is not None:
+            result = pointwise(op, cast(result, dtype), cast(end, dtype))
+    return result
+
+
+def _pow(x: Operand, y: Operand) -> Array:
+    """A fixed exponent is computed as torch does: by multiplication and square root."""
+    if isinstance(y, Array) or y not in _POWERS:
+        return pointwise("pow", x, y)
+    base = cast(x, promoted([as_array(x), as_array(y)]))
+    if not is_float(base.dtype) and y not in (2, 3):
+        return pointwise("pow", x, y)
+    return _POWERS[y](base)
+
+
+def _square(x: Array) -> Array:
+    return pointwise("mul", x, x)
+
+
+_POWERS: dict[float, Callable[[Array], Array]] = {
+    2: _square,
+    3: lambda x: pointwise("mul", _square(x), x),
+    0.5: partial(pointwise, "sqrt"),
+    -0.5: partial(pointwise, "rsqrt"),
+    -1: partial(pointwise, "reciprocal"),
+    -2: lambda x: pointwise("reciprocal", _square(x)),
+}
+
+
+def _logical(op: str, *operands: Operand) -> Array:
+    return pointwise(op, *(cast(x, "bool") for x in operands))
+
+
+def _rounded(op: str, x: Array) -> Array:
+    return pointwise(op, x) if is_float(x.dtype) else x
+
+
+def _classified(op: str, x: Array) -> Array:
+    return pointwise(op, x) if is_float(x.dtype) else pointwise("ne", x, x)
+
+
+def _convert(x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    return x if dtype is None else cast(x, _name(dtype))
+
+
+def _same(x: Array, **_: Any) -> Array:
+    return x
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# torch adds and multiplies bools as sets.
+_ON_BOOL = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+
+_FLOAT_OPS = (
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"),
+    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh"),
+    *("sigmoid", "erf", "erfc"),
+)
+
+_ALIASES = {
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "mul": "mul",
+    "neg": "neg", "abs": "abs", "sign": "sign", "minimum": "minimum", "maximum": "maximum",
+    "floor_divide": "floor_div", "remainder": "floor_mod", "fmod": "trunc_mod",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not",
+    "__and__": "and", "__or__": "or", "__xor__": "xor", "clamp_min": "maximum",
+    "clamp_max": "minimum", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
+    "__lshift__": "shl", "__rshift__": "shr",
+}  # fmt: skip
+
+POINTWISE: dict[str, Callable[..., Array]] = {
+    **{name: partial(pointwise, name, floats=True) for name in _FLOAT_OPS},
+    **{name: partial(pointwise, op) for name, op in _ALIASES.items()},
+    **{name: partial(_rounded, name) for name in ("floor", "ceil", "round", "trunc")},
+    **{name: partial(_classified, name) for name in ("isnan", "isinf")},
+    **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
+    **dict.fromkeys(("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"), _same),
+    "add": _add,
+    "sub": _sub,
+    "rsub": _rsub,
+    "div": _div,
+    "pow": _pow,
+    "clamp": _clamp,
+    "where": _where,
+    "relu": lambda x: pointwise("maximum", x, cast(0, x.dtype)),
+    "masked_fill": lambda x, mask, value: _where(mask, cast(value, x.dtype), x),
+    "_to_copy": _convert,
+    "convert_element_type": _convert,
+}

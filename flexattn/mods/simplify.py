@@ -1,0 +1,251 @@
+"""The canonical form of an Expr: equal meanings become one object, and no bit of a value changes.
+
+Floats are never reassociated: a rewrite is here only if torch would compute the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from flexattn.mods.expr import Expr, Value, const, walk
+from flexattn.mods.ops import OPS, fold, is_float, is_int
+
+__all__ = ["make", "plug", "renumber", "simplify"]
+
+Rule = Callable[[Expr], Expr | None]
+
+_SWAPPED = {"gt": "lt", "ge": "le"}
+_NEGATED = {"eq": "ne", "ne": "eq"}
+_NEGATED_INT = {"lt": "le", "le": "lt"}
+
+
+def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) -> Expr:
+    """The canonical Expr for one operation on canonical operands."""
+    operands = tuple(args)
+    if op in _SWAPPED:
+        op, operands = _SWAPPED[op], operands[::-1]
+    if op in OPS and OPS[op].commutes:
+        operands = tuple(sorted(operands, key=lambda arg: arg.order))
+    node = Expr(op, dtype, operands, value)
+    if operands and op != "load" and all(arg.op == "const" for arg in operands):
+        folded = fold(node)
+        if folded is not None:
+            return folded
+    rule = _RULES.get(op)
+    rewritten = rule(node) if rule else None
+    return node if rewritten is None else rewritten
+
+
+def simplify(expr: Expr) -> Expr:
+    """The canonical form of a whole expression."""
+    return _rebuild(expr, lambda node: None)
+
+
+def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
+    """The canonical form after the run-time scalars of these slots became constants."""
+
+    def replace(node: Expr) -> Expr | None:
+        if node.op == "scalar" and node.value in values:
+            return const(values[node.value], node.dtype)  # type: ignore[index]
+        return None
+
+    return _rebuild(expr, replace)
+
+
+def renumber(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
+    """Number buffers and scalars by first appearance; with their old slots, in that order."""
+    slots: dict[str, dict[Value, int]] = {"load": {}, "scalar": {}}
+    done: dict[Expr, Expr] = {}
+    for node in walk(expr):
+        value = node.value
+        if node.op in slots:
+            value = slots[node.op].setdefault(value, len(slots[node.op]))
+        done[node] = Expr(node.op, node.dtype, tuple(done[arg] for arg in node.args), value)
+    loads, scalars = (tuple(int(old or 0) for old in slots[op]) for op in ("load", "scalar"))
+    return done[expr], loads, scalars
+
+
+def _rebuild(expr: Expr, replace: Rule) -> Expr:
+    done: dict[Expr, Expr] = {}
+    for node in walk(expr):
+        new = replace(node)
+        if new is None:
+            new = make(node.op, node.dtype, (done[arg] for arg in node.args), node.value)
+        done[node] = new
+    return done[expr]
+
+
+def _is(node: Expr, number: float) -> bool:
+    """Whether a node is this constant, down to the sign of zero."""
+    if node.op != "const" or node.value != number:
+        return False
+    return not is_float(node.dtype) or math.copysign(1, float(node.value or 0)) == math.copysign(
+        1, number
+    )
+
+
+def _add(node: Expr) -> Expr | None:
+    x, y = node.args
+    if _is(y, -0.0 if is_float(node.dtype) else 0):  # -0.0 + 0.0 is 0.0
+        return x
+    if is_int(node.dtype) and y.op == "const" and x.op == "add" and x.args[1].op == "const":
+        return make("add", node.dtype, (x.args[0], make("add", node.dtype, (x.args[1], y))))
+    return None
+
+
+def _sub(node: Expr) -> Expr | None:
+    x, y = node.args
+    if is_int(node.dtype):
+        if x is y:
+            return const(0, node.dtype)
+        if y.op == "const":
+            return make("add", node.dtype, (x, make("neg", node.dtype, (y,))))
+    return x if _is(y, 0.0) else None
+
+
+def _mul(node: Expr) -> Expr | None:
+    x, y = node.args
+    if _is(y, 1):
+        return x
+    if is_int(node.dtype) and y.op == "const":
+        if _is(y, 0):
+            return y
+        if x.op == "mul" and x.args[1].op == "const":
+            return make("mul", node.dtype, (x.args[0], make("mul", node.dtype, (x.args[1], y))))
+    return None
+
+
+def _divide(node: Expr) -> Expr | None:
+    x, y = node.args
+    exact = node.op == "div" or is_int(node.dtype)
+    return x if exact and _is(y, 1) else None
+
+
+def _modulo(node: Expr) -> Expr | None:
+    return const(0, node.dtype) if is_int(node.dtype) and _is(node.args[1], 1) else None
+
+
+def _same_twice(node: Expr) -> Expr | None:
+    x, y = node.args
+    return x if x is y else None
+
+
+def _shift(node: Expr) -> Expr | None:
+    return node.args[0] if _is(node.args[1], 0) else None
+
+
+def _compare(node: Expr) -> Expr | None:
+    x, y = node.args
+    if x is y and not is_float(x.dtype):
+        return const(node.op in ("eq", "le"), "bool")
+    return None
+
+
+def _not(node: Expr) -> Expr | None:
+    (x,) = node.args
+    if x.op == "not":
+        return x.args[0]
+    if x.op in _NEGATED:
+        return make(_NEGATED[x.op], "bool", x.args)
+    if x.op in _NEGATED_INT and not is_float(x.args[0].dtype):  # NaN < 1 and NaN >= 1 both fail
+        return make(_NEGATED_INT[x.op], "bool", x.args[::-1])
+    return None
+
+
+def _lattice(node: Expr) -> Expr | None:
+    """and, or: one sorted chain without duplicates, leaning left."""
+    bottom: int | bool = node.dtype == "bool" or -1
+    absorbing, neutral = (0, bottom) if node.op == "and" else (bottom, 0)
+    terms: dict[Expr, None] = {}
+    pending = list(node.args)
+    while pending:
+        term = pending.pop()
+        if term.op == node.op:
+            pending.extend(term.args)
+        elif _is(term, absorbing):
+            return term
+        elif not _is(term, neutral):
+            terms[term] = None
+    if node.dtype == "bool" and any(make("not", "bool", (term,)) in terms for term in terms):
+        return const(node.op == "or", "bool")
+    if not terms:
+        return const(bool(neutral) if node.dtype == "bool" else neutral, node.dtype)
+    chain, *rest = sorted(terms, key=lambda term: term.order)
+    for term in rest:
+        chain = Expr(node.op, node.dtype, (chain, term))
+    return chain
+
+
+def _xor(node: Expr) -> Expr | None:
+    x, y = node.args
+    if x is y:
+        return make("cast", node.dtype, (const(0, "int64"),))
+    return x if _is(y, 0) else None
+
+
+def _where(node: Expr) -> Expr | None:
+    condition, x, y = node.args
+    if condition.op == "const":
+        return x if condition.value else y
+    if x is y:
+        return x
+    if condition.op == "not":
+        return make("where", node.dtype, (condition.args[0], y, x))
+    if node.dtype == "bool" and x.op == y.op == "const":
+        return condition if x.value else make("not", "bool", (condition,))
+    return None
+
+
+def _cast(node: Expr) -> Expr | None:
+    (x,) = node.args
+    if x.dtype == node.dtype:
+        return x
+    if x.op == "cast" and _lossless(x.args[0].dtype, x.dtype):
+        return make("cast", node.dtype, x.args)
+    return None
+
+
+# How wide an integer each dtype holds without rounding.
+_MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+_INT_BITS = {
+    "bool": 1, "uint8": 8, "int8": 7, "int16": 15, "int32": 31, "int64": 63,
+}  # fmt: skip
+
+
+def _lossless(source: str, target: str) -> bool:
+    """Whether every value of one dtype survives in the other."""
+    if source in _INT_BITS and target in _INT_BITS:
+        signed_ok = target != "uint8" or source == "bool"
+        return signed_ok and _INT_BITS[source] <= _INT_BITS[target]
+    if source in _INT_BITS:
+        return _INT_BITS[source] <= _MANTISSA.get(target, 0)
+    if source in ("float16", "bfloat16"):
+        return target in ("float32", "float64")
+    return source == "float32" and target == "float64"
+
+
+_RULES: dict[str, Rule] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _divide,
+    "floor_div": _divide,
+    "trunc_div": _divide,
+    "floor_mod": _modulo,
+    "trunc_mod": _modulo,
+    "minimum": _same_twice,
+    "maximum": _same_twice,
+    "shl": _shift,
+    "shr": _shift,
+    "eq": _compare,
+    "ne": _compare,
+    "lt": _compare,
+    "le": _compare,
+    "not": _not,
+    "and": _lattice,
+    "or": _lattice,
+    "xor": _xor,
+    "where": _where,
+    "cast": _cast,
+}

@@ -1,0 +1,353 @@
+"""aten's views, indexing, factories and reductions on lazy arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexattn.mods.arrays import Array, Index, broadcast, index, literal, reshape
+from flexattn.mods.expr import Expr, const
+from flexattn.mods.ops import is_float
+from flexattn.mods.pointwise import Operand, cast, pointwise
+from flexattn.mods.simplify import make
+
+__all__ = ["TENSORWISE", "reads_sizes"]
+
+_END = 2**62
+
+
+def reads_sizes(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation on a captured tensor means something else for other sizes of it."""
+    if name in ("permute", "transpose", "t", "unsqueeze", "clone", "alias", "detach"):
+        return False
+    if name == "select":
+        return not args[0].wraps[args[1]]
+    if name == "slice":
+        return not _whole(*args[2:])
+    if name == "index":
+        given = [(dim, at) for dim, at in enumerate(args[1]) if at is not None]
+        return any(at.shape or not args[0].wraps[dim] for dim, at in given)
+    return True
+
+
+def _int(value: int) -> Expr:
+    return const(value, "int64")
+
+
+def _rearranged(x: Array, order: Sequence[int | None]) -> Array:
+    """Dimension i of the result is dimension order[i] of x, or a new one of size 1."""
+    shape = [1 if dim is None else x.shape[dim] for dim in order]
+    wraps = [dim is not None and x.wraps[dim] for dim in order]
+
+    def at(i: Index) -> Expr:
+        source = dict(zip(order, i, strict=True))
+        return x.at(tuple(source.get(dim, _int(0)) for dim in range(len(x.shape))))
+
+    return Array(shape, x.dtype, at, weak=x.weak, wraps=wraps)
+
+
+def _dims(x: Array, dims: int | Sequence[int] | None) -> list[int]:
+    rank = len(x.shape)
+    if dims is None or (not isinstance(dims, int) and not dims):
+        return list(range(rank))
+    return [dim % max(rank, 1) for dim in ([dims] if isinstance(dims, int) else dims)][:rank]
+
+
+def _permute(x: Array, dims: Sequence[int]) -> Array:
+    return _rearranged(x, _dims(x, dims))
+
+
+def _transpose(x: Array, first: int = 0, second: int = 1) -> Array:
+    order = list(range(len(x.shape)))
+    if len(order) > 1:
+        order[first], order[second] = order[second], order[first]
+    return _rearranged(x, order)
+
+
+def _unsqueeze(x: Array, dim: int) -> Array:
+    order: list[int | None] = list(range(len(x.shape)))
+    order.insert(dim % (len(order) + 1), None)
+    return _rearranged(x, order)
+
+
+def _squeeze(x: Array, dims: int | Sequence[int] | None = None) -> Array:
+    gone = {dim for dim in _dims(x, dims) if x.shape[dim] == 1}
+    return _rearranged(x, [dim for dim in range(len(x.shape)) if dim not in gone])
+
+
+def _select(x: Array, dim: int, position: int) -> Array:
+    at = Array.scalar(_int(position))
+    return index(x, [*[None] * (dim % len(x.shape)), at])
+
+
+def _whole(start: int | None = None, end: int | None = None, step: int = 1) -> bool:
+    return start in (None, 0) and (end is None or end >= _END) and step == 1
+
+
+def _slice(
+    x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    if _whole(start, end, step):
+        return x
+    return index(x, [*[None] * dim, _arange(*slice(start, end, step).indices(x.shape[dim]))])
+
+
+def _expand(x: Array, size: Sequence[int], implicit: bool = False) -> Array:
+    lead = len(size) - len(x.shape)
+    shape = [x.shape[dim - lead] if n == -1 else n for dim, n in enumerate(size)]
+    return broadcast(x, shape)
+
+
+def _unbind(x: Array, dim: int = 0) -> list[Array]:
+    return [_select(x, dim, i) for i in range(x.shape[dim])]
+
+
+def _split(x: Array, size: int | Sequence[int], dim: int = 0) -> list[Array]:
+    total = x.shape[dim]
+    sizes = [size] * math.ceil(total / size) if isinstance(size, int) else size
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pairs = zip(starts, sizes, strict=True)
+    return [_slice(x, dim % len(x.shape), start, min(start + n, total)) for start, n in pairs]
+
+
+def _cat(arrays: Sequence[Array], dim: int = 0) -> Array:
+    dim %= len(arrays[0].shape)
+    dtype = _common(arrays)
+    ends = [sum(a.shape[dim] for a in arrays[: i + 1]) for i in range(len(arrays))]
+    shape = (*arrays[0].shape[:dim], ends[-1], *arrays[0].shape[dim + 1 :])
+
+    def at(i: Index) -> Expr:
+        here: Expr | None = None
+        for array, end in reversed(list(zip(arrays, ends, strict=True))):
+            start = _int(end - array.shape[dim])
+            local = make("sub", "int64", (i[dim], start))
+            inside = make("lt", "bool", (i[dim], _int(end)))
+            if inside.op == "const" and not inside.value:
+                continue
+            value = cast(array, dtype).at((*i[:dim], local, *i[dim + 1 :]))
+            here = value if here is None else make("where", dtype, (inside, value, here))
+        assert here is not None
+        return here
+
+    return Array(shape, dtype, at)
+
+
+def _common(arrays: Sequence[Array]) -> str:
+    dtypes = [getattr(torch, array.dtype) for array in arrays]
+    common = dtypes[0]
+    for dtype in dtypes:
+        common = torch.promote_types(common, dtype)
+    return _name(common)
+
+
+def _stack(arrays: Sequence[Array], dim: int = 0) -> Array:
+    return _cat([_unsqueeze(x, dim) for x in arrays], dim)
+
+
+def _flip(x: Array, dims: Sequence[int]) -> Array:
+    for dim in _dims(x, dims):
+        x = index(x, [*[None] * dim, _arange(x.shape[dim] - 1, -1, -1)])
+    return x
+
+
+def _index_select(x: Array, dim: int, position: Array) -> Array:
+    return index(x, [*[None] * (dim % len(x.shape)), reshape(position, [-1])])
+
+
+def _gather(x: Array, dim: int, position: Array, **_: Any) -> Array:
+    def at(i: Index) -> Expr:
+        here = Array.scalar(position.at(i))
+        chosen = index(x, [*[None] * (dim % len(x.shape)), here])
+        return chosen.at((*i[: dim % len(x.shape)], *i[dim % len(x.shape) + 1 :]))
+
+    return Array(position.shape, x.dtype, at)
+
+
+def _full(
+    size: Sequence[int], value: Operand, dtype: torch.dtype | None = None, **_: Any
+) -> Array:
+    if dtype is None and isinstance(value, float):
+        dtype = torch.get_default_dtype()
+    natural = "bool" if isinstance(value, bool) else "int64"
+    return broadcast(cast(value, _name(dtype) if dtype else natural), size)
+
+
+def _filled(
+    value: Operand, size: Sequence[int], dtype: torch.dtype | None = None, **_: Any
+) -> Array:
+    return _full(size, value, dtype or torch.get_default_dtype())
+
+
+def _filled_like(value: int, x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    return _full_like(x, value, dtype)
+
+
+def _full_like(x: Array, value: Operand, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    return broadcast(cast(value, _name(dtype) if dtype else x.dtype), x.shape)
+
+
+def _new_full(
+    x: Array, size: Sequence[int], value: Operand, dtype: torch.dtype | None = None, **_: Any
+) -> Array:
+    return broadcast(cast(value, _name(dtype) if dtype else x.dtype), size)
+
+
+def _new_filled(value: int, x: Array, size: Sequence[int], **options: Any) -> Array:
+    return _new_full(x, size, value, options.get("dtype"))
+
+
+def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
+    values = torch.arange(*ends, dtype=dtype, device="cpu")
+    return literal(values.tolist(), values.shape, _name(values.dtype))
+
+
+def _accumulator(dtype: str) -> str:
+    """torch sums half precision in float32, and small integers in int64."""
+    if is_float(dtype):
+        return "float64" if dtype == "float64" else "float32"
+    return "int64"
+
+
+def _reduced(
+    op: str,
+    x: Array,
+    dims: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: str | None = None,
+    inner: str | None = None,
+) -> Array:
+    """Unroll a reduction over some dimensions, in `inner` if it accumulates wider than `dtype`."""
+    gone = _dims(x, dims)
+    dtype = dtype or x.dtype
+    inner = inner or dtype
+    terms = x.elements(gone)
+    kept = [dim for dim in range(len(x.shape)) if dim not in gone]
+    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape)]
+    wide = cast(x, inner)
+    neutral = {"add": 0, "mul": 1, "and": True, "or": False}
+
+    def at(i: Index) -> Expr:
+        others = dict(zip(kept, [i[dim] for dim in kept] if keepdim else i, strict=True))
+        total: Expr | None = None
+        for term in terms:
+            full = others | dict(zip(gone, term, strict=True))
+            value = wide.at(tuple(full[dim] for dim in range(len(full))))
+            total = value if total is None else make(op, inner, (total, value))
+        if total is None:
+            total = make("cast", inner, (const(neutral[op], "int64"),))
+        return make("cast", dtype, (total,))
+
+    return Array(shape if keepdim else [x.shape[dim] for dim in kept], dtype, at)
+
+
+def _sum(
+    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
+    result = _name(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
+    return _reduced("add", x, dims, keepdim, dtype=result, inner=_accumulator(result))
+
+
+def _prod(x: Array, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Array:
+    result = _name(dtype) if dtype else x.dtype if is_float(x.dtype) else "int64"
+    return _reduced("mul", x, dims, keepdim, dtype=result, inner=_accumulator(result))
+
+
+def _mean(
+    x: Array, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Array:
+    result = _name(dtype) if dtype else x.dtype
+    inner = _accumulator(result)
+    total = _reduced("add", x, dims, keepdim, dtype=inner)
+    count = math.prod(x.shape[dim] for dim in _dims(x, dims))
+    return cast(pointwise("div", total, float(count)), result)
+
+
+def _truth(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Array:
+    return _reduced(op, cast(x, "bool"), dims, keepdim)
+
+
+def _extreme(op: str, x: Array, dims: Any = None, keepdim: bool = False) -> Any:
+    """max and min: over everything, or (values, indices) over one dimension."""
+    best = _reduced(op, x, dims, keepdim)
+    return best if dims is None else (best, None)
+
+
+def _mm(x: Array, y: Array) -> Array:
+    """Contract x's last dimension with the one before the last of y, batched over the rest."""
+    batch = x.shape[:-2]
+    left = _unsqueeze(x, len(x.shape))
+    right = _unsqueeze(y, len(batch))
+    shape = (*batch, x.shape[-2], x.shape[-1], y.shape[-1])
+    wide = _accumulator(x.dtype)
+    factors = [cast(broadcast(side, shape), wide) for side in (left, right)]
+    product = pointwise("mul", *factors)
+    return _reduced("add", product, len(shape) - 2, dtype=x.dtype, inner=wide)
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return reshape(_mm(_unsqueeze(x, 0), _unsqueeze(y, 1)), [])
+
+
+def _mv(x: Array, y: Array) -> Array:
+    return reshape(_mm(x, _unsqueeze(y, 1)), [x.shape[0]])
+
+
+def _plus(product: Callable[..., Array], c: Array, x: Array, y: Array, **by: float) -> Array:
+    scaled = pointwise("mul", product(x, y), by.get("alpha", 1))
+    return pointwise("add", pointwise("mul", c, by.get("beta", 1)), scaled)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+TENSORWISE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("view", "reshape", "_unsafe_view"), reshape),
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("split", "split_with_sizes"), _split),
+    **dict.fromkeys(("dot", "vdot"), _dot),
+    **dict.fromkeys(("mm", "bmm"), _mm),
+    **dict.fromkeys(("addmm", "baddbmm"), partial(_plus, _mm)),
+    "addmv": partial(_plus, _mv),
+    "mv": _mv,
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    **dict.fromkeys(("squeeze", "squeeze_"), _squeeze),
+    "select": _select,
+    "slice": _slice,
+    "expand": _expand,
+    "unbind": _unbind,
+    "cat": _cat,
+    "stack": _stack,
+    "flip": _flip,
+    "index": index,
+    "index_select": _index_select,
+    "embedding": lambda table, position, *_: index(table, [position]),
+    "gather": _gather,
+    "take": lambda x, position: index(reshape(x, [-1]), [position]),
+    "full": _full,
+    "zeros": partial(_filled, 0),
+    "ones": partial(_filled, 1),
+    "full_like": _full_like,
+    "zeros_like": partial(_filled_like, 0),
+    "ones_like": partial(_filled_like, 1),
+    "new_full": _new_full,
+    "new_zeros": partial(_new_filled, 0),
+    "new_ones": partial(_new_filled, 1),
+    "scalar_tensor": lambda value, **options: _filled(value, [], **options),
+    "arange": _arange,
+    "sum": _sum,
+    "prod": _prod,
+    "mean": _mean,
+    "any": partial(_truth, "or"),
+    "all": partial(_truth, "and"),
+    "amax": partial(_reduced, "maximum"),
+    "amin": partial(_reduced, "minimum"),
+    "max": partial(_extreme, "maximum"),
+    "min": partial(_extreme, "minimum"),
+}

@@ -1,0 +1,240 @@
+"""From a callable to an Expr: make_fx runs it once, and the graph it leaves is read back."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from flexattn.mods.arrays import Array, buffer, literal
+from flexattn.mods.expr import VARS, Expr
+from flexattn.mods.guard import Guard, Indexing, op_name
+from flexattn.mods.pointwise import POINTWISE, as_array, cast
+from flexattn.mods.refusal import Line, Refusal, branches, line_of, unknown
+from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
+
+__all__ = ["ARGUMENTS", "Trace", "check_arity", "trace"]
+
+_TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
+ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
+# By name: torch raises different ones for a branch, a loop and a mask, and has moved them.
+_DATA_DEPENDENT = (
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "GuardOnDataDependentSymNode",
+)
+_RESULT = {"score": "float32", "mask": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one run of a callable showed.
+
+    Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
+    trace found. `sized`: it holds for the present sizes alone. `volatile`: for this call alone.
+    """
+
+    expr: Expr
+    tensors: tuple[torch.Tensor, ...]
+    sized: bool
+    volatile: bool
+
+
+def trace(
+    fn: Callable[..., Any],
+    kind: str,
+    known: Sequence[torch.Tensor],
+    scalars: Mapping[int, str] | None = None,
+    rebuild: Callable[[Mapping[int, torch.Tensor]], Callable[..., Any]] | None = None,
+) -> Trace:
+    """Run `fn` on traced positions and read the result as one canonical Expr.
+
+    `known` are the captured tensors, whose order numbers the buffers. `scalars` are the slots
+    and dtypes of numbers to become arguments; `rebuild` makes the callable that reads them
+    from tensors instead. Raises ModError or UnsupportedError.
+    """
+    names = ARGUMENTS[kind]
+    scalars = scalars or {}
+    modes: list[Indexing] = []
+
+    def run(*inputs: torch.Tensor) -> Any:
+        replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
+        called = rebuild(replaced) if rebuild else fn
+        modes.append(Indexing())
+        with torch.no_grad(), Guard(_known()), modes[-1]:
+            return called(*inputs[: len(names)])
+
+    line: Line | None = None
+    try:
+        graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], _device(known))
+        reader = _Reader(graph, known)
+        inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
+        inputs += [Array.scalar(Expr("scalar", t, (), i), weak=True) for i, t in scalars.items()]
+        try:
+            result = reader.read(inputs, exact=not scalars)
+        except Refusal:
+            line = reader.line
+            raise
+        expr = cast(_single(result), _RESULT[kind]).at()
+    except Refusal as refusal:
+        line = line or line_of(refusal.__traceback__)
+        raise refusal.error(fn, kind, line) from None
+    except Exception as error:
+        if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
+            raise branches().error(fn, kind, line_of(error.__traceback__)) from None
+        failed = Refusal(f"raised {type(error).__name__}: {error}")
+        raise failed.error(fn, kind, line_of(error.__traceback__)) from error
+    mode = modes[-1]
+    volatile = mode.volatile or len(reader.tensors) > len(known)
+    return Trace(expr, tuple(reader.tensors), mode.sized or reader.sized, volatile)
+
+
+def check_arity(fn: Callable[..., Any], kind: str) -> None:
+    """Refuse a callable that cannot take the kind's positional arguments, as torch counts them."""
+    names = ARGUMENTS[kind]
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    if any(p.kind is p.VAR_POSITIONAL for p in required):
+        if len(required) <= len(names) + 1:
+            return
+    elif len(required) == len(names):
+        return
+    taken = ", ".join(str(p) for p in required)
+    raise Refusal(
+        f"takes {len(required)} arguments ({taken})",
+        f"a {kind}_mod takes {len(names)}: ({', '.join(names)})",
+        "bind the others with functools.partial or a closure",
+    ).error(fn, kind, None)
+
+
+class _Reader:
+    """Interprets a graph of aten operations over lazy arrays."""
+
+    def __init__(self, graph: GraphModule, known: Sequence[torch.Tensor]) -> None:
+        self.graph = graph
+        self.tensors = list(known)
+        self.sized = False
+        self.line: Line | None = None
+
+    def read(self, inputs: list[Array], *, exact: bool) -> Any:
+        """The graph's result; `exact` compares every dtype with the one that torch found."""
+        values: dict[Node, Any] = {}
+        arguments = iter(inputs)
+
+        def value_of(x: Any) -> Any:
+            return map_aggregate(x, lambda n: values[n] if isinstance(n, Node) else n)
+
+        for node in self.graph.graph.nodes:
+            self.line = node.meta.get("user_line")
+            if node.op == "placeholder":
+                values[node] = next(arguments)
+            elif node.op == "get_attr":
+                values[node] = self._constant(node)
+            elif node.op == "output":
+                return value_of(node.args[0])
+            else:
+                values[node] = self._call(node.target, value_of(node.args), value_of(node.kwargs))
+                if exact:
+                    _compare(node, values[node])
+        raise AssertionError("a graph without an output")
+
+    def _constant(self, node: Node) -> Array:
+        tensor = getattr(self.graph, str(node.target))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if all(op_name(user.target).startswith("lift_fresh") for user in node.users):
+            return literal(tensor.flatten().tolist(), tensor.shape, dtype)
+        slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
+        if not slots:
+            slots = [len(self.tensors)]
+            self.tensors.append(tensor)
+        return buffer(slots[0], tensor.shape, dtype)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is operator.getitem:
+            return args[0][args[1]]
+        name = op_name(target)
+        if name not in _TABLE:
+            raise unknown(target)
+        captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
+        self.sized |= bool(captured) and reads_sizes(name, args)
+        result = _TABLE[name](*args, **kwargs)
+        if captured:
+            for array in _arrays(result):
+                array.captured = bool(array.shape)
+        return result
+
+
+def _arrays(values: Any) -> list[Array]:
+    if isinstance(values, Array):
+        return [values]
+    return [a for v in values for a in _arrays(v)] if isinstance(values, (tuple, list)) else []
+
+
+def _compare(node: Node, ours: Any) -> None:
+    theirs = node.meta.get("val")
+    if not isinstance(ours, Array) or not isinstance(theirs, torch.Tensor):
+        return
+    if f"torch.{ours.dtype}" != str(theirs.dtype) or ours.shape != tuple(theirs.shape):
+        raise Refusal(
+            f"uses {node.target}, which gave {ours.dtype}{list(ours.shape)} here "
+            f"and {theirs.dtype}{list(theirs.shape)} in torch",
+            "a traced operation keeps torch's dtypes and shapes",
+            "report this: it is a fault of flexattn",
+            unsupported=True,
+        )
+
+
+def _single(result: Any) -> Array:
+    if isinstance(result, (Array, bool, int, float)):
+        array = as_array(result)
+        if not array.shape:
+            return array
+        raise Refusal(
+            f"returns a tensor of shape {list(array.shape)}",
+            "a mod returns one value for one position",
+            "index or reduce it to a 0-d tensor",
+        )
+    raise Refusal(f"returns a {type(result).__name__}", "a mod returns one 0-d tensor or number")
+
+
+def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device) -> GraphModule:
+    inputs = [torch.zeros((), dtype=getattr(torch, t), device=device) for t in dtypes]
+    traced = make_fx(
+        run,
+        decomposition_table=_decompositions(),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+    )
+    return traced(*inputs)
+
+
+def _device(known: Sequence[torch.Tensor]) -> torch.device:
+    return next((t.device for t in known if t.dim()), torch.device("cpu"))
+
+
+@lru_cache(maxsize=1)
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's decompositions of every operation that the tables do not hold."""
+    from torch._decomp import decomposition_table
+
+    return {
+        op: decomposed
+        for op, decomposed in decomposition_table.items()
+        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in _TABLE
+    }
+
+
+@lru_cache(maxsize=1)
+def _known() -> frozenset[str]:
+    return frozenset(_TABLE) | {op_name(op) for op in _decompositions()}

@@ -1,0 +1,146 @@
+"""kernel_options: torch's FlexKernelOptions as frozen choices; unknown keys are an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.settings import say_once
+from flexattn.space.config import Config, DecodeConfig, PrefillConfig
+
+HONOURED = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND")
+# Keys of torch that change nothing here: the backward's, ROCm's and hints that are not needed.
+WITHOUT_EFFECT = (
+    "BLOCK_M1",
+    "BLOCK_N1",
+    "BLOCK_M2",
+    "BLOCK_N2",
+    "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE",
+    "BLOCKS_ARE_CONTIGUOUS",
+    "WRITE_DQ",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
+LEGACY = "FORCE_USE_FLEX_ATTENTION"
+# Keys that torch does not have: they are taken out before a call is handed to it.
+OURS_ALONE = ("SPLIT_KV",)
+BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller decided: a template, and numbers that override the config's."""
+
+    kind: str | None = None
+    BLOCK_M: int | None = None
+    BLOCK_N: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_splits: int | None = None
+    use_tma: bool | None = None
+
+    @property
+    def overrides(self) -> bool:
+        """Whether any number of a config is forced."""
+        return any(getattr(self, name) is not None for name in _NUMBERS)
+
+    def apply(self, config: Config) -> Config:
+        """The config with the caller's numbers in it."""
+        forced: dict[str, Any] = {
+            name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
+        }
+        if isinstance(config, PrefillConfig):
+            forced.pop("num_splits", None)
+        if isinstance(config, DecodeConfig):
+            forced.pop("use_tma", None)
+        return replace(config, **forced)
+
+
+_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
+NONE = Options()
+
+
+def parse(kernel_options: Mapping[str, Any] | None) -> Options:
+    """Read kernel_options, with torch's prefixes.
+
+    fwd_ wins over a bare key; bwd_ keys are for a backward. Raises ConfigError for keys and
+    backends that do not exist, InputError for values of the wrong type.
+    """
+    if not kernel_options:
+        return NONE
+    chosen: dict[str, Any] = {}
+    for key, value in sorted(kernel_options.items(), key=lambda item: item[0].startswith("fwd_")):
+        name = key.removeprefix("fwd_").removeprefix("bwd_")
+        if name not in (*HONOURED, *WITHOUT_EFFECT, LEGACY):
+            raise ConfigError(
+                f"kernel_options has {key!r}",
+                f"the keys are {', '.join((*HONOURED, *WITHOUT_EFFECT, LEGACY))}, "
+                "bare or with fwd_ or bwd_ in front",
+                "remove it, or correct its spelling",
+            )
+        if key.startswith("bwd_") or name in WITHOUT_EFFECT:
+            say_once(f"kernel_options[{key!r}] has no effect on flexattn's forward kernels")
+        else:
+            chosen[name] = value
+    return Options(
+        kind=_kind(chosen),
+        BLOCK_M=_integer(chosen, "BLOCK_M"),
+        BLOCK_N=_integer(chosen, "BLOCK_N"),
+        num_warps=_integer(chosen, "num_warps"),
+        num_stages=_integer(chosen, "num_stages"),
+        num_splits=_integer(chosen, "SPLIT_KV"),
+        use_tma=_boolean(chosen, "USE_TMA"),
+    )
+
+
+def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The options without the keys that torch does not have."""
+    if kernel_options is None:
+        return None
+    return {
+        key: value
+        for key, value in kernel_options.items()
+        if key.removeprefix("fwd_").removeprefix("bwd_") not in OURS_ALONE
+    }
+
+
+def _kind(chosen: Mapping[str, Any]) -> str | None:
+    backend = chosen.get("BACKEND", "AUTO")
+    legacy = chosen.get(LEGACY, False)
+    if legacy and backend != "AUTO":
+        raise ConfigError(
+            f"kernel_options has BACKEND={backend!r} and {LEGACY}",
+            "they say the same thing and may differ",
+            'keep BACKEND: "TRITON" forces the prefill kernel',
+        )
+    if backend == "FLASH":
+        raise UnsupportedError(
+            'kernel_options has BACKEND="FLASH"',
+            f"flexattn runs its own kernels: BACKEND is one of {BACKENDS}",
+            "use torch's flex_attention for FlashAttention",
+        )
+    if backend not in BACKENDS:
+        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {BACKENDS}")
+    if legacy or backend == "TRITON":
+        return "prefill"
+    return "decode" if backend == "TRITON_DECODE" else None
+
+
+def _integer(chosen: Mapping[str, Any], name: str) -> int | None:
+    value = chosen.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"kernel_options[{name!r}]={value!r}", "it is a positive integer")
+    return value
+
+
+def _boolean(chosen: Mapping[str, Any], name: str) -> bool | None:
+    value = chosen.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"kernel_options[{name!r}]={value!r}", "it is True or False")
+    return value

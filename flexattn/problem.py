@@ -1,0 +1,155 @@
+"""Problem: the one key, built by the same code when tuning and when dispatching."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flexattn.mods import Mod
+
+Kind = Literal["prefill", "decode"]
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+# Lengths up to 2**26 keep index arithmetic such as `31 * q_idx - kv_idx` in 32 bits.
+MAX_LENGTH = 2**26
+MAX_HEADS = 2**16
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
+
+    per_head: the lists differ between the query heads of one KV head.
+    """
+
+    q_block: int
+    kv_block: int
+    has_full: bool
+    per_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How q, k and v lie in memory, as far as the code depends on it.
+
+    *_contiguous: the head dimension has stride 1. aligned: base addresses and all other
+    strides are multiples of 16 bytes, so loads can be 16 bytes wide and TMA can read them.
+    """
+
+    q_contiguous: bool
+    k_contiguous: bool
+    v_contiguous: bool
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """A traced mod with what its code depends on: which captured tensors have inner stride 1."""
+
+    mod: Mod
+    contiguous: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Everything that decides a kernel's source, and nothing that does not: no length, no batch.
+
+    group: query heads per KV head. lse, max_scores: which statistics are written.
+    tf32: float32 products may round to tf32. positive_scale: the softmax scale is above 0.
+    """
+
+    kind: Kind
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    group: int
+    score: Captures | None
+    mask: Captures | None
+    sparsity: Sparsity | None
+    layout: Layout
+    lse: bool
+    max_scores: bool
+    tf32: bool
+    positive_scale: bool
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of q, k and v."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads that share a tile's rows: decode's group, unless lists differ by head.
+
+        With lists that differ, each query head walks its own.
+        """
+        if self.kind == "prefill" or (self.sparsity is not None and self.sparsity.per_head):
+            return 1
+        return self.group
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention call: the structure of its kernel, and the sizes that choose its config.
+
+    q [B, Hq, q_len, head_dim_qk], k [B or 1, Hkv, kv_len, head_dim_qk],
+    v [B or 1, Hkv, kv_len, head_dim_v].
+    """
+
+    structure: Structure
+    B: int
+    Hq: int
+    Hkv: int
+    q_len: int
+    kv_len: int
+
+    def describe(self) -> str:
+        """One line for headers, reports and errors."""
+        s = self.structure
+        dims = (
+            str(s.head_dim_qk)
+            if s.head_dim_qk == s.head_dim_v
+            else f"{s.head_dim_qk}/{s.head_dim_v}"
+        )
+        parts = [
+            f"{s.kind} {s.dtype} B={self.B} Hq={self.Hq} Hkv={self.Hkv}",
+            f"q_len={self.q_len} kv_len={self.kv_len} D={dims}",
+        ]
+        if s.sparsity is not None:
+            parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
+        return " ".join(parts)
+
+
+def fingerprint(structure: Structure) -> str:
+    """A sha256 of the structure, equal in every process: names files and, later, cache entries."""
+    parts = [
+        f"{name}={_stable(getattr(structure, name))}" for name in Structure.__dataclass_fields__
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _stable(value: object) -> str:
+    if isinstance(value, Captures):
+        return f"{value.mod.fingerprint}:{value.contiguous}"
+    return repr(value)
+
+
+def kind_for(q_len: int, kv_len: int, B: int, Hq: int, num_sms: int) -> tuple[Kind, str]:
+    """Decode or prefill for these lengths, with the reason in words.
+
+    A handful of query rows always decodes: one tile holds them with all heads of a group.
+    More rows, up to a tile's worth, decode where prefill's tiles would leave SMs idle.
+    """
+    if q_len <= 16:
+        return "decode", f"q_len {q_len} is at most 16"
+    if q_len <= 128 and B * Hq < num_sms and kv_len >= 1024:
+        return "decode", f"{B * Hq} prefill tiles would leave SMs of {num_sms} idle"
+    return "prefill", f"q_len {q_len} fills prefill tiles"

@@ -1,0 +1,138 @@
+"""The kernels' arguments: one list that templates print, the build types and a launch fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexattn.mods import Bound
+from flexattn.problem import Captures, Structure
+from flexattn.render.triton_ops import signature_type
+from flexattn.render.triton_printer import buffer_names, scalar_name
+from flexattn.space.config import Config, PrefillConfig, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One kernel argument: its name, its type as Triton's signature spells it, what divides it."""
+
+    name: str
+    type: str
+    divisible_by: int = 1
+
+
+def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
+    """Arguments of the prefill or decode kernel, in order."""
+    prefill = isinstance(config, PrefillConfig)
+    found = [*_tensors(structure, config), *_outputs(structure)]
+    if not prefill:
+        found.append(Argument("WORKSPACE", "*fp32", 16))
+    found += _strides(structure)
+    found += [Argument(name, "i32") for name in ("Hq", "group", "q_len", "kv_len", "num_tiles")]
+    if not prefill:
+        found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
+    found.append(Argument("sm_scale", "fp32"))
+    found += _sparse(structure)
+    for captures in (structure.score, structure.mask):
+        found += _captured(captures)
+    return tuple(found)
+
+
+def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Arguments of the kernel that merges the partial results of decode's splits."""
+    return (
+        Argument("WORKSPACE", "*fp32", 16),
+        *_outputs(structure),
+        *(Argument(f"stride_o{axis}", "i64") for axis in "bhm"),
+        Argument("Hq", "i32"),
+        Argument("q_len", "i32"),
+        Argument("num_splits", "i32"),
+        Argument("num_rows", "i64"),
+    )
+
+
+def mask_arguments(captures: Captures) -> tuple[Argument, ...]:
+    """Arguments of the kernel that classifies the blocks of a mask."""
+    return (
+        Argument("KINDS", "*i8", 16),
+        *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
+        *_captured(captures),
+    )
+
+
+def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
+    """What a launch passes for `_captured`: pointer, sizes and strides of each, then numbers."""
+    if captures is None or bound is None:
+        return []
+    values: list[Any] = []
+    for tensor, contiguous in zip(bound.tensors, captures.contiguous, strict=True):
+        values.append(tensor)
+        values += tensor.shape
+        strides = tensor.stride()
+        values += strides[:-1] if contiguous else strides
+    return [*values, *bound.scalars]
+
+
+def tma_block(config: PrefillConfig, head_dim: int) -> tuple[int, int, int, int]:
+    """The box that one K or V descriptor loads: [1, 1, BLOCK_N, head dimension as tiled]."""
+    return (1, 1, config.BLOCK_N, pieces(head_dim)[0][1])
+
+
+def _tensors(structure: Structure, config: Config) -> list[Argument]:
+    element = signature_type(structure.dtype)
+    aligned = 16 if structure.layout.aligned else structure.itemsize
+    found = [Argument("Q", f"*{element}", aligned)]
+    for name, head_dim in (("K", structure.head_dim_qk), ("V", structure.head_dim_v)):
+        if isinstance(config, PrefillConfig) and config.use_tma:
+            box = ", ".join(str(size) for size in tma_block(config, head_dim))
+            found.append(Argument(name, f"tensordesc<{element}[{box}]>"))
+        else:
+            found.append(Argument(name, f"*{element}", aligned))
+    return found
+
+
+def _outputs(structure: Structure) -> list[Argument]:
+    found = [Argument("OUT", f"*{signature_type(structure.dtype)}", 16)]
+    if structure.lse:
+        found.append(Argument("LSE", "*fp32", 16))
+    if structure.max_scores:
+        found.append(Argument("MAX", "*fp32", 16))
+    return found
+
+
+def _strides(structure: Structure) -> list[Argument]:
+    layout = structure.layout
+    divisor = 16 // structure.itemsize if layout.aligned else 1
+    inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
+    found = []
+    for tensor, axes in (("q", "bhmd"), ("k", "bhnd"), ("v", "bhnd")):
+        axes = axes[:3] if inner[tensor] else axes
+        found += [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
+    return found + [Argument(f"stride_o{axis}", "i64") for axis in "bhm"]
+
+
+def _sparse(structure: Structure) -> list[Argument]:
+    if structure.sparsity is None:
+        return []
+    lists = ["KV", "FULL"] if structure.sparsity.has_full else ["KV"]
+    found = [Argument(f"{name}_{what}", "*i32", 4) for name in lists for what in ("NUM", "IDX")]
+    found += [Argument("stride_mask_b", "i64"), Argument("stride_mask_h", "i64")]
+    return found + [Argument(f"{name}_WIDTH", "i64") for name in lists]
+
+
+def _captured(captures: Captures | None) -> list[Argument]:
+    if captures is None:
+        return []
+    mod = captures.mod
+    found = []
+    for slot, buffer in enumerate(mod.buffers):
+        base, sizes, strides = buffer_names(mod.kind, slot, buffer.rank)
+        found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
+        found += [Argument(size, "i32") for size in sizes]
+        kept = strides[:-1] if captures.contiguous[slot] else strides
+        found += [Argument(stride, "i64") for stride in kept]
+    found += [
+        Argument(scalar_name(mod.kind, slot), signature_type(dtype))
+        for slot, dtype in enumerate(mod.scalars)
+    ]
+    return found

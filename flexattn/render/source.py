@@ -1,0 +1,263 @@
+"""Source: a rendered kernel, written to a file that says what it is for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from flexattn.device import Device
+from flexattn.mods.expr import pretty
+from flexattn.problem import Captures, Structure
+from flexattn.render.arguments import (
+    Argument,
+    arguments,
+    combine_arguments,
+    mask_arguments,
+)
+from flexattn.render.environment import render_template, template_hash
+from flexattn.render.triton_ops import triton_type
+from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.settings import current
+from flexattn.space.config import Config, PrefillConfig, pieces
+
+BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+HELPERS = (
+    "fast_tanh",
+    "short_tanh",
+    "sign",
+    "floor_div_int",
+    "floor_mod_int",
+    "floor_div_float",
+    "floor_mod_float",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A rendered kernel: its text, its hash, its arguments, and how to compile it."""
+
+    text: str
+    hash: str
+    arguments: tuple[Argument, ...]
+    num_warps: int
+    num_stages: int
+
+    def path(self) -> Path:
+        """The file that holds the text; written on first use, whole or not at all."""
+        folder = current().cache_dir / "kernels"
+        path = folder / f"kernel_{self.hash[:24]}.py"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                file.write(self.text)
+            os.replace(name, path)
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One power-of-two tile of a head dimension, as the templates name it."""
+
+    name: str
+    start: int
+    tile: int
+    used: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.used
+
+
+def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
+    """The prefill or decode kernel of a structure with a config; title goes into its header."""
+    name = f"triton/{structure.kind}.py.jinja"
+    score, mask = _printed(structure.score, structure, device), None
+    if structure.mask is not None:
+        mask = _printed(structure.mask, structure, device)
+    qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
+    sparsity = structure.sparsity
+    settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+    ragged_q = False
+    if structure.kind == "decode":
+        settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
+    if sparsity is not None:
+        settings |= {
+            "SPARSE_Q": sparsity.q_block,
+            "SPARSE_KV": sparsity.kv_block,
+            "TILES_PER_Q": tiles_per_q(structure, config),
+            "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
+        }
+        ragged_q = sparsity.q_block % config.BLOCK_M != 0
+    used = [printed for printed in (score, mask) if printed is not None]
+    context = {
+        **_mod_context(used, device),
+        "score": score,
+        "mask": mask,
+        "qk_pieces": qk,
+        "v_pieces": v,
+        "all_pieces": (*qk, *v),
+        "constants": (*settings.items(), *BASE_2),
+        "layout": structure.layout,
+        "sparse": sparsity is not None,
+        "has_full": sparsity is not None and sparsity.has_full,
+        "ragged_q": ragged_q,
+        "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
+        "use_tma": isinstance(config, PrefillConfig) and config.use_tma,
+        "fold_scale": score is None and structure.positive_scale,
+        "element": triton_type(structure.dtype),
+        "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
+        "precision": _precision(structure),
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+    }
+    options = [f"{field.name}={getattr(config, field.name)}" for field in fields(config)]
+    return _source(
+        name,
+        device,
+        [title, f"config: {' '.join(options)}", *_expressions(structure)],
+        context,
+        arguments(structure, config),
+        config.num_warps,
+        config.num_stages,
+    )
+
+
+def render_combine(structure: Structure, device: Device) -> Source:
+    """The kernel that merges the splits of a decode kernel of this structure."""
+    v = _pieces("v", structure.head_dim_v)
+    context = {
+        "v_pieces": v,
+        "constants": (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2),
+        "element": triton_type(structure.dtype),
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+    }
+    title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
+    return _source(
+        "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
+    )
+
+
+def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
+    """The kernel that classifies every block of a mask."""
+    mask = print_mod(captures.mod, captures.contiguous, _traits(device, "float32"))
+    tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
+    settings = {
+        "SPARSE_Q": q_block,
+        "SPARSE_KV": kv_block,
+        "BLOCK_M": tile_m,
+        "BLOCK_N": tile_n,
+    }
+    context = {
+        **_mod_context([mask], device),
+        "mask": mask,
+        "constants": tuple(settings.items()),
+    }
+    title = f"block mask {q_block}x{kv_block} for {device.arch}"
+    header = [title, f"mask_mod: {_one_line(captures)}"]
+    return _source(
+        "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
+    )
+
+
+def tiles_per_q(structure: Structure, config: Config) -> int:
+    """Row tiles of one sparse query block; 1 without a block mask."""
+    if structure.sparsity is None:
+        return 1
+    return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
+
+
+def _source(
+    template: str,
+    device: Device,
+    header: list[str],
+    context: dict[str, object],
+    found: tuple[Argument, ...],
+    num_warps: int,
+    num_stages: int,
+) -> Source:
+    lines = [*header, f"template: {template} {template_hash(template)}"]
+    text = render_template(
+        template,
+        {
+            **context,
+            "interpreted": device.backend == "interpreter",
+            "header": "\n".join(f"# {line}" for line in lines),
+            "arguments": [argument.name for argument in found],
+        },
+    )
+    text = "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n") + "\n"
+    # What a macro left out leaves an empty line: none stands inside a function.
+    text = re.sub(r"\n+(\n {4})", r"\1", text)
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    # The header names lengths; kernels that differ in nothing else are one kernel.
+    body = text[text.index("import triton") :]
+    signature = [(argument.name, argument.type, argument.divisible_by) for argument in found]
+    key = f"{body}\n{signature} {num_warps} {num_stages}"
+    return Source(text, hashlib.sha256(key.encode()).hexdigest(), found, num_warps, num_stages)
+
+
+def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:
+    if captures is None:
+        return None
+    return print_mod(captures.mod, captures.contiguous, _traits(device, structure.dtype))
+
+
+def _traits(device: Device, dtype: str) -> Traits:
+    return Traits(
+        interpreted=device.backend == "interpreter",
+        fast_tanh=device.has_tanh and dtype == "bfloat16",
+        short_tanh=dtype in ("bfloat16", "float16"),
+    )
+
+
+def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object]:
+    """What a template needs to know of the mods it holds: statements, helpers and imports."""
+    found = list(printed)
+    lines = [line for each in found for line in (*each.hoisted, *each.body, each.result)]
+    called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
+    math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
+    interpreted = device.backend == "interpreter"
+    origin = (
+        "flexattn.render import interpreted_math as"
+        if interpreted
+        else ("triton.language.extra import")
+    )
+    helpers = render_template("triton/helpers.jinja", {"used": called})
+    return {
+        "hoisted": [line for each in found for line in each.hoisted],
+        "helpers": helpers,
+        "libdevice_import": f"from {origin} libdevice" if math else "",
+    }
+
+
+def _pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
+    return tuple(
+        _Piece(f"{prefix}{i}", start, tile, used)
+        for i, (start, tile, used) in enumerate(pieces(head_dim))
+    )
+
+
+def _precision(structure: Structure) -> str:
+    if structure.dtype != "float32":
+        return ""
+    return "tf32" if structure.tf32 else "ieee"
+
+
+def _expressions(structure: Structure) -> list[str]:
+    pairs = (("score_mod", structure.score), ("mask_mod", structure.mask))
+    return [f"{name}: {_one_line(mod)}" for name, mod in pairs if mod is not None]
+
+
+def _one_line(captures: Captures) -> str:
+    return pretty(captures.mod.expr).replace("\n", "; ")
+
+
+def _power(value: int) -> int:
+    return max(16, 1 << (value - 1).bit_length())

@@ -1,0 +1,96 @@
+"""How Triton spells each operation of an Expr, and its dtypes."""
+
+from __future__ import annotations
+
+import math
+
+HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "trunc_div": "//",
+    "trunc_mod": "%",
+    "floor_div": "//",
+    "floor_mod": "%",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "shl": "<<",
+    "shr": ">>",
+}
+
+# torch propagates NaN through minimum and maximum; the hardware's instructions drop it.
+_NAN = ", propagate_nan=tl.PropagateNan.ALL"
+FUNCTIONS = {
+    "neg": "(-{0})",
+    "not": "(~{0})",
+    "abs": "tl.abs({0})",
+    "sign": "sign({0})",
+    "minimum": "tl.minimum({0}, {1}" + _NAN + ")",
+    "maximum": "tl.maximum({0}, {1}" + _NAN + ")",
+    "isnan": "({0} != {0})",
+    "isinf": '(tl.abs({0}) == float("inf"))',
+    "sigmoid": "tl.sigmoid({0})",
+    "reciprocal": "(1.0 / {0})",
+    "round": "libdevice.rint({0})",
+    "trunc": "libdevice.trunc({0})",
+    **{name: f"tl.{name}({{0}})" for name in "exp exp2 log log2 sin cos sqrt rsqrt erf".split()},
+    **{name: f"tl.{name}({{0}})" for name in ("floor", "ceil")},
+    **{
+        name: f"libdevice.{name}({{0}})"
+        for name in "tan asin acos atan sinh cosh tanh expm1 log1p log10 erfc".split()
+    },
+    **{name: f"libdevice.{name}({{0}}, {{1}})" for name in ("pow", "atan2")},
+}
+
+# name in torch: (name in triton.language, name in a kernel's signature)
+_TYPES = {
+    "bool": ("int1", "i1"),
+    "uint8": ("uint8", "u8"),
+    "uint16": ("uint16", "u16"),
+    "uint32": ("uint32", "u32"),
+    "uint64": ("uint64", "u64"),
+    "int8": ("int8", "i8"),
+    "int16": ("int16", "i16"),
+    "int32": ("int32", "i32"),
+    "int64": ("int64", "i64"),
+    "float16": ("float16", "fp16"),
+    "bfloat16": ("bfloat16", "bf16"),
+    "float32": ("float32", "fp32"),
+    "float64": ("float64", "fp64"),
+    "float8_e4m3fn": ("float8e4nv", "fp8e4nv"),
+    "float8_e5m2": ("float8e5", "fp8e5"),
+}
+
+
+def triton_type(dtype: str) -> str:
+    """`tl.float32` for "float32"."""
+    return f"tl.{_TYPES[dtype][0]}"
+
+
+def signature_type(dtype: str) -> str:
+    """`fp32` for "float32", as a kernel's signature names it."""
+    return _TYPES[dtype][1]
+
+
+def is_known(dtype: str) -> bool:
+    """Whether Triton has this dtype."""
+    return dtype in _TYPES
+
+
+def literal(value: object, dtype: str) -> str:
+    """A constant as Triton source, non-finite numbers included."""
+    if dtype == "bool":
+        return str(bool(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)

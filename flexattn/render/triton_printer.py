@@ -1,0 +1,280 @@
+"""Print an Expr as Triton statements: what does not depend on the keys first, once per tile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from flexattn.errors import UnsupportedError
+from flexattn.mods import Mod
+from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.expr import Expr, walk
+from flexattn.mods.ops import is_float, is_int
+from flexattn.problem import MAX_HEADS, MAX_LENGTH
+from flexattn.render.triton_ops import FUNCTIONS, HALVES, INFIX, literal, triton_type
+
+# Tiles overshoot a length by less than 2**12 lanes.
+INDEX_RANGES: dict[str, Range] = {
+    "b": (0, MAX_LENGTH),
+    "h": (0, MAX_HEADS),
+    "q_idx": (0, MAX_LENGTH + 2**12),
+    "kv_idx": (0, MAX_LENGTH + 2**12),
+}
+PER_KEY = ("score", "kv_idx")
+INT32: Range = (-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the target's language lacks or has: it changes how a function is spelled.
+
+    interpreted: Triton's CPU interpreter. fast_tanh: the hardware's tanh is accurate enough
+    for the output's dtype. short_tanh: an exponential and a division are.
+    """
+
+    interpreted: bool = False
+    fast_tanh: bool = False
+    short_tanh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Statements for before the loop over keys, statements for inside it, and the result.
+
+    full: the result depends on the score, so it already has the tile's shape.
+    """
+
+    hoisted: tuple[str, ...]
+    body: tuple[str, ...]
+    result: str
+    full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A printed operand: its text, the dtype it has in the kernel, whether it is hoisted."""
+
+    text: str
+    dtype: str
+    hoisted: bool
+
+
+def print_mod(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> Printed:
+    """Triton statements for a mod over `score`, `b`, `h`, `q_idx` and `kv_idx`.
+
+    contiguous: for each captured tensor, whether its innermost stride is 1.
+    Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
+    that Triton cannot express.
+    """
+    return _Printer(mod, contiguous, traits).run()
+
+
+def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The kernel's argument names for one captured tensor: pointer, sizes, strides."""
+    base = f"{kind}_buf{slot}"
+    return (
+        base,
+        tuple(f"{base}_size{d}" for d in range(rank)),
+        tuple(f"{base}_stride{d}" for d in range(rank)),
+    )
+
+
+def scalar_name(kind: str, slot: int) -> str:
+    """The kernel's argument name for one captured Python number."""
+    return f"{kind}_scalar{slot}"
+
+
+class _Printer:
+    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> None:
+        self.mod, self.contiguous, self.traits = mod, contiguous, traits
+        self.hoisted: list[str] = []
+        self.body: list[str] = []
+        self.count = 0
+        self.values: dict[Expr, _Value] = {}
+        nodes = list(walk(mod.expr))
+        self.uses = Counter(arg for node in nodes for arg in node.args)
+        self.ranges = all_bounds(mod.expr, INDEX_RANGES)
+        self.full = any(node.op == "var" and node.value == "score" for node in nodes)
+        per_key = {node for node in nodes if node.op == "var" and node.value in PER_KEY}
+        for node in nodes:
+            if any(arg in per_key for arg in node.args):
+                per_key.add(node)
+        self.crossing = {arg for node in per_key for arg in node.args if arg not in per_key}
+
+    def run(self) -> Printed:
+        for node in walk(self.mod.expr):
+            self.values[node] = self._node(node)
+        result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
+        return Printed(tuple(self.hoisted), tuple(self.body), result, self.full)
+
+    def _name(self, text: str, dtype: str, hoisted: bool) -> _Value:
+        name = f"{self.mod.kind}_{self.count}"
+        self.count += 1
+        (self.hoisted if hoisted else self.body).append(f"{name} = {text}")
+        return _Value(name, dtype, hoisted)
+
+    def _node(self, node: Expr) -> _Value:
+        if node.op == "var":
+            name = str(node.value)
+            indices = "float32" if name == "score" else "int32"
+            return _Value(name, indices, name not in PER_KEY)
+        if node.op == "const":
+            return _Value(literal(node.value, node.dtype), node.dtype, True)
+        if node.op == "scalar":
+            name = scalar_name(self.mod.kind, int(node.value or 0))
+            return self._name(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype, True)
+        if node.op == "load":
+            return self._load(node)
+        value = self._operation(node)
+        if self.uses[node] > 1 or node in self.crossing or node is self.mod.expr:
+            return self._name(value.text, value.dtype, value.hoisted)
+        return value
+
+    def _operation(self, node: Expr) -> _Value:
+        args = [self.values[arg] for arg in node.args]
+        hoisted = all(arg.hoisted for arg in args)
+        if node.op == "cast":
+            dtype = self._narrow(node, args)
+            return _Value(self._cast(args[0], node, dtype), dtype, hoisted)
+        if node.op == "where":
+            dtype = self._narrow(node, args[1:])
+            texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
+            return _Value(f"tl.where({', '.join(texts)})", dtype, hoisted)
+        operand = node.args[0].dtype
+        computed = "float32" if operand in HALVES else self._narrow(node, args)
+        if node.dtype == "bool" and operand != "bool":
+            computed = "float32" if operand in HALVES else self._common(node.args, args)
+        text = self._spell(node, [self._as(arg, computed) for arg in args], computed)
+        if node.dtype in HALVES:
+            text, computed = self._to_half(text, node.dtype), node.dtype
+        elif node.dtype == "int64" and computed == "int64" and self._fits(node):
+            text, computed = f"{text}.to(tl.int32)", "int32"
+        return _Value(text, "bool" if node.dtype == "bool" else computed, hoisted)
+
+    def _narrow(self, node: Expr, args: list[_Value]) -> str:
+        """32-bit arithmetic where neither the operands nor the result can leave 32 bits."""
+        if node.dtype != "int64":
+            return node.dtype
+        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
+        return "int64" if wide or not self._fits(node) else "int32"
+
+    def _common(self, nodes: tuple[Expr, ...], args: list[_Value]) -> str:
+        if nodes[0].dtype != "int64":
+            return nodes[0].dtype
+        fits = all(self._fits(node) for node in nodes)
+        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
+        return "int64" if wide or not fits else "int32"
+
+    def _fits(self, node: Expr) -> bool:
+        limits = self.ranges[node]
+        return limits is not None and INT32[0] <= limits[0] and limits[1] <= INT32[1]
+
+    def _as(self, value: _Value, dtype: str) -> str:
+        if value.dtype == dtype or _is_literal(value.text):
+            return value.text
+        return f"{value.text}.to({triton_type(dtype)})"
+
+    def _cast(self, value: _Value, node: Expr, dtype: str) -> str:
+        source = node.args[0].dtype
+        if node.dtype == "bool":
+            return f"({value.text} != 0)"
+        text = value.text
+        if is_float(source) and is_int(node.dtype) and source in HALVES:
+            text = f"{text}.to(tl.float32)"
+        if dtype in HALVES:
+            return self._to_half(text, dtype)
+        return f"{text}.to({triton_type(dtype)})"
+
+    def _to_half(self, text: str, dtype: str) -> str:
+        """The interpreter truncates to bf16 where hardware rounds."""
+        if self.traits.interpreted and dtype == "bfloat16":
+            text = f"libdevice.nearest_bfloat16({text})"
+        return f"{text}.to({triton_type(dtype)})"
+
+    def _spell(self, node: Expr, args: list[str], computed: str) -> str:
+        if computed == "bool" and node.op in ("and", "or", "xor", "not"):
+            return self._logical(node.op, args)
+        if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
+            return f"({args[0]} {INFIX[node.op]} {args[1]})"
+        if node.op in ("floor_div", "floor_mod"):
+            return self._floored(node, args, computed)
+        if node.op == "tanh" and computed == "float32" and not self.traits.interpreted:
+            if self.traits.fast_tanh:
+                return f"fast_tanh({args[0]})"
+            if self.traits.short_tanh:
+                return f"short_tanh({args[0]})"
+        if node.op == "pow" and is_int(node.dtype):
+            return self._integer_power(node, args)
+        if node.op not in FUNCTIONS:
+            raise UnsupportedError(f"{node.op} of {node.dtype}", "Triton has no such operation")
+        spelled = FUNCTIONS[node.op]
+        if is_int(computed) or computed == "bool":
+            spelled = spelled.replace(", propagate_nan=tl.PropagateNan.ALL", "")
+        return spelled.format(*args)
+
+    def _logical(self, op: str, args: list[str]) -> str:
+        """The interpreter broadcasts a scalar bool to integers, on which `~` is not a negation."""
+        if op == "not":
+            return (
+                f"libdevice.logical_not({args[0]})" if self.traits.interpreted else f"(~{args[0]})"
+            )
+        text = args[0]
+        for arg in args[1:]:
+            if self.traits.interpreted:
+                text = f"libdevice.logical_{op}({text}, {arg})"
+            else:
+                text = f"{text} {INFIX[op]} {arg}"
+        return f"({text})" if len(args) > 1 and not self.traits.interpreted else text
+
+    def _floored(self, node: Expr, args: list[str], computed: str) -> str:
+        """torch floors, C truncates: the same where nothing is negative."""
+        if is_float(computed):
+            return f"{node.op}_float({args[0]}, {args[1]})"
+        ranges = [self.ranges[arg] for arg in node.args]
+        if all(found is not None and found[0] >= 0 for found in ranges):
+            return f"({args[0]} {INFIX[node.op]} {args[1]})"
+        return f"{node.op}_int({args[0]}, {args[1]})"
+
+    def _integer_power(self, node: Expr, args: list[str]) -> str:
+        exponent = node.args[1]
+        if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
+            raise UnsupportedError(
+                f"an integer to the power {args[1]}",
+                "integer powers take a constant exponent from 0 to 16",
+                "convert to float first",
+            )
+        return f"({' * '.join([args[0]] * int(exponent.value or 0)) or '1'})"
+
+    def _load(self, node: Expr) -> _Value:
+        """Read a captured tensor, wrapping negative indices and never outside its bounds."""
+        slot = int(node.value or 0)
+        buffer = self.mod.buffers[slot]
+        base, sizes, strides = buffer_names(self.mod.kind, slot, buffer.rank)
+        terms: dict[bool, list[str]] = {True: [], False: []}
+        checks: dict[bool, list[str]] = {True: [], False: []}
+        for dim, arg in enumerate(node.args):
+            index = self.values[arg]
+            text = index.text
+            found = self.ranges[arg]
+            if found is None or found[0] < 0:
+                wrapped = f"tl.where({text} < 0, {text} + {sizes[dim]}, {text})"
+                text = self._name(wrapped, index.dtype, index.hoisted).text
+                checks[index.hoisted].append(f"({text} >= 0)")
+            checks[index.hoisted].append(f"({text} < {sizes[dim]})")
+            unit = dim == buffer.rank - 1 and self.contiguous[slot]
+            terms[index.hoisted].append(text if unit else f"{text} * {strides[dim]}")
+        hoisted = not checks[False]
+        if terms[True] and not hoisted:
+            base = self._name(" + ".join([base, *terms.pop(True)]), "pointer", True).text
+            inside = self._name(self._logical("and", checks.pop(True)), "bool", True).text
+            checks[False].append(inside)
+        address = " + ".join([base, *terms[hoisted]])
+        inside = self._logical("and", checks[hoisted]) if checks[hoisted] else ""
+        checked = f", mask={inside}, other=0" if inside else ""
+        return self._name(f"tl.load({address}{checked})", buffer.dtype, hoisted)
+
+
+def _is_literal(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").replace("e", "").isdigit() or text.startswith(
+        ("float(", "True", "False")
+    )

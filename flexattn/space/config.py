@@ -1,0 +1,57 @@
+"""Config: one variant of one template, as frozen numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """A tile of BLOCK_M query rows walks the keys BLOCK_N at a time.
+
+    use_tma: K and V are read through tensor descriptors, by the bulk copy engine.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """BLOCK_M packed rows (query heads of a group x query positions) walk their split of the keys.
+
+    num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 0
+
+
+Config = PrefillConfig | DecodeConfig
+
+
+def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Cut a head dimension into at most two power-of-two tiles: (offset, tile, elements used).
+
+    192 is 128 + 64 and 576 is 512 + 64 exactly; 112 is one tile of 128, padded.
+    """
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    half = whole // 2
+    rest = head_dim - half
+    if whole == 16 or head_dim == whole:
+        return ((0, whole, head_dim),)
+    tail = max(16, 1 << (rest - 1).bit_length())
+    if tail >= half:
+        return ((0, whole, head_dim),)
+    return ((0, half, half), (half, tail, rest))
+
+
+def padded(head_dim: int) -> int:
+    """Elements of a head dimension as the tiles hold them."""
+    return sum(tile for _, tile, _ in pieces(head_dim))

@@ -1,0 +1,253 @@
+"""The Triton templates' configs: why one cannot run, where to start, and which ones to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.problem import Problem, Structure
+from flexattn.space.config import Config, DecodeConfig, PrefillConfig, padded, pieces
+
+# Barriers, scratch of reductions and layout changes, beside the tiles themselves.
+SHARED_SLACK = 2048
+# Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
+REGISTER_SLACK = 30
+
+
+def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
+    """Why a config cannot run for a structure on a device; an empty list when it can."""
+    found = _shape_reasons(config)
+    if found:
+        return found
+    found += _sparse_reasons(config, structure)
+    if isinstance(config, PrefillConfig) and config.use_tma:
+        found += _tma_reasons(structure, device)
+    shared = shared_memory(config, structure, device)
+    if shared > device.shared_memory:
+        found.append(
+            f"shared memory: about {shared} bytes, {device.name} has {device.shared_memory}"
+        )
+    registers = register_estimate(config, structure)
+    if registers > device.max_registers:
+        found.append(
+            f"registers: about {registers} a thread, {device.arch} has {device.max_registers}"
+        )
+    return found
+
+
+def _shape_reasons(config: Config) -> list[str]:
+    found = [
+        f"{name}={size} is not a power of two of at least 16"
+        for name, size in (("BLOCK_M", config.BLOCK_M), ("BLOCK_N", config.BLOCK_N))
+        if size < 16 or size & (size - 1)
+    ]
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        found.append(f"num_warps={config.num_warps} is not one of 1, 2, 4, 8, 16")
+    if not 1 <= config.num_stages <= 8:
+        found.append(f"num_stages={config.num_stages} is not between 1 and 8")
+    return found
+
+
+def _sparse_reasons(config: Config, structure: Structure) -> list[str]:
+    """A tile never spans two blocks of a mask; it may cover one that no tile divides."""
+    sparsity = structure.sparsity
+    if sparsity is None:
+        return []
+    rows = sparsity.q_block * structure.packed_heads
+    return [
+        f"{name}={size} is wider than the mask's block of {block}"
+        for name, size, block in (
+            ("BLOCK_M", config.BLOCK_M, rows),
+            ("BLOCK_N", config.BLOCK_N, sparsity.kv_block),
+        )
+        if size > _power_above(block)
+    ]
+
+
+def _tma_reasons(structure: Structure, device: Device) -> list[str]:
+    layout = structure.layout
+    found = []
+    if not device.has_tma:
+        found.append(f"use_tma: {device.arch} has no TMA")
+    if not (layout.aligned and layout.k_contiguous and layout.v_contiguous):
+        found.append("use_tma: K and V must have inner stride 1, the rest multiples of 16 bytes")
+    for head_dim in (structure.head_dim_qk, structure.head_dim_v):
+        if len(pieces(head_dim)) > 1 or pieces(head_dim)[0][1] > 256:
+            found.append(f"use_tma: head dimension {head_dim} is not one tile of at most 256")
+    return found
+
+
+def shared_memory(config: Config, structure: Structure, device: Device) -> int:
+    """Bytes of shared memory a config needs, roughly: Q, and tiles of K and V for each stage."""
+    itemsize = structure.itemsize
+    qk, v = padded(structure.head_dim_qk), padded(structure.head_dim_v)
+    q_tile = config.BLOCK_M * qk * itemsize
+    tiles = config.BLOCK_N * (qk + v) * itemsize
+    p_tile = config.BLOCK_M * config.BLOCK_N * itemsize
+    stages = config.num_stages
+    if device.backend == "hip":
+        stages = max(1, stages - 1)
+        return max(q_tile, stages * tiles, p_tile)
+    if device.has_wgmma and config.BLOCK_M >= 64:
+        return q_tile + stages * tiles + SHARED_SLACK
+    return max(q_tile, stages * tiles + p_tile) + SHARED_SLACK
+
+
+def register_estimate(config: Config, structure: Structure) -> int:
+    """Registers of one thread, roughly: accumulator and scores in fp32, P in the input's dtype."""
+    threads = 32 * config.num_warps
+    acc = config.BLOCK_M * padded(structure.head_dim_v)
+    scores = config.BLOCK_M * config.BLOCK_N
+    p = scores * structure.itemsize // 4
+    if structure.score is not None:
+        p = max(p, scores // 2)
+    return (acc + scores + p) // threads + REGISTER_SLACK
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Config]:
+    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+
+    Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
+    between two tile heights. Raises ConfigError with the reasons when nothing can run.
+    """
+    structure = problem.structure
+    rejected: list[str] = []
+    offered = False
+    for candidate in _preferences(problem, device):
+        config = suited(candidate, structure)
+        found = reasons(config, structure, device)
+        if not found:
+            offered = True
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if not offered:
+        raise ConfigError(
+            f"no config of the {structure.kind} template fits {problem.describe()}",
+            "\n        ".join(rejected[-4:]),
+            "use smaller head dimensions",
+        )
+
+
+def default(problem: Problem, device: Device) -> Config:
+    """The static default: the first config of the arch's preferences that can run here."""
+    return next(candidates(problem, device))
+
+
+def space(problem: Problem, device: Device) -> Iterator[Config]:
+    """Every config worth trying that can run, each once, the static default first."""
+    first = default(problem, device)
+    yield first
+    seen = {first}
+    for candidate in _grid(problem, device):
+        config = suited(candidate, problem.structure)
+        if config not in seen and not reasons(config, problem.structure, device):
+            seen.add(config)
+            yield config
+
+
+def suited(config: Config, structure: Structure) -> Config:
+    """The config with its tiles cut to the mask's blocks."""
+    sparsity = structure.sparsity
+    if sparsity is None:
+        return config
+    rows = sparsity.q_block * structure.packed_heads
+    return replace(
+        config,
+        BLOCK_M=_tile_for(config.BLOCK_M, rows),
+        BLOCK_N=_tile_for(config.BLOCK_N, sparsity.kv_block),
+    )
+
+
+def _tile_for(tile: int, block: int) -> int:
+    """The widest tile not above this one that divides the block, or else that covers it."""
+    dividing = block & -block
+    if dividing >= 16:
+        return min(tile, dividing)
+    return min(tile, _power_above(block))
+
+
+def _power_above(block: int) -> int:
+    return max(16, 1 << (block - 1).bit_length())
+
+
+def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
+    structure = problem.structure
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    if structure.kind == "decode":
+        yield from _decode_preferences(problem, widest, device)
+        return
+    if structure.dtype == "float32":
+        # Without matrix instructions the tile lives in registers: small tiles.
+        for shape in ((64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1), (16, 16, 4, 1)):
+            yield PrefillConfig(*shape)
+        yield PrefillConfig(16, 16, 8, 1)
+        return
+    table = _PREFILL.get(device.arch, _PREFILL["small"])
+    if device.backend == "hip":
+        table = _PREFILL["hip"]
+    for limit, configs in table:
+        if widest <= limit:
+            yield from configs
+            break
+    yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
+    yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
+    yield PrefillConfig(16, 16, 8, 1)
+
+
+# Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
+# fit 99 KiB of shared memory, or the LDS of CDNA, without spills.
+_PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
+    "sm_90": (
+        (64, (PrefillConfig(128, 64, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
+        (128, (PrefillConfig(128, 64, 4, 2, True), PrefillConfig(128, 128, 8, 2))),
+        (256, (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2))),
+        (576, (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1))),
+    ),
+    "small": (
+        (64, (PrefillConfig(128, 64, 4, 3),)),
+        (128, (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 32, 8, 2))),
+        (256, (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))),
+        (576, (PrefillConfig(32, 16, 8, 1),)),
+    ),
+    "hip": (
+        (64, (PrefillConfig(128, 64, 4, 1),)),
+        (128, (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1))),
+        (256, (PrefillConfig(64, 32, 4, 1),)),
+        (576, (PrefillConfig(32, 16, 4, 1),)),
+    ),
+}
+
+
+def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterator[Config]:
+    rows = problem.q_len * problem.structure.packed_heads
+    heights = (16,) if rows <= 16 else (64, 32, 16)
+    wide = device.shared_memory > 160 * 1024 and problem.structure.dtype != "float32"
+    for height in heights:
+        warps = 8 if height * widest >= 64 * 256 else 4
+        if wide:
+            width = 128 if widest <= 128 else 64
+            yield DecodeConfig(height, width if height == 16 else 64, warps, 3)
+        if widest <= 128:
+            yield DecodeConfig(height, 64, warps, 2)
+        yield DecodeConfig(height, 32, warps, 2)
+        yield DecodeConfig(height, 16, warps, 1)
+
+
+def _grid(problem: Problem, device: Device) -> Iterator[Config]:
+    if problem.structure.kind == "decode":
+        for width, warps, stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
+            first = default(problem, device)
+            yield DecodeConfig(first.BLOCK_M, width, warps, stages)
+        return
+    for rows, width, warps, stages, tma in product(
+        (64, 128), (32, 64, 128), (4, 8), (1, 2, 3), (False, True)
+    ):
+        if tma or not device.has_tma or not _tma_works(problem, device):
+            yield PrefillConfig(rows, width, warps, stages, tma)
+
+
+def _tma_works(problem: Problem, device: Device) -> bool:
+    return not _tma_reasons(problem.structure, device)

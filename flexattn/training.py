@@ -1,0 +1,17 @@
+"""The hand-over of a call that wants gradients to torch's compiled flex_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@lru_cache(maxsize=1)
+def torch_flex_attention() -> Callable[..., Any]:
+    """torch's flex_attention, compiled; shapes may change without a recompile."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

@@ -1,0 +1,155 @@
+"""House rules: imports run one way, one part reads the environment, files stay short."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "flexattn"
+FILES = sorted(PACKAGE.rglob("*.py"))
+BASE = {"errors", "settings", "lru"}
+
+# What a part may import, with all that those may import, and BASE. A new edge is a decision.
+EDGES = {
+    "errors": set(),
+    "settings": {"errors"},
+    "lru": set(),
+    "mods": set(),
+    "device": {"mods"},
+    "problem": {"mods", "device"},
+    "neuron": {"problem"},
+    "space": {"problem", "neuron"},
+    "render": {"space", "neuron"},
+    "build": {"render", "neuron"},
+    "cache": {"space"},
+    # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
+    "masks": {"build"},
+    "options": {"space"},
+    "checks": {"problem"},
+    "dispatch": {"cache", "build", "options"},
+    "launch": {"dispatch"},
+    "training": set(),
+    "reference": set(),
+    "measure": {"build", "reference"},
+    "tune": {"measure", "cache"},
+    "serving": {"dispatch"},
+    "attention": {"launch", "checks", "reference", "training"},
+    "explain": {"attention"},
+    "catalogue": {"masks"},
+    "cli": {"explain", "catalogue", "measure", "serving", "tune"},
+    "__init__": {"explain", "catalogue", "serving", "tune"},
+    "__main__": {"cli"},
+}  # fmt: skip
+REFERENCE_USERS = {"reference", "measure", "attention"}
+
+# At the top level these would make a plain `import flexattn` need them; the place named may do it.
+OPTIONAL = {
+    "typer": "cli/",
+    "rich": "cli/",
+    "sympy": "mods/",
+    "numpy": "render/interpreted_math.py",  # loaded for Triton's interpreter, which needs numpy
+    **dict.fromkeys(("matplotlib", "optuna", "hypothesis", "pytest", "pydantic"), "nowhere"),
+}
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def reachable(name: str) -> set[str]:
+    below = set(EDGES[name])
+    for other in EDGES[name]:
+        below |= reachable(other)
+    return below
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[str]:
+    """Dotted names that the tree imports, made absolute; `from a import b` gives a.b."""
+    package = ("flexattn", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            source = ".".join([*base, *filter(None, [node.module])])
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def imported_parts(path: Path) -> set[str]:
+    names = imports(ast.parse(path.read_text()), path)
+    parts = {
+        dotted[1] for name in names if (dotted := name.split("."))[0] == "flexattn" and dotted[1:]
+    }
+    return {
+        name for name in parts if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    }
+
+
+def at_import(node: ast.AST) -> Iterator[ast.stmt]:
+    """Imports that run with the module: not in a function, not for the type checker."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child
+        yield from at_import(child)
+
+
+def each_file(test):
+    return pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))(test)
+
+
+@each_file
+def test_imports_run_one_way(path):
+    name = part(path)
+    assert name in EDGES, f"{name} is a new part: say in EDGES what it may import"
+    allowed = reachable(name) | {name} | (BASE if name not in BASE else set())
+    if name not in REFERENCE_USERS:
+        allowed -= {"reference"}
+    assert imported_parts(path) <= allowed, f"{name} may import {sorted(allowed)} alone"
+
+
+@each_file
+def test_environment_is_read_in_settings_alone(path):
+    tree = ast.parse(path.read_text())
+    names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    names |= {n.rpartition(".")[2] for n in imports(tree, path)}
+    assert part(path) == "settings" or not names & {"environ", "environb", "getenv", "putenv"}
+
+
+@each_file
+def test_optional_packages_are_imported_where_they_are_used(path):
+    where = path.relative_to(PACKAGE).as_posix()
+    for node in at_import(ast.parse(path.read_text())):
+        for name in imports(node, path):
+            home = OPTIONAL.get(name.split(".")[0], "")
+            allowed = where.startswith(home) and not (home and where == "cli/__init__.py")
+            assert allowed, f"import {name} where it is used"
+
+
+@each_file
+def test_files_stay_short(path):
+    assert len(path.read_text().splitlines()) <= 400, "split it by idea"
+
+
+def test_the_table_has_no_cycle():
+    for name in EDGES:
+        assert name not in reachable(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "expected"),
+    [
+        ("from .errors import X", "space/triton.py", "flexattn.space.errors.X"),
+        ("from ..build import Kernel", "space/triton.py", "flexattn.build.Kernel"),
+        ("from flexattn import cli", "masks.py", "flexattn.cli"),
+        ("def f():\n    import flexattn.cache", "masks.py", "flexattn.cache"),
+    ],
+)
+def test_the_reader_of_imports_sees(line, where, expected):
+    assert list(imports(ast.parse(line), PACKAGE / where)) == [expected]

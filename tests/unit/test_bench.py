@@ -1,0 +1,218 @@
+"""What needs no GPU in bench: rows and their work, the gate on slices, merging, the table."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from bench import command, results, table
+from bench.inputs import make
+from bench.oracle import judge_slices
+from bench.peers import OURS, PEERS, Refusal
+from bench.rows import DOCUMENTS, Row, decode_rows, prefill_rows
+from bench.runner import Method, run
+from bench.shapes import Shape
+from flexattn.errors import InputError
+from flexattn.measure.timing import Samples
+from flexattn.reference import attention
+
+METHOD = Method(rounds=6, min_ms=0, clock="cpu", device="cpu", dtype=torch.float32)
+SMALL = Shape(2, 4, 2, 133, 133, 16)
+ROWS = [
+    Row("plain", "grid", SMALL),
+    Row("causal", "grid", SMALL, "causal"),
+    Row("alibi", "mods", SMALL, "causal", "alibi"),
+    Row("softcap", "mods", SMALL, "window", "softcap", window=20, cap=5.0),
+    Row("relative", "mods", SMALL, "causal", "relative"),
+]
+
+
+def rightly(x):
+    """A stand-in for our kernel: the CPU path, whole, without slices."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    s, mask = x.row.shape, None
+    if x.mask_mod is not None:
+        mask = create_block_mask(x.mask_mod, None, None, s.q_len, s.kv_len, "cpu")
+    out = attention(x.q, x.k, x.v, score_mod=x.score_mod, block_mask=mask).out
+    return out.clone
+
+
+def wrongly(x):
+    out = rightly(x)()
+    out[-1, -1, -1] *= 1.01
+    return out.clone
+
+
+def raises(x):
+    raise RuntimeError("needs a chip\nof another kind")
+
+
+@pytest.mark.parametrize("rows", [prefill_rows(), decode_rows()], ids=["prefill", "decode"])
+def test_rows_are_unique_and_make_sense(rows):
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        s = row.shape
+        assert s.hq % s.hkv == 0 and 0 < row.pairs <= s.q_len * s.kv_len
+        assert row.mask != "documents" or sum(DOCUMENTS) == s.q_len == s.kv_len
+        assert (row.score == "softcap") == (row.cap > 0)
+        assert (row.mask == "window") == (row.window > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflop"),
+    [
+        ("d128-16k-full", 4.398),
+        ("d128-16k-causal", 2.199),
+        ("d64-4k-full", 1.0995),
+        ("d256-4k-causal", 0.5498),
+    ],
+)
+def test_useful_work_of_prefill(name, tflop):
+    row = next(row for row in prefill_rows() if row.name == name)
+    assert row.flops / 1e12 == pytest.approx(tflop, rel=1e-3)
+
+
+def test_useful_pairs_are_those_the_mask_keeps():
+    for row in (ROWS[3], Row("few keys", "grid", SMALL, "window", window=500)):
+        i = torch.arange(SMALL.q_len)
+        distance = i[:, None] - i
+        assert row.pairs == int(((distance >= 0) & (distance <= row.window)).sum())
+
+
+def test_decode_reads_keys_and_values_once():
+    row = next(row for row in decode_rows() if row.name == "b64-16k")
+    assert row.kv_bytes == 64 * 16384 * 8 * 128 * 2 * 2
+
+
+def test_the_required_rows_are_there():
+    names = {row.name for row in prefill_rows()} | {row.name for row in decode_rows()}
+    grid = {f"d{d}-{n}k-{m}" for d in (64, 128, 256) for n in (4, 16) for m in ("full", "causal")}
+    mods = {f"d128-8k-{m}" for m in ("alibi", "softcap", "relative", "window", "documents")}
+    assert grid | mods | {"b1-1k", "b1-8k", "b1-128k", "b8-8k", "b64-4k", "b64-16k"} <= names
+
+
+def test_inputs_are_repeatable():
+    a, b = (make(ROWS[0], "cpu", torch.float32) for _ in range(2))
+    assert torch.equal(a.k, b.k) and a.gqa
+    assert not torch.equal(a.k, make(ROWS[1], "cpu", torch.float32).k)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_slices_stand_for_the_whole(row):
+    inputs = make(row, "cpu", torch.float32)
+    with torch.no_grad():
+        verdict = judge_slices(rightly(inputs)(), inputs)
+        assert verdict.passed, verdict.message()
+        assert not judge_slices(wrongly(inputs)(), inputs).passed
+
+
+def test_documents_and_short_queries_have_slices():
+    packed = Row("docs", "mods", Shape(1, 1, 1, 8192, 8192, 16), "documents")
+    inputs = make(packed, "cpu", torch.float32)
+    assert inputs.mask_mod is not None
+    q = torch.tensor([310, 311])
+    kept = inputs.mask_mod(q * 0, q * 0, q, q * 0 + 310)
+    assert kept.tolist() == [True, False]
+    one = make(Row("one", "grid", Shape(3, 6, 2, 1, 77, 16)), "cpu", torch.float32)
+    with torch.no_grad():
+        assert judge_slices(rightly(one)(), one).passed
+
+
+def test_dry_run_gates_races_and_prints(tmp_path):
+    peers = {
+        OURS: rightly,
+        f"{OURS} BLOCK_M=64": wrongly,
+        "rival": rightly,
+        "absent": raises,
+        "picky": lambda x: Refusal("only plain rows") if not x.row.plain else rightly(x),
+    }
+    seen = []
+    report = run("prefill", ROWS[:3], peers, METHOD, lambda r, seconds: seen.append(r))
+    assert [len(r.rows) for r in seen] == [1, 2, 3]
+    row = report.rows[2]
+    assert set(row.samples) == {OURS, "rival"}
+    assert row.gates[OURS].passed and not row.gates[f"{OURS} BLOCK_M=64"].passed
+    assert row.refused["absent"] == "RuntimeError: needs a chip"
+    assert row.refused["picky"] == "only plain rows"
+    results.save(report, tmp_path / "deep" / "r.json")
+    assert results.load(tmp_path / "deep" / "r.json") == report
+    text = table.markdown(report)
+    assert "gate red" in text and "geometric mean" in text and "only plain rows (alibi)" in text
+    assert 0.2 < table.ratios(report, "rival")["plain"] < 5
+
+
+def test_a_red_row_shows_no_time():
+    report = run("prefill", ROWS[:1], {OURS: wrongly, "rival": rightly}, METHOD)
+    assert report.rows[0].samples == {}
+    line = next(x for x in table.markdown(report).splitlines() if x.startswith("| plain"))
+    assert line == "| plain | gate red | - | - |"
+
+
+def fake(name, ours_us, rival_us, device="A", bench="prefill", **method):
+    samples = {OURS: Samples((ours_us,) * 6, calls=1), "rival": Samples((rival_us,) * 6, calls=1)}
+    row = results.RowResult(name, "grid", 4e12, 4_000_000, {}, samples, {})
+    return results.Report(bench, {"graph": False} | method, ({"device": device},), (row,))
+
+
+def test_merge_keeps_where_each_row_was_measured():
+    parts = [fake("a", 10, 20), fake("b", 10, 5, device="B"), fake("a", 10, 80, rounds=9)]
+    merged = results.merge(parts)
+    assert [(r.name, r.environment) for r in merged.rows] == [("a", 0), ("b", 1)]
+    assert merged.environments == ({"device": "A"}, {"device": "B"})
+    assert table.ratios(merged, "rival") == {"a": 8.0, "b": 0.5}
+    assert "| 2.000 (0.500) |" in table.markdown(merged)
+
+
+def test_what_does_not_belong_together_is_not_merged():
+    for other in (fake("a", 1, 1, graph=True), fake("a", 1, 1, bench="decode")):
+        with pytest.raises(InputError, match="one bench, measured in one way"):
+            results.merge([fake("a", 1, 1), other])
+
+
+def test_rates_of_the_table():
+    assert "| 10.0 ±0.0% (400000) |" in table.markdown(fake("a", 10, 20))
+    assert "| 10.0 ±0.0% (0.40) |" in table.markdown(fake("a", 10, 20, bench="decode"))
+
+
+def test_another_schema_is_refused(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"schema": 0}))
+    with pytest.raises(InputError, match="schema 0"):
+        results.load(path)
+
+
+def test_command_lists_merges_and_refuses(tmp_path, capsys):
+    def main(*argv):
+        status = command.main("prefill", prefill_rows(), METHOD, argv)
+        return status, capsys.readouterr()
+
+    status, text = main("--rows", "mods/", "--list")
+    assert status == 0 and text.out.split()[0] == "d128-8k-alibi" and len(text.out.split()) == 5
+    for bad in (["--rows", "nothing"], ["--rows", "("], ["--peers", "x"], ["--config", "A"]):
+        status, text = main(*bad, "--list")
+        assert status == 2 and "rule:" in text.err
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json", "all.json")]
+    results.save(fake("a", 10, 20), tmp_path / "a.json")
+    results.save(fake("b", 10, 20), tmp_path / "b.json")
+    status, text = main("--merge", *paths[:2], "--out", paths[2])
+    assert status == 0 and "| b |" in text.out
+    assert len(results.load(tmp_path / "all.json").rows) == 2
+
+
+def test_kernel_options_of_a_variant():
+    assert command.parse_config("BLOCK_M=128, num_warps=8") == {"BLOCK_M": 128, "num_warps": 8}
+
+
+def test_sdpa_refuses_mods_and_equals_the_oracle():
+    inputs = make(ROWS[1], "cpu", torch.float32)
+    from bench.peers import sdpa
+
+    assert isinstance(PEERS["sdpa-cudnn"](make(ROWS[2], "cpu", torch.float32)), Refusal)
+    call = sdpa(None)(inputs)
+    assert not isinstance(call, Refusal)
+    assert judge_slices(call(), inputs).passed
+    assert math.isfinite(float(call().sum()))

@@ -1,0 +1,96 @@
+"""What is shipped: the wheel carries the templates, and the package imports without its extras."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = ("typer", "rich", "matplotlib", "optuna", "hypothesis", "pytest", "pydantic")
+
+
+def python(code: str, path: Path) -> str:
+    """Output of `code` in a process of its own that finds flexattn at `path` first."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLEXATTN", "TRITON"))}
+    pythonpath = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment | {"PYTHONPATH": pythonpath},
+        cwd=path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def shipped(folder: str) -> set[str]:
+    """Files of a top-level folder as the wheel names them."""
+    files = (p for p in (ROOT / folder).rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return {f"flexattn/_{p.relative_to(ROOT).as_posix()}" for p in files}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built by hatchling in a process that stands in the checkout."""
+    out = tmp_path_factory.mktemp("wheel")
+    code = f"from hatchling.build import build_wheel; print(build_wheel({str(out)!r}))"
+    return out / python(code, ROOT)
+
+
+@pytest.mark.slow
+def test_wheel_contains_code_and_data(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    expected = shipped("templates") | shipped("configs")
+    assert expected and expected <= names, sorted(expected - names)
+    assert "flexattn/__init__.py" in names and "flexattn/py.typed" in names
+    assert not [n for n in names if n.startswith(("tests/", "bench/", "templates/"))]
+
+
+FIND_TEMPLATES = """
+import flexattn
+from flexattn.render.environment import templates_folder
+print(sorted(p.name for p in templates_folder().rglob("*.jinja")))
+print(templates_folder())
+"""
+
+
+@pytest.mark.slow
+def test_templates_are_found_in_an_installed_wheel(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    names, root = python(FIND_TEMPLATES, tmp_path).splitlines()
+    assert Path(root) == tmp_path / "flexattn" / "_templates"
+    assert names == str(sorted(p.name for p in (ROOT / "templates").rglob("*.jinja")))
+
+
+@pytest.mark.slow
+def test_templates_are_found_in_a_plain_checkout():
+    names, root = python(FIND_TEMPLATES, ROOT).splitlines()
+    assert Path(root) == ROOT / "templates"
+    assert names == str(sorted(p.name for p in (ROOT / "templates").rglob("*.jinja")))
+
+
+@pytest.mark.slow
+def test_import_needs_no_extra():
+    code = f"""
+    import importlib.abc, sys
+
+    class Refuse(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in {EXTRAS!r}:
+                raise ModuleNotFoundError("refused: " + name, name=name)
+
+    sys.meta_path.insert(0, Refuse())
+    import flexattn
+    print(all(hasattr(flexattn, name) for name in flexattn.__all__))
+    """
+    assert python(code, ROOT) == "True"
