@@ -1,9 +1,5 @@
 """flexattn: attention as two small Python callables, at the speed of a hand-written kernel."""
 
-from flexattn.settings import current as _settings
-
-_settings()  # Triton reads TRITON_INTERPRET when it is first imported: nothing may come before.
-
 from flexattn.attention import flex_attention
 from flexattn.explain import Explanation, explain
 from flexattn.masks import (

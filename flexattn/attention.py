@@ -107,27 +107,39 @@ def make_call(
     """flex_attention's arguments as one value; raises InputError for what no path can take."""
     if return_lse and return_aux is not None:
         raise InputError("return_lse and return_aux", "only one of them may be given")
-    for name, tensor in (("query", q), ("key", k), ("value", v)):
-        if not isinstance(tensor, Tensor) or tensor.dim() != 4:
-            checks.refuse_tensor(name, tensor)
+    if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
+        checks.refuse_arguments(q, k, v)
     lse, max_scores = return_aux or (return_lse, False)
+    scale = checks.check_scale(scale, q.shape[-1])
+    score = None if score_mod is None else _bind(score_mod, "score", q)
     return Call(
-        q, k, v, score_mod, bind(score_mod, "score", q.device), block_mask,
-        checks.check_scale(scale, q.shape[-1]), enable_gqa, kernel_options, lse, max_scores,
-    )  # fmt: skip
+        q, k, v, score_mod, score, block_mask, scale, enable_gqa, kernel_options, lse, max_scores
+    )
+
+
+def _bind(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
+    """Trace a mod, and see that what it captures is where q is."""
+    bound = bind(fn, kind)
+    assert bound is not None
+    index = q.get_device()
+    for tensor in bound.tensors:
+        if tensor.get_device() != index:
+            bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
+            return bound._replace(tensors=tuple(each.to(q.device) for each in bound.tensors))
+    return bound
 
 
 def route_of(call: Call) -> tuple[Route, str]:
     """Which path a call takes, with the reason in words."""
     q = call.q
     if not q.is_cuda and not current().interpret:
-        return "reference", f"tensors on {q.device} are computed by plain torch"
+        return "reference", "tensors on the CPU are computed by plain torch"
     if torch.is_grad_enabled() and (wants := _wants_grad(call)):
         return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
     if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
         return "empty", "there is no query, or no key to attend to"
     if q.is_cuda:
-        return "kernel", f"tensors on {q.device}"
+        return "kernel", "tensors on a GPU"
     return "interpreter", "FLEXATTN_INTERPRET=1"
 
 
@@ -149,11 +161,10 @@ class Plan(NamedTuple):
 
 def plan(call: Call) -> Plan:
     """Trace the mods and find the launch: from memory when its shapes were seen, else made."""
-    device = call.q.device
     mask = lists = None
     if call.block_mask is not None:
-        checks.check_block_mask(call.block_mask, call.q, call.k)
-        mask = bind(call.block_mask.mask_mod, "mask", device)
+        checks.check_is_block_mask(call.block_mask)
+        mask = _bind(call.block_mask.mask_mod, "mask", call.q)
         lists = _lists(call.block_mask)
     return Plan(_find_launch(call, mask, lists), call, lists, mask)
 
@@ -167,7 +178,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         q.dtype == torch.float32 and checks.tf32_allowed(q),
         _identity(call.score), _identity(mask),
         _mask_identity(call.block_mask, lists),
-        call.kernel_options and tuple(call.kernel_options.items()),
+        repr(call.kernel_options) if call.kernel_options else None,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -180,6 +191,8 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
     q, k, v = call.q, call.k, call.v
     checks.check_tensors(q, k, v, call.enable_gqa)
     checks.check_kernel_input(q, v)
+    if call.block_mask is not None:
+        checks.check_block_mask(call.block_mask, q, k)
     chosen = options.parse(call.kernel_options)
     target = detect(q.device)
     B, Hq, q_len, head_dim = q.shape
@@ -197,8 +210,8 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         head_dim_qk=head_dim,
         head_dim_v=v.shape[-1],
         group=Hq // k.shape[1] if kind == "decode" else 0,
-        score=_captures(call.score),
-        mask=_captures(mask),
+        score=captures_of(call.score),
+        mask=captures_of(mask),
         sparsity=sparsity,
         layout=Layout(
             q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1, checks.aligned(q, k, v)
@@ -221,10 +234,16 @@ def _identity(bound: Bound | None) -> tuple[Any, ...] | None:
 def _mask_identity(mask: BlockMask | None, lists: Lists | None) -> tuple[Any, ...] | None:
     if mask is None or lists is None:
         return None
-    return (mask.BLOCK_SIZE, *[None if each is None else each.shape for each in lists])
+    return (
+        mask.BLOCK_SIZE,
+        mask.seq_lengths,
+        mask.kv_indices.device,
+        *[None if each is None else each.shape for each in lists],
+    )
 
 
-def _captures(bound: Bound | None) -> Captures | None:
+def captures_of(bound: Bound | None) -> Captures | None:
+    """What a kernel's code takes from a mod; None where the mod changes nothing."""
     if bound is None or _keeps_everything(bound):
         return None
     return Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))

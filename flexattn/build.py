@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from flexattn.cuda_launch import CudaLaunch, can_launch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.lru import Lru
@@ -19,11 +21,12 @@ from flexattn.settings import current, log
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel ready to launch on one device, or in the interpreter."""
+    """A kernel ready to launch on the GPU with this index, or in the interpreter (-1)."""
 
     source: Source
     path: Path
     compiled: Any
+    index: int
 
     @property
     def shared_memory(self) -> int:
@@ -31,15 +34,44 @@ class Kernel:
         metadata = getattr(self.compiled, "metadata", None)
         return 0 if metadata is None else int(metadata.shared)
 
-    def launch(self, programs: int, stream: int, args: Sequence[Any]) -> None:
-        """Run `programs` programs; args in the order of the source's arguments."""
-        compiled = self.compiled
-        if stream < 0:
-            compiled[(programs,)](*args)
+    def prepare(self, programs: int, fixed: Sequence[Any], boxes: Sequence[Any]) -> Launcher:
+        """A launcher of `programs` programs that already holds the arguments of every call.
+
+        fixed: all arguments in the order of the source's, None for what each call gives.
+        boxes: how each tensor that is read through a descriptor lies in memory.
+        """
+        if self.index >= 0 and can_launch(self.compiled):
+            found = self.source.arguments
+            return CudaLaunch(self.compiled, found, self.index, programs, fixed, boxes)
+        return TritonLaunch(self.compiled, programs, tuple(fixed), self.index)
+
+
+class Launcher(Protocol):
+    """Something that launches a prepared kernel."""
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """Launch on a stream, with values for the arguments that were not fixed, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLaunch:
+    """Triton's own launcher: for the interpreter, and for GPUs that are not NVIDIA's."""
+
+    compiled: Any
+    programs: int
+    fixed: tuple[Any, ...]
+    index: int
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """As Launcher.launch."""
+        values = iter(given)
+        args = [next(values) if value is None else value for value in self.fixed]
+        if self.index < 0:
+            self.compiled[(self.programs,)](*args)
             return
-        # CompiledKernel.run without the binder in front of it: the signature is known.
+        compiled = self.compiled
         compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
             None, None, None, *args,
         )  # fmt: skip
 
@@ -107,7 +139,12 @@ class Builder:
         with lock:
             found = self._kernels.get(key)
             if found is None:
+                begin = time.perf_counter()
                 found = self._build(source, device, index)
+                if current().debug >= 2:
+                    log.debug(
+                        "%s built in %.0f ms", found.path, 1e3 * (time.perf_counter() - begin)
+                    )
                 self._kernels.put(key, found)
         return found
 
@@ -116,19 +153,19 @@ class Builder:
         if current().debug >= 4:
             log.debug("%s\n%s", path, source.text)
         if index < 0:
-            return Kernel(source, path, load(path))
+            return Kernel(source, path, load(path), index)
         import torch
 
         with torch.cuda.device(index):
             compiled = compile_source(source, device)
-            if compiled.metadata.shared <= device.shared_memory:
-                _ = compiled.run  # loads the binary on this GPU
+            if compiled.metadata.shared <= device.shared_memory and can_launch(compiled):
+                loaded(compiled, index)
         self.compiled += 1
         if current().debug >= 5:
             log.debug("%s", compiled.asm["ttgir"])
         if current().debug >= 6 and "ptx" in compiled.asm:
             log.debug("%s", compiled.asm["ptx"])
-        return Kernel(source, path, compiled)
+        return Kernel(source, path, compiled, index)
 
 
 @lru_cache(maxsize=1)

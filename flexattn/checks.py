@@ -18,9 +18,6 @@ MAX_HEAD_DIM = 576
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Shapes, dtypes and devices of query, key and value; raises InputError."""
     named = {"query": q, "key": k, "value": v}
-    for name, tensor in named.items():
-        if tensor.dim() != 4:
-            refuse_tensor(name, tensor)
     shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in named.items())
     if len({each.device for each in named.values()}) > 1:
         devices = ", ".join(f"{name} on {each.device}" for name, each in named.items())
@@ -29,6 +26,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         dtypes = ", ".join(f"{name} {each.dtype}" for name, each in named.items())
         raise InputError(dtypes, "query, key and value have one dtype", "convert them")
     _check_shapes(q, k, v, enable_gqa, shapes)
+
+
+def is_dense(tensor: object) -> bool:
+    """Whether an argument is a tensor of the four dimensions that attention has."""
+    return isinstance(tensor, Tensor) and not tensor.is_nested and tensor.dim() == 4
+
+
+def refuse_arguments(*tensors: object) -> None:
+    """Raise InputError for the first of query, key and value that is no tensor of 4 dimensions."""
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+        if not is_dense(tensor):
+            refuse_tensor(name, tensor)
 
 
 def refuse_tensor(name: str, tensor: object) -> NoReturn:
@@ -90,14 +99,19 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return value
 
 
-def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """That a BlockMask was made for these tensors; raises InputError."""
+def check_is_block_mask(mask: object) -> None:
+    """That a block_mask is torch's BlockMask; raises InputError."""
     if not isinstance(mask, BlockMask):
         raise InputError(
             f"block_mask is a {type(mask).__name__}",
             "it is a BlockMask",
             "make one with create_block_mask(mask_mod, B, H, q_len, kv_len)",
         )
+
+
+def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """That a BlockMask was made for these tensors; raises InputError."""
+    check_is_block_mask(mask)
     lengths = tuple(int(length) for length in mask.seq_lengths)
     if lengths != (q.shape[2], k.shape[2]):
         raise InputError(

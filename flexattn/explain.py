@@ -17,14 +17,15 @@ from flexattn.device import detect
 from flexattn.dispatch import Geometry
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, kind_for
-from flexattn.space.config import Config
+from flexattn.space.config import Config, describe
 
 
 @dataclass(frozen=True)
 class Explanation:
     """Which path a call takes and why; the kernel's fields are None where no kernel runs.
 
-    route: "kernel", "interpreter", "reference" (plain torch on the CPU) or "torch" (training).
+    route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (training) or
+    "empty" (no query, or no key).
     source, combine_source: paths of the rendered files.
     """
 
@@ -42,13 +43,29 @@ class Explanation:
     mask_mod: str | None = None
 
     def __str__(self) -> str:
+        """One aligned line a fact, with the reason beside or below it."""
+        facts: list[tuple[str, object]] = [
+            ("problem", self.problem),
+            ("template", self.template and f"{self.template}: {self.template_why}"),
+            ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
+            ("grid", self.grid and _grid(self.grid)),
+            ("score_mod", self.score_mod),
+            ("mask_mod", self.mask_mod),
+            ("source", self.source),
+            ("combine", self.combine_source),
+        ]
         lines = [f"{self.route}: {self.why}"]
-        for name in list(self.__dataclass_fields__)[2:]:
-            value = getattr(self, name)
+        for name, value in facts:
             if value is not None:
-                text = str(value).replace("\n", "\n  " + " " * 16)
-                lines.append(f"  {name:<16}{text}")
+                text = str(value).replace("\n", "\n" + " " * 13)
+                lines.append(f"  {name:<11}{text}")
         return "\n".join(lines)
+
+
+def _grid(grid: Geometry) -> str:
+    tiles = f"{grid.num_tiles} tile{'s' * (grid.num_tiles > 1)} of query rows"
+    splits = f", {grid.num_splits} splits of the keys" if grid.num_splits > 1 else ""
+    return f"{grid.programs} programs: {tiles}{splits}"
 
 
 def explain(

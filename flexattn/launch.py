@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexattn.build import Kernel
+from flexattn.build import Launcher
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher, Geometry, geometry
 from flexattn.mods import Bound
 from flexattn.options import Options
 from flexattn.problem import Problem
-from flexattn.render.arguments import captured_values, tma_block
+from flexattn.render.arguments import captured_values
 from flexattn.space.config import PrefillConfig
 
 
@@ -31,9 +30,8 @@ class Lists(NamedTuple):
 class Box(NamedTuple):
     """What a tensor descriptor of K or V needs beside the address."""
 
-    shape: list[int]
-    strides: list[int]
-    block: list[int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class Outputs(NamedTuple):
@@ -46,18 +44,20 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A chosen kernel with the arguments that do not change while shapes and strides do not."""
+    """A chosen kernel with the arguments that do not change while shapes and strides do not.
+
+    combine: decode's second kernel, where there are splits to merge. workspace: floats that the
+    splits leave for it.
+    """
 
     choice: Choice
-    kernel: Kernel
-    combine: Kernel | None
     geometry: Geometry
     device: torch.device
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
-    boxes: tuple[Box, Box] | None
-    sizes: tuple[int, ...]
-    mask_strides: tuple[int, ...]
+    attend: Launcher
+    combine: Launcher | None
+    workspace: int
 
     @property
     def problem(self) -> Problem:
@@ -75,69 +75,41 @@ class Launch:
         mask: Bound | None,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream."""
-        outputs = self._outputs(q.dtype)
-        stats = [each for each in outputs[1:] if each is not None]
-        keys: list[Any] = [k, v]
-        if self.boxes is not None:
-            keys = [_descriptor(k, self.boxes[0]), _descriptor(v, self.boxes[1])]
-        args: list[Any] = [q, *keys, outputs.out, *stats]
-        workspace = None
-        if self.combine is not None:
-            workspace = self._workspace()
-            args.append(workspace)
-        args += self.sizes
-        args.append(scale)
-        if lists is not None:
-            args += [each for each in lists if each is not None]
-            args += self.mask_strides
-        structure = self.problem.structure
-        args += captured_values(structure.score, score)
-        args += captured_values(structure.mask, mask)
-        index = self.device.index if self.device.type == "cuda" else -1
-        if index < 0:
-            self._launch(-1, args, workspace, outputs, stats)
-        elif index == torch.cuda.current_device():
-            self._launch(
-                torch._C._cuda_getCurrentRawStream(index), args, workspace, outputs, stats
-            )
-        else:
-            with torch.cuda.device(index):
-                stream = torch._C._cuda_getCurrentRawStream(index)
-                self._launch(stream, args, workspace, outputs, stats)
-        return outputs
-
-    def _launch(
-        self,
-        stream: int,
-        args: Sequence[Any],
-        workspace: Tensor | None,
-        outputs: Outputs,
-        stats: list[Tensor],
-    ) -> None:
-        self.kernel.launch(self.geometry.programs, stream, args)
-        if self.combine is not None and self.geometry.num_splits > 1:
-            problem = self.problem
-            rows = problem.B * problem.Hq * problem.q_len
-            strides = self.out_strides[:3]
-            merged = [workspace, outputs.out, *stats, *strides, problem.Hq, problem.q_len]
-            self.combine.launch(rows, stream, [*merged, self.geometry.num_splits, rows])
-
-    def _outputs(self, dtype: torch.dtype) -> Outputs:
-        structure = self.problem.structure
-        out = torch.empty_strided(
-            self.out_shape, self.out_strides, dtype=dtype, device=self.device
-        )
+        device, structure = self.device, self.choice.problem.structure
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
         rows = self.out_shape[:3]
-        lse = torch.empty(rows, device=self.device) if structure.lse else None
-        maxima = torch.empty(rows, device=self.device) if structure.max_scores else None
+        lse = torch.empty(rows, device=device) if structure.lse else None
+        maxima = torch.empty(rows, device=device) if structure.max_scores else None
+        written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
+        given: list[Any] = [q, k, v, *written]
+        merged: list[Any] = []
+        if self.workspace:
+            workspace = torch.empty(self.workspace, device=device)
+            given.append(workspace)
+            merged = [workspace, *written]
+        given.append(scale)
+        if lists is not None:
+            given += [each for each in lists if each is not None]
+        given += captured_values(structure.score, score)
+        given += captured_values(structure.mask, mask)
+        if device.type != "cuda":
+            self._launch(-1, given, merged)
+        elif device.index == torch.cuda.current_device():
+            self._launch(raw_stream(device.index), given, merged)
+        else:
+            with torch.cuda.device(device.index):
+                self._launch(raw_stream(device.index), given, merged)
         return Outputs(out, lse, maxima)
 
-    def _workspace(self) -> Tensor:
-        """Partial values, maxima and sums in fp32: rows * splits * (head dimension of v + 2)."""
-        problem = self.problem
-        slots = problem.B * problem.Hq * problem.q_len * self.geometry.num_splits
-        words = slots * (problem.structure.head_dim_v + 2) if self.geometry.num_splits > 1 else 4
-        return torch.empty(words, device=self.device)
+    def _launch(self, stream: int, given: list[Any], merged: list[Any]) -> None:
+        self.attend.launch(stream, given)
+        if self.combine is not None:
+            self.combine.launch(stream, merged)
+
+
+def raw_stream(index: int) -> int:
+    """The handle of a GPU's current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def prepare(
@@ -153,43 +125,60 @@ def prepare(
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    choice, kernel, combine = dispatcher.kernels(problem, target, index, options)
-    config = choice.config
+    choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
+    config, structure = choice.config, problem.structure
     grid = geometry(problem, config, target)
-    structure = problem.structure
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
     out_strides = _like(q, out_shape)
-    layout = structure.layout
-    sizes: list[int] = []
-    for tensor, contiguous in (
-        (q, layout.q_contiguous),
-        (k, layout.k_contiguous),
-        (v, layout.v_contiguous),
-    ):
-        sizes += _strides(tensor)[: 3 if contiguous else 4]
-    sizes += out_strides[:3]
-    group = problem.Hq // problem.Hkv
-    sizes += [problem.Hq, group, problem.q_len, problem.kv_len, grid.num_tiles]
-    if combine is not None:
-        sizes += [grid.num_splits, problem.B * problem.Hq * problem.q_len]
-    boxes = None
+    statistics = [None] * (structure.lse + structure.max_scores)
+    fixed: list[Any] = [None, None, None, None, *statistics]
+    rows = problem.B * problem.Hq * problem.q_len
+    split = grid.num_splits > 1
+    if merger is not None:
+        # A kernel that does not split never touches its workspace.
+        fixed.append(None if split else 0)
+    fixed += _sizes(problem, q, k, v)
+    fixed += out_strides[:3]
+    fixed += [problem.Hq, problem.Hq // problem.Hkv, problem.q_len, problem.kv_len]
+    fixed.append(grid.num_tiles)
+    if merger is not None:
+        fixed += [grid.num_splits, rows]
+    fixed.append(None)
+    if lists is not None:
+        fixed += [None for each in lists if each is not None]
+    fixed += _mask_strides(lists)
+    fixed += [None] * (len(choice.source.arguments) - len(fixed))
+    boxes = []
     if isinstance(config, PrefillConfig) and config.use_tma:
-        boxes = (
-            _box(k, tma_block(config, structure.head_dim_qk)),
-            _box(v, tma_block(config, structure.head_dim_v)),
-        )
+        boxes = [_box(k), _box(v)]
+    combine = None
+    if merger is not None and split:
+        sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
+        combine = merger.prepare(rows, [None, None, *statistics, *sizes], ())
     return Launch(
         choice,
-        kernel,
-        combine,
         grid,
         device,
         out_shape,
         out_strides,
-        boxes,
-        tuple(sizes),
-        _mask_strides(lists),
+        kernel.prepare(grid.programs, fixed, boxes),
+        combine,
+        rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
     )
+
+
+def _sizes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> list[int]:
+    """Strides of q, k and v, as many as the kernel asks for."""
+    layout = problem.structure.layout
+    return [
+        stride
+        for tensor, contiguous in (
+            (q, layout.q_contiguous),
+            (k, layout.k_contiguous),
+            (v, layout.v_contiguous),
+        )
+        for stride in _strides(tensor)[: 3 if contiguous else 4]
+    ]
 
 
 def _mask_strides(lists: Lists | None) -> tuple[int, ...]:
@@ -221,15 +210,9 @@ def _strides(tensor: Tensor) -> list[int]:
     ]
 
 
-def _box(tensor: Tensor, block: tuple[int, ...]) -> Box:
+def _box(tensor: Tensor) -> Box:
     """A descriptor's strides must be above 0, also along dimensions that are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     strides = [stride or span for stride in _strides(tensor)]
     strides[-1] = 1
-    return Box(list(tensor.shape), strides, list(block))
-
-
-def _descriptor(tensor: Tensor, box: Box) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, *box)
+    return Box(tuple(tensor.shape), tuple(strides))

@@ -121,10 +121,11 @@ def _kinds_on_gpu(
     target = detect(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     kernel = builder().kernel(render_block_mask(captures, *block, target), target, index)
-    args: list[Any] = [kinds, *sizes[1:], *kinds.shape[2:]]
-    args += captured_values(captures, bound)
+    captured = captured_values(captures, bound)
+    fixed = [None, *sizes[1:], *kinds.shape[2:], *[None] * len(captured)]
+    launcher = kernel.prepare(kinds.numel(), fixed, ())
     with torch.cuda.device(index):
-        kernel.launch(kinds.numel(), torch.cuda.current_stream(index).cuda_stream, args)
+        launcher.launch(torch.cuda.current_stream(index).cuda_stream, [kinds, *captured])
 
 
 def _kinds_on_cpu(
@@ -167,7 +168,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     found = torch.device("cpu") if device is None else torch.device(device)
     if device is None and torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator() or found
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

@@ -119,7 +119,17 @@ def override(**changes: object) -> Iterator[Settings]:
         _override.reset(token)
 
 
+def child_environment(*, interpret: bool) -> dict[str, str]:
+    """This process's environment, for a child that interprets or for one that compiles."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {"FLEXATTN_INTERPRET": str(int(interpret))}
+
+
 @lru_cache(maxsize=256)
 def say_once(message: str) -> None:
     """Log a warning the first time it is said in this process."""
     log.warning(message)
+
+
+# Triton reads TRITON_INTERPRET at its first import, which may come with the next one.
+_from_process()

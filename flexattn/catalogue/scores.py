@@ -119,12 +119,16 @@ def causal_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Ten
 
 
 def half_precision_bias(bias: Tensor) -> ScoreMod:
-    """A bias added in bfloat16 because the user casts; bias [S]."""
+    """Casts of every kind: bfloat16 arithmetic on a bias, a double sum, a half step; bias [S].
+
+    The score itself is not rounded: where two precisions round it to different neighbours there
+    is no one right answer for a gate to ask for.
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        low = score.to(torch.bfloat16) + bias[kv_idx].to(torch.bfloat16)
+        low = bias[kv_idx].to(torch.bfloat16) * 1.5 + 0.125
         step = (q_idx.to(torch.float32) * 0.5).to(torch.int32) % 3
-        return low.to(torch.float32) + step.to(torch.float16)
+        return (score.to(torch.float64) + low).to(torch.float32) + step.to(torch.float16)
 
     score_mod.__name__ = "half_precision_bias"
     return score_mod

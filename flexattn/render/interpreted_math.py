@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 
-def _through_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+def _through_numpy(function: Callable[..., Any], logical: bool = False) -> Callable[..., Any]:
     def call(*tensors: Any) -> Any:
-        from triton.language import block_type, tensor
+        from triton.language import block_type, int1, tensor
         from triton.runtime.interpreter import TensorHandle
 
         handles = [each.handle for each in tensors]
-        scalar = handles[0].dtype.scalar
+        # The handle of a comparison has its operands' dtype there, and loaded bools are int8.
+        scalar = int1 if logical else handles[0].dtype.scalar
         arrays = np.broadcast_arrays(*(handle.data for handle in handles))
         with np.errstate(all="ignore"):
-            data = np.asarray(function(*arrays)).astype(handles[0].data.dtype)
+            dtype = np.dtype(bool) if logical else handles[0].data.dtype
+            data = np.asarray(function(*arrays)).astype(dtype)
         blocks = [each for each in tensors if each.type.is_block()]
         kind = block_type(scalar, list(data.shape)) if blocks else scalar
         return tensor(TensorHandle(data, scalar), kind)
@@ -43,6 +45,6 @@ expm1, log1p, log10 = map(_through_numpy, (np.expm1, np.log1p, np.log10))
 rint, trunc = map(_through_numpy, (np.rint, np.trunc))
 erfc = _through_numpy(_erfc)
 pow, atan2, fmod = map(_through_numpy, (np.power, np.arctan2, np.fmod))
-logical_and, logical_or = _through_numpy(np.logical_and), _through_numpy(np.logical_or)
-logical_xor, logical_not = _through_numpy(np.logical_xor), _through_numpy(np.logical_not)
+logical_and, logical_or = (_through_numpy(f, True) for f in (np.logical_and, np.logical_or))
+logical_xor, logical_not = (_through_numpy(f, True) for f in (np.logical_xor, np.logical_not))
 nearest_bfloat16 = _through_numpy(_nearest_bfloat16)

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.device import Device
@@ -23,7 +23,7 @@ from flexattn.render.environment import render_template, template_hash
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.settings import current
-from flexattn.space.config import Config, PrefillConfig, pieces
+from flexattn.space.config import Config, PrefillConfig, describe, pieces
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 HELPERS = (
@@ -116,11 +116,10 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "lse": structure.lse,
         "max_scores": structure.max_scores,
     }
-    options = [f"{field.name}={getattr(config, field.name)}" for field in fields(config)]
     return _source(
         name,
         device,
-        [title, f"config: {' '.join(options)}", *_expressions(structure)],
+        [title, f"config: {describe(config)}", *_expressions(structure)],
         context,
         arguments(structure, config),
         config.num_warps,
@@ -206,11 +205,16 @@ def _source(
 def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:
     if captures is None:
         return None
-    return print_mod(captures.mod, captures.contiguous, _traits(device, structure.dtype))
+    return print_mod(
+        captures.mod,
+        captures.contiguous,
+        _traits(device, structure.dtype, structure.kind == "decode"),
+    )
 
 
-def _traits(device: Device, dtype: str) -> Traits:
+def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
     return Traits(
+        head_per_row=head_per_row,
         interpreted=device.backend == "interpreter",
         fast_tanh=device.has_tanh and dtype == "bfloat16",
         short_tanh=dtype in ("bfloat16", "float16"),

@@ -21,6 +21,7 @@ INDEX_RANGES: dict[str, Range] = {
     "kv_idx": (0, MAX_LENGTH + 2**12),
 }
 PER_KEY = ("score", "kv_idx")
+PER_ROW = ("score", "q_idx")
 INT32: Range = (-(2**31), 2**31 - 1)
 
 
@@ -28,11 +29,13 @@ INT32: Range = (-(2**31), 2**31 - 1)
 class Traits:
     """What the target's language lacks or has: it changes how a function is spelled.
 
-    interpreted: Triton's CPU interpreter. fast_tanh: the hardware's tanh is accurate enough
+    interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
+    a number. fast_tanh: the hardware's tanh is accurate enough
     for the output's dtype. short_tanh: an exponential and a division are.
     """
 
     interpreted: bool = False
+    head_per_row: bool = False
     fast_tanh: bool = False
     short_tanh: bool = False
 
@@ -95,10 +98,8 @@ class _Printer:
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
         self.full = any(node.op == "var" and node.value == "score" for node in nodes)
-        per_key = {node for node in nodes if node.op == "var" and node.value in PER_KEY}
-        for node in nodes:
-            if any(arg in per_key for arg in node.args):
-                per_key.add(node)
+        per_key = _depending(nodes, PER_KEY)
+        self.by_row = _depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
         self.crossing = {arg for node in per_key for arg in node.args if arg not in per_key}
 
     def run(self) -> Printed:
@@ -259,8 +260,13 @@ class _Printer:
             if found is None or found[0] < 0:
                 wrapped = f"tl.where({text} < 0, {text} + {sizes[dim]}, {text})"
                 text = self._name(wrapped, index.dtype, index.hoisted).text
-                checks[index.hoisted].append(f"({text} >= 0)")
-            checks[index.hoisted].append(f"({text} < {sizes[dim]})")
+                # As an unsigned number a negative index is above every size: one comparison.
+                unsigned = index.dtype.replace("int", "uint")
+                checks[index.hoisted].append(
+                    f"({text}.to(tl.{unsigned}) < {sizes[dim]}.to(tl.{unsigned}))"
+                )
+            else:
+                checks[index.hoisted].append(f"({text} < {sizes[dim]})")
             unit = dim == buffer.rank - 1 and self.contiguous[slot]
             terms[index.hoisted].append(text if unit else f"{text} * {strides[dim]}")
         hoisted = not checks[False]
@@ -271,7 +277,29 @@ class _Printer:
         address = " + ".join([base, *terms[hoisted]])
         inside = self._logical("and", checks[hoisted]) if checks[hoisted] else ""
         checked = f", mask={inside}, other=0" if inside else ""
-        return self._name(f"tl.load({address}{checked})", buffer.dtype, hoisted)
+        text = f"tl.load({address}{checked})"
+        if hoisted or not any(arg in self.by_row for arg in node.args):
+            return self._name(text, buffer.dtype, hoisted)
+        return self._tile_load(text, buffer.dtype)
+
+    def _tile_load(self, text: str, dtype: str) -> _Value:
+        """A load of BLOCK_M x BLOCK_N elements, kept out of Triton's software pipeline.
+
+        Pipelined, a gather goes through shared memory element by element, and its stages crowd
+        out those of K and V. The pipeline takes no load behind a condition; this one holds.
+        """
+        value = self._name(f"tl.zeros([BLOCK_M, BLOCK_N], {triton_type(dtype)})", dtype, False)
+        self.body += ["if start_n < kv_len:", f"    {value.text} = {text}"]
+        return value
+
+
+def _depending(nodes: list[Expr], names: tuple[str, ...]) -> set[Expr]:
+    """The nodes that these variables reach; operands come before the operations on them."""
+    found = {node for node in nodes if node.op == "var" and node.value in names}
+    for node in nodes:
+        if any(arg in found for arg in node.args):
+            found.add(node)
+    return found
 
 
 def _is_literal(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class DecodeConfig:
 
 
 Config = PrefillConfig | DecodeConfig
+
+
+def describe(config: Config) -> str:
+    """Names and numbers in one line, for headers and reports."""
+    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
 def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:

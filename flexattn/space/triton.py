@@ -201,8 +201,16 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
 # fit 99 KiB of shared memory, or the LDS of CDNA, without spills.
 _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
     "sm_90": (
-        (64, (PrefillConfig(128, 64, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
-        (128, (PrefillConfig(128, 64, 4, 2, True), PrefillConfig(128, 128, 8, 2))),
+        (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
+        (
+            128,
+            (
+                PrefillConfig(128, 128, 8, 3, True),
+                PrefillConfig(128, 128, 8, 2, True),
+                PrefillConfig(128, 128, 8, 2),
+                PrefillConfig(128, 64, 8, 2),
+            ),
+        ),
         (256, (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2))),
         (576, (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1))),
     ),

@@ -25,6 +25,7 @@ EDGES = {
     "render": {"space", "neuron"},
     "build": {"render", "neuron"},
     "cache": {"space"},
+    "resources": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
     "masks": {"build"},
     "options": {"space"},
@@ -39,7 +40,7 @@ EDGES = {
     "attention": {"launch", "checks", "reference", "training"},
     "explain": {"attention"},
     "catalogue": {"masks"},
-    "cli": {"explain", "catalogue", "measure", "serving", "tune"},
+    "cli": {"explain", "catalogue", "measure", "resources", "serving", "tune"},
     "__init__": {"explain", "catalogue", "serving", "tune"},
     "__main__": {"cli"},
 }  # fmt: skip

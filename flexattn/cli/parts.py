@@ -1,0 +1,120 @@
+"""The demo without a GPU: one child process interprets the kernels, another compiles them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from flexattn import options
+from flexattn.cli.offline import compiled, kernel_options, nearest, short
+from flexattn.cli.trial import Effort, Trial, Variant, run
+from flexattn.cli.workloads import FULL, SMALL, Workload
+from flexattn.device import Device, named
+from flexattn.errors import BuildError, ConfigError
+from flexattn.problem import Problem
+from flexattn.resources import resources
+from flexattn.settings import child_environment
+from flexattn.space.config import Config
+from flexattn.space.triton import default
+
+Part = Literal["interpret", "compile"]
+
+DEVICE = "nvidia-h200"
+INTERPRETED = Effort(configs=2, seconds=20.0, clock=None)
+CONFIGS = 3
+DEADLINE = 300
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one config of a workload takes of its device, as Resources has it; or why it cannot."""
+
+    workload: str
+    config: str
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    matrix_instructions: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What both children found; `failures` are the last words of a child that did not end well."""
+
+    trials: tuple[Trial, ...]
+    compiled: tuple[Compiled, ...]
+    failures: tuple[str, ...]
+
+
+def interpret(workloads: Sequence[Workload] = SMALL) -> str:
+    """Run the rendered kernels in Triton's interpreter and judge them; a line of JSON."""
+    trials = [run(w, "cpu", torch.float16, INTERPRETED, lambda text: None) for w in workloads]
+    return json.dumps([asdict(trial) for trial in trials])
+
+
+def compile_all(workloads: Sequence[Workload] = FULL, limit: int = CONFIGS) -> str:
+    """Compile a small space of each workload for a device that need not be here; JSON again."""
+    device = named(DEVICE)
+    found = []
+    for workload in workloads:
+        problem = workload.problem("bfloat16")
+        for config in nearest(problem, device, default(problem, device), limit):
+            found.append(asdict(_compiled(workload.name, problem, device, config)))
+    return json.dumps(found)
+
+
+def _compiled(name: str, problem: Problem, device: Device, config: Config) -> Compiled:
+    try:
+        kernel = compiled(problem, device, options.parse(kernel_options(config)))[1]
+    except (BuildError, ConfigError) as error:
+        return Compiled(name, short(config), note=error.got)
+    taken = resources(kernel, device)
+    return Compiled(
+        name,
+        short(config),
+        taken.registers,
+        taken.spills,
+        taken.shared,
+        taken.matrix_instructions,
+    )
+
+
+def run_both() -> Parts:
+    """Both parts at once, each in a process of its own."""
+    parts: tuple[Part, ...] = ("interpret", "compile")
+    with ThreadPoolExecutor(len(parts)) as pool:
+        (trials, first), (built, second) = pool.map(_child, parts)
+    return Parts(
+        tuple(_trial(each) for each in trials),
+        tuple(Compiled(**each) for each in built),
+        tuple(text for text in (first, second) if text),
+    )
+
+
+def _child(part: Part) -> tuple[list[dict[str, Any]], str]:
+    command = [sys.executable, "-m", "flexattn", "demo", "--part", part]
+    environment = child_environment(interpret=part == "interpret")
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"{part}: no answer within {DEADLINE} s"
+    if done.returncode:
+        words = done.stderr.strip().splitlines()[-8:]
+        return [], f"{part}: status {done.returncode}\n" + "\n".join(words)
+    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found, ""
+
+
+def _trial(fields: dict[str, Any]) -> Trial:
+    variants = tuple(Variant(**each) for each in fields["variants"])
+    return Trial(**{**fields, "variants": variants})

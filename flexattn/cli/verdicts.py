@@ -1,0 +1,40 @@
+"""The part of the demo's tables that says what was run and what the accuracy gate found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.cli.trial import Trial
+
+__all__ = ["cells", "print_notes", "table"]
+
+
+def table(title: str) -> Table:
+    """A table whose first columns are those of `cells`."""
+    found = Table(title=title)
+    found.add_column("workload", no_wrap=True)
+    found.add_column("shape")
+    for name in ("max error", "budget"):
+        found.add_column(name, justify="right")
+    found.add_column("gate")
+    return found
+
+
+def cells(trial: Trial) -> tuple[str, ...]:
+    """Name, shape, error, budget and verdict of a trial."""
+    verdict = "[green]passed" if trial.passed else "[red]FAILED"
+    return trial.workload, trial.shape, f"{trial.error:.1e}", f"{trial.budget:.1e}", verdict
+
+
+def print_notes(console: Console, trials: Iterable[Trial]) -> None:
+    """Why a variant has no time: its gate's report, or what the device lacks."""
+    for trial in trials:
+        for variant in trial.variants:
+            if variant.note:
+                text = f"{trial.workload}, {variant.config}: {variant.note}"
+                console.print(text, style="" if variant.passed else "red", markup=False)
+        if trial.torch_note:
+            console.print(f"{trial.workload}, torch: {trial.torch_note}", markup=False)

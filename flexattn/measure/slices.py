@@ -1,0 +1,111 @@
+"""The gate for shapes too large for a float64 oracle: some rows stand for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from flexattn.measure.gate import Verdict, judge
+from flexattn.reference import Precision, Reference, attention
+
+__all__ = ["Slices"]
+
+SLICE_ROWS = 64
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Query rows first..last of one head; its mods are told where the slice stands."""
+
+    b: int
+    h: int
+    first: int
+    last: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.b : self.b + 1, self.h : self.h + 1, self.first : self.last]
+
+    def score_mod(self, user: ScoreMod) -> ScoreMod:
+        def moved(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return user(score, b + self.b, h + self.h, q_idx + self.first, kv_idx)
+
+        return moved
+
+    def block_mask(self, user: MaskMod, kv_len: int, device: torch.device) -> BlockMask:
+        def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return user(b + self.b, h + self.h, q_idx + self.first, kv_idx)
+
+        rows = self.last - self.first
+        return create_block_mask(moved, None, None, rows, kv_len, device)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What the oracle and the reference run say of some rows, computed once to judge many runs.
+
+    The rows are the first, middle and last ones of three heads.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    runs: tuple[tuple[_Place, Reference, Reference], ...]
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+    ) -> Slices:
+        """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev]."""
+        runs = []
+        group, kv_len = q.shape[1] // k.shape[1], k.shape[2]
+        for place in _places(*q.shape[:3]):
+            kv = slice(place.h // group, place.h // group + 1)
+            b = slice(place.b, place.b + 1)
+            score = None if score_mod is None else place.score_mod(score_mod)
+            mask = None if mask_mod is None else place.block_mask(mask_mod, kv_len, q.device)
+            with torch.no_grad():
+                oracle, rounded = (
+                    attention(
+                        place.of(q),
+                        k[b, kv],
+                        v[b, kv],
+                        score_mod=score,
+                        block_mask=mask,
+                        precision=precision,
+                    )
+                    for precision in (Precision.ORACLE, Precision.ROUNDED)
+                )
+            runs.append((place, oracle, rounded))
+        return cls((*q.shape[:3], v.shape[-1]), q.dtype, tuple(runs))
+
+    def judge(self, out: Tensor) -> Verdict:
+        """The worst slice's verdict on `out` [B, Hq, L, Ev].
+
+        Each slice is judged by itself, so that long rows, whose values are small, are not excused
+        by the larger errors of short ones.
+        """
+        if out.shape != self.shape:
+            return Verdict((), (f"out has shape {tuple(out.shape)}, not {self.shape}",), ())
+        verdicts = [
+            judge((place.of(out), None, None), oracle, rounded, self.dtype)
+            for place, oracle, rounded in self.runs
+        ]
+        return max(verdicts, key=_badness)
+
+
+def _badness(verdict: Verdict) -> tuple[int, float]:
+    used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
+    return len(verdict.faults), max(used, default=0.0)
+
+
+def _places(batch: int, heads: int, rows: int) -> Iterator[_Place]:
+    for b, h in sorted({(0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)}):
+        last = max(rows - SLICE_ROWS, 0)
+        for first in sorted({0, last // 2, last}):
+            yield _Place(b, h, first, min(first + SLICE_ROWS, rows))

@@ -1,0 +1,108 @@
+"""What a compiled kernel takes from its device: read with no device, from the code itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.errors import BuildError
+
+# One instruction that multiplies tiles: mma.sync, wgmma and tcgen05 in SASS; MFMA and WMMA.
+_MATRIX_NVIDIA = re.compile(r"\b(?:[HQID]MMA|[HQI]GMMA|UTC[HQIO]?MMA)\b")
+_MATRIX_AMD = re.compile(r"^\s*v_s?w?mfmac?_|^\s*v_s?wmma", re.MULTILINE)
+_SPILL = re.compile(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_")
+_LABEL = re.compile(r"^(\.L\w+):")
+_BRANCH = re.compile(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Registers of one thread, spills, bytes of shared memory and of stack, and instructions.
+
+    spills: loads and stores of spilled registers, counted in the code. loop_spills: those of them
+    inside a loop, which cost time at every turn; one before or after the loops costs nothing.
+    matrix_instructions: how many multiply tiles.
+    """
+
+    registers: int
+    spills: int
+    loop_spills: int
+    shared: int
+    matrix_instructions: int
+    stack: int
+
+
+def resources(compiled: Any, device: Device) -> Resources:
+    """The resources of a kernel that Triton compiled for a device; needs no device.
+
+    Raises BuildError where the tools that Triton brings cannot read the binary.
+    """
+    shared = int(compiled.metadata.shared)
+    if device.backend == "hip":
+        return _amd(compiled.asm["amdgcn"], shared)
+    return _nvidia(compiled.asm["cubin"], shared)
+
+
+def _nvidia(cubin: bytes, shared: int) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        code = _tool("nvdisasm", "-c", file.name)
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    if "REG" not in found:
+        raise BuildError("cuobjdump printed no registers", "it reads what ptxas wrote", usage)
+    return Resources(
+        registers=int(found["REG"]),
+        spills=len(_SPILL.findall(code)),
+        loop_spills=_in_loops(code),
+        shared=shared,
+        matrix_instructions=len(_MATRIX_NVIDIA.findall(code)),
+        stack=int(found["STACK"]),
+    )
+
+
+def _amd(assembly: str, shared: int) -> Resources:
+    def number(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        return int(found.group(1)) if found else 0
+
+    return Resources(
+        registers=number("vgpr_count"),
+        spills=len(_SPILL.findall(assembly)),
+        loop_spills=_in_loops(assembly),
+        shared=shared,
+        matrix_instructions=len(_MATRIX_AMD.findall(assembly)),
+        stack=number("private_segment_fixed_size"),
+    )
+
+
+def _in_loops(assembly: str) -> int:
+    """Spills between a label and a branch back to it."""
+    lines = assembly.splitlines()
+    labels: dict[str, int] = {}
+    inside: set[int] = set()
+    for number, line in enumerate(lines):
+        if label := _LABEL.match(line):
+            labels[label.group(1)] = number
+        elif (branch := _BRANCH.search(line)) and branch.group(1) in labels:
+            inside.update(range(labels[branch.group(1)], number))
+    return sum(bool(_SPILL.search(lines[number])) for number in inside)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """The output of one of the binary tools inside the Triton that is installed."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        raise BuildError(f"{path} failed: {reason.strip()}", "Triton brings this tool") from error
+    return done.stdout

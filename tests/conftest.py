@@ -1,0 +1,17 @@
+"""What every folder of tests shares."""
+
+import pytest
+
+from tests.support import poison
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--accept-golden", action="store_true", help="write the rendered kernels as the goldens"
+    )
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that torch.empty hands out holds NaN, so an output that nobody wrote is seen."""
+    poison(monkeypatch)

@@ -1,0 +1,55 @@
+"""Beside torch.compile: training is handed over, and a compiled function may call flexattn."""
+
+import logging
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal, softcap
+from flexattn.settings import say_once
+from flexattn.training import torch_flex_attention
+from tests.support import block_mask, inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def tensors(grad=False):
+    found = inputs(1, 4, 2, 256, 256, 64, dtype=torch.bfloat16, device="cuda")
+    return [x.requires_grad_(grad) for x in found]
+
+
+def test_training_is_handed_to_torch_and_says_so_once(caplog):
+    say_once.cache_clear()
+    q, k, v = tensors(grad=True)
+    mask = block_mask(causal, q, k, 128, False, False)
+    call = {"score_mod": softcap(50.0), "block_mask": mask, "enable_gqa": True}
+    assert flexattn.explain(q, k, v, **call).route == "torch"
+    with caplog.at_level(logging.WARNING, "flexattn"):
+        for _ in range(2):
+            out = flexattn.flex_attention(q, k, v, kernel_options={"SPLIT_KV": 2}, **call)
+    said = [r.getMessage() for r in caplog.records if "handed to torch" in r.getMessage()]
+    assert len(said) == 1 and "query requires grad" in said[0]
+    weight = torch.randn_like(out)
+    mine = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    out = torch_flex_attention()(q, k, v, **call)
+    theirs = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(mine, theirs, strict=True))
+
+
+def test_no_grad_runs_our_kernel():
+    q, k, v = tensors(grad=True)
+    with torch.no_grad():
+        assert flexattn.explain(q, k, v, enable_gqa=True).route == "kernel"
+        assert not flexattn.flex_attention(q, k, v, enable_gqa=True).requires_grad
+
+
+def test_inside_a_compiled_function():
+    q, k, v = tensors()
+    mask = block_mask(causal, q, k)
+
+    def layer(q, k, v):
+        out = flexattn.flex_attention(2 * q, k, v, block_mask=mask, enable_gqa=True)
+        return 2 * out
+
+    assert torch.equal(torch.compile(layer)(q, k, v), layer(q, k, v))

@@ -1,0 +1,46 @@
+"""Every mod of the catalogue through the real templates, in Triton's CPU interpreter."""
+
+import pytest
+
+from flexattn.catalogue import CASES
+from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
+]
+
+# Under the oldest Triton: a mask, loads at computed indices, floor division, a helper, empty rows.
+OLDEST = {"causal", "natten_2d", "relative_bias", "softcap_50", "alibi_causal_document"}
+
+
+def cases(entries):
+    return [
+        pytest.param(entry, id=entry.name, marks=[pytest.mark.oldest] * (entry.name in OLDEST))
+        for entry in entries
+    ]
+
+
+def check(entry, B, Hq, Hkv, L, S, block, tile, kind, dtype):
+    built = entry.make(B, Hq, Hkv, L, S, dtype=DTYPES[dtype])
+    q, k, v = inputs(B, Hq, Hkv, L, S, dtype=DTYPES[dtype])
+    assert_accurate(
+        q, k, v,
+        score_mod=built.score_mod,
+        block_mask=block_mask(built.mask_mod, q, k, block),
+        kernel_options={**KINDS[kind], **tile},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entry", cases(CASES))
+def test_short_odd_lengths(entry, kind, dtype):
+    check(entry, 2, 3, 1, 37, 53, 16, {}, kind, dtype)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("prefill", "fp16"), ("decode", "fp32")])
+@pytest.mark.parametrize("entry", cases(CASES))
+def test_several_tiles_and_full_blocks(entry, kind, dtype):
+    check(entry, 1, 2, 2, 141, 173, 32, {"BLOCK_N": 16}, kind, dtype)

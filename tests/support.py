@@ -1,0 +1,124 @@
+"""Inputs, a judged run and poison: what the tests of real kernels share.
+
+`assert_accurate` is the only tolerance here: the gate that also guards the tuner.
+"""
+
+import functools
+import math
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.measure.gate import judge
+from flexattn.reference import Precision, Reference, attention
+
+PREFILL, DECODE = {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}
+KINDS = {"prefill": PREFILL, "decode": DECODE}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def inputs(
+    B=2, Hq=3, Hkv=1, L=37, S=53, D=16, Dv=None, *, Bkv=None, dtype=torch.float32, device="cpu"
+):
+    """q [B, Hq, L, D], k [Bkv or B, Hkv, S, D] and v [.., Dv or D]: the same on every device."""
+    draw = torch.Generator().manual_seed(B + 3 * Hq + 5 * L + 7 * S + 11 * D)
+    kv = (B if Bkv is None else Bkv, Hkv, S)
+    shapes = (B, Hq, L, D), (*kv, D), (*kv, D if Dv is None else Dv)
+    return [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
+
+
+def block_mask(mask_mod, q, k, block_size=128, per_batch=True, per_head=True):
+    """The block mask of a mask_mod for q and k; None for None."""
+    if mask_mod is None:
+        return None
+    B, H = q.shape[0] if per_batch else None, q.shape[1] if per_head else None
+    L, S = q.shape[2], k.shape[2]
+    return flexattn.create_block_mask(mask_mod, B, H, L, S, q.device, block_size)
+
+
+def run(q, k, v, *, kernel_options=None, **call):
+    """(out, lse, max_scores) of flexattn."""
+    out, aux = flexattn.flex_attention(
+        q, k, v, enable_gqa=True, kernel_options=kernel_options,
+        return_aux=AuxRequest(lse=True, max_scores=True), **call,
+    )  # fmt: skip
+    return Reference(out, aux.lse, aux.max_scores)
+
+
+def assert_accurate(q, k, v, *, kernel_options=None, **call):
+    """Run flexattn and hold out, lse and max_scores to the oracle; returns what it gave."""
+    with torch.no_grad():
+        got = run(q, k, v, kernel_options=kernel_options, **call)
+        assert_judged(got, q, k, v, **call)
+    return got
+
+
+def assert_judged(got, q, k, v, **call):
+    """Hold (out, lse, max_scores) to the float64 oracle, within the reference run's budget."""
+    oracle = attention(q, k, v, precision=Precision.ORACLE, **call)
+    rounded = attention(q, k, v, precision=Precision.ROUNDED, **call)
+    verdict = judge(got, oracle, rounded, q.dtype)
+    assert verdict.passed, verdict.message()
+
+
+def heads_inside(x):
+    """[B, S, H, D] memory seen as [B, H, S, D]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def spaced(x):
+    """Every second element of the last dimension, NaN between them."""
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def sliced(x):
+    """A part of a wider last dimension, at an odd offset, NaN beside it."""
+    wide = x.new_full((*x.shape[:-1], x.shape[-1] + 7), math.nan)
+    wide[..., 3:-4] = x
+    return wide[..., 3:-4]
+
+
+def length_inside(x):
+    """The length has stride 1, the head dimension has not."""
+    return x.mT.contiguous().mT
+
+
+def all_reversed(x):
+    """The batch has stride 1."""
+    return x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+LAYOUTS = {f.__name__: f for f in (heads_inside, spaced, sliced, length_inside, all_reversed)}
+
+
+def poison(monkeypatch):
+    """Make torch.empty and its kin hand out memory full of NaN, or of a large odd integer."""
+
+    def poisoned(allocate):
+        @functools.wraps(allocate)
+        def call(*args, **kwargs):
+            memory = allocate(*args, **kwargs)
+            if memory.is_floating_point():
+                return memory.fill_(math.nan)
+            return memory if memory.dtype == torch.bool else memory.fill_(101)
+
+        return call
+
+    for name in ("empty", "empty_strided", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+def lists_of(mask):
+    """A BlockMask's listed blocks: {"kv": [[key block, ...] for each row], "full_kv": ...}."""
+    found = {}
+    for name in ("kv", "full_kv"):
+        counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+        if counts is None:
+            found[name] = None
+            continue
+        rows = zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
+        found[name] = [tuple(counts.shape), *(row[:count] for count, row in rows)]
+    return found

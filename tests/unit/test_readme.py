@@ -1,0 +1,91 @@
+"""The README is true: its code runs, and what it names exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexattn.cli.app import app
+from flexattn.settings import VARIABLES, child_environment, override
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DOCS = README + (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def run(code, interpret):
+    environment = child_environment(interpret=interpret)
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": ":".join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_example_runs_without_a_gpu(number):
+    hidden = "import torch; torch.cuda.is_available = lambda: False\n"
+    code = (
+        hidden + blocks("python")[number] + "\nprint(tuple(out.shape), bool(out.isfinite().all()))"
+    )
+    shape = ["(1, 8, 2000, 128)", "(4, 32, 1, 128)"][number]
+    assert run(code, interpret=False).splitlines()[-1] == f"{shape} True"
+
+
+@pytest.mark.slow
+def test_the_explanation_is_what_explain_prints():
+    code = next(block for block in blocks("python") if "print(explain" in block)
+    hidden = "import torch; torch.cuda.is_available = lambda: False\n"
+    shown = next(block for block in blocks("text") if "FLEXATTN_INTERPRET" in block)
+
+    def stable(text):
+        return re.sub(r"\S*/kernels/kernel_\w+", "kernel", text).strip().splitlines()
+
+    assert stable(run(hidden + code, interpret=True)) == stable(shown)
+
+
+def test_variables_are_those_of_the_settings():
+    rows = re.findall(r"^\| `(FLEXATTN_\w+)` \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+    assert tuple(rows) == VARIABLES
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    code = " ".join(re.findall(r"`[^`\n]+`|^make .*$", DOCS, re.MULTILINE))
+    named = {name for name in re.findall(r"\bmake ([a-z][\w-]*)", code)}
+    assert {"demo", "test", "test-compile", "test-gpu"} <= named <= set(targets)
+
+
+def test_command_lines_are_understood(tmp_path, monkeypatch):
+    (tmp_path / "my_module.py").write_text(
+        "def my_mask(b, h, q_idx, kv_idx):\n    return q_idx > 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^flexattn (.+?)(?: +#.*)?$", "\n".join(blocks("sh")), re.MULTILINE)
+    assert len(lines) >= 6
+    for line in lines:
+        compiles = "ptx" in line or line.startswith("demo")
+        with override(cache_dir=tmp_path):
+            result = CliRunner().invoke(app, line.split() + ["--help"] * compiles)
+        assert result.exit_code == 0, f"{line}: {result.output}"
+
+
+def test_files_that_are_named_exist():
+    for name in re.findall(r"`([\w./-]+/|[\w./-]+\.(?:py|md|toml|txt))`", DOCS):
+        places = (ROOT / name, ROOT / "flexattn" / name)
+        assert any(place.exists() for place in places), name
+    for module in re.findall(r"python -m (bench\.\w+)", DOCS):
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists()
