@@ -50,7 +50,7 @@ def _built(compiled: Sequence[Compiled]) -> Table:
     table = Table(title=f"Compiled for {parts.DEVICE}, without one: bfloat16, full shapes")
     table.add_column("workload", no_wrap=True)
     table.add_column("config", no_wrap=True)
-    for name in ("registers", "spills", "shared KiB", "matrix instructions"):
+    for name in ("registers", "spills", "shared KiB", "mma"):
         table.add_column(name, justify="right")
     for each in compiled:
         shared = f"{each.shared / 1024:.0f}"

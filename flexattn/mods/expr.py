@@ -7,7 +7,7 @@ import struct
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,16 @@ def walk(*roots: Expr) -> Iterator[Expr]:
             seen.add(node)
             stack.append((node, True))
             stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+
+
+def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:
+    """Of nodes in walk's order, those that these variables reach."""
+    found: set[Expr] = set()
+    for node in nodes:
+        reached = node.op == "var" and node.value in names
+        if reached or any(arg in found for arg in node.args):
+            found.add(node)
+    return found
 
 
 def fingerprint(

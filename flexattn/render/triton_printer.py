@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.bounds import Range, all_bounds
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.render.triton_ops import FUNCTIONS, HALVES, INFIX, literal, triton_type
@@ -98,8 +98,8 @@ class _Printer:
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
         self.full = any(node.op == "var" and node.value == "score" for node in nodes)
-        per_key = _depending(nodes, PER_KEY)
-        self.by_row = _depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
+        per_key = depending(nodes, PER_KEY)
+        self.by_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
         self.crossing = {arg for node in per_key for arg in node.args if arg not in per_key}
 
     def run(self) -> Printed:
@@ -291,15 +291,6 @@ class _Printer:
         value = self._name(f"tl.zeros([BLOCK_M, BLOCK_N], {triton_type(dtype)})", dtype, False)
         self.body += ["if start_n < kv_len:", f"    {value.text} = {text}"]
         return value
-
-
-def _depending(nodes: list[Expr], names: tuple[str, ...]) -> set[Expr]:
-    """The nodes that these variables reach; operands come before the operations on them."""
-    found = {node for node in nodes if node.op == "var" and node.value in names}
-    for node in nodes:
-        if any(arg in found for arg in node.args):
-            found.add(node)
-    return found
 
 
 def _is_literal(text: str) -> bool:

@@ -8,6 +8,7 @@ from itertools import product
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
+from flexattn.mods.expr import depending, walk
 from flexattn.problem import Problem, Structure
 from flexattn.space.config import Config, DecodeConfig, PrefillConfig, padded, pieces
 
@@ -87,13 +88,30 @@ def shared_memory(config: Config, structure: Structure, device: Device) -> int:
     q_tile = config.BLOCK_M * qk * itemsize
     tiles = config.BLOCK_N * (qk + v) * itemsize
     p_tile = config.BLOCK_M * config.BLOCK_N * itemsize
+    tiles_of_mods = config.BLOCK_M * config.BLOCK_N * 4 if loads_tiles(structure) else 0
     stages = config.num_stages
     if device.backend == "hip":
         stages = max(1, stages - 1)
         return max(q_tile, stages * tiles, p_tile)
     if device.has_wgmma and config.BLOCK_M >= 64:
-        return q_tile + stages * tiles + SHARED_SLACK
-    return max(q_tile, stages * tiles + p_tile) + SHARED_SLACK
+        return q_tile + stages * tiles + tiles_of_mods + SHARED_SLACK
+    return max(q_tile, stages * tiles + max(p_tile, tiles_of_mods)) + SHARED_SLACK
+
+
+def loads_tiles(structure: Structure) -> bool:
+    """Whether a mod reads a value of its own for every score, which takes a tile to rearrange."""
+    for captures in (structure.score, structure.mask):
+        if captures is None:
+            continue
+        nodes = list(walk(captures.mod.expr))
+        by_key, by_row = (
+            depending(nodes, ("score", "kv_idx")),
+            depending(nodes, ("score", "q_idx")),
+        )
+        for node in nodes:
+            if node.op == "load" and node in by_key and node in by_row:
+                return True
+    return False
 
 
 def register_estimate(config: Config, structure: Structure) -> int:
