@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import options
-from flexattn.attention import Call, Route, ScoreMod, make_call, plan, route_of
+from flexattn.attention import Route, make_call, route_of
 from flexattn.device import detect
 from flexattn.dispatch import Geometry
 from flexattn.mods.expr import pretty
+from flexattn.plan import Call, ScoreMod, plan
 from flexattn.problem import Captures, kind_for
 from flexattn.space.config import Config, describe
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from flexattn.mods import Mod
+from flexattn.mods import Bound, Mod
 
 Kind = Literal["prefill", "decode"]
 
@@ -56,6 +56,21 @@ class Captures:
 
     mod: Mod
     contiguous: tuple[bool, ...]
+
+
+def captures_of(bound: Bound | None) -> Captures | None:
+    """What a kernel's code takes from a mod; None where the mod changes nothing."""
+    if bound is None or _keeps_everything(bound):
+        return None
+    return Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
+
+
+def _keeps_everything(bound: Bound) -> bool:
+    """torch's noop_mask, an identity score_mod, and all that simplifies to them."""
+    expr = bound.mod.expr
+    if bound.mod.kind == "mask":
+        return expr.op == "const" and bool(expr.value)
+    return expr.op == "var" and expr.value == "score"
 
 
 @dataclass(frozen=True, slots=True)

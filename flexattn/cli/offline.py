@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from flexattn.attention import captures_of
 from flexattn.build import compile_source
 from flexattn.device import Device
 from flexattn.dispatch import Choice, choices
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.options import Options
-from flexattn.problem import ITEMSIZE, Kind, Layout, Problem, Sparsity, Structure
+from flexattn.problem import ITEMSIZE, Kind, Layout, Problem, Sparsity, Structure, captures_of
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig
 from flexattn.space.triton import space

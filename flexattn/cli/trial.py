@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexattn.attention import flex_attention, make_call, plan
+from flexattn.attention import flex_attention, make_call
 from flexattn.cli.offline import kernel_options, nearest, short
 from flexattn.cli.workloads import Inputs, Workload
 from flexattn.errors import FlexAttnError
 from flexattn.measure.slices import Slices
 from flexattn.measure.timing import Samples, time_interleaved
+from flexattn.plan import plan
 
 TORCH = "torch"
 
