@@ -16,6 +16,8 @@ from flexattn.plan import Call, ScoreMod, bind_on, plan
 from flexattn.settings import current, say_once
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
+# Paths on which no plan is made, which would check the call.
+PLANLESS = ("reference", "torch", "empty")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -52,6 +54,8 @@ def flex_attention(
         return_aux,
     )  # fmt: skip
     route, why = route_of(call)
+    if route in PLANLESS:
+        check_call(call)
     if route == "reference":
         outputs = _reference(call)
     elif route == "torch":
@@ -127,8 +131,17 @@ def _wants_grad(call: Call) -> str:
     return "a tensor that score_mod captures" if learned else ""
 
 
-def _empty(call: Call) -> Outputs:
+def check_call(call: Call) -> None:
+    """The rules that a plan checks, for the paths that make none."""
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
+    checks.check_devices(call.q)
+    options.parse(call.kernel_options)
+    if call.block_mask is not None:
+        checks.check_block_mask(call.block_mask, call.q, call.k)
+        bind_on(call.block_mask.mask_mod, "mask", call.q)
+
+
+def _empty(call: Call) -> Outputs:
     q, rows = call.q, call.q.shape[:3]
     nothing = torch.full(rows, float("-inf"), device=q.device)
     return Outputs(
@@ -141,12 +154,6 @@ def _empty(call: Call) -> Outputs:
 def _reference(call: Call) -> Outputs:
     from flexattn.reference import attention
 
-    checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
-    checks.check_devices(call.q)
-    options.parse(call.kernel_options)
-    if call.block_mask is not None:
-        checks.check_block_mask(call.block_mask, call.q, call.k)
-        bind_on(call.block_mask.mask_mod, "mask", call.q)
     out, lse, max_scores = attention(
         call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
         scale=call.scale,

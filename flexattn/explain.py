@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import options
-from flexattn.attention import Route, make_call, route_of
+from flexattn.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.device import detect
 from flexattn.dispatch import Geometry
 from flexattn.mods.expr import pretty
@@ -91,7 +91,8 @@ def explain(
         return_aux,
     )  # fmt: skip
     route, why = route_of(call)
-    if route in ("reference", "torch", "empty"):
+    if route in PLANLESS:
+        check_call(call)
         return Explanation(route, why)
     return _kernel(call, route, why)
 

@@ -28,7 +28,7 @@ class Lists(NamedTuple):
 
 
 class Box(NamedTuple):
-    """What a tensor descriptor of K or V needs beside the address."""
+    """What a tensor descriptor of q, k or v needs beside the address."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -150,7 +150,7 @@ def prepare(
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
     if isinstance(config, PrefillConfig) and config.use_tma:
-        boxes = [_box(k), _box(v)]
+        boxes = [_box(q), _box(k), _box(v)]
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]

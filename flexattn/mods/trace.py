@@ -97,9 +97,12 @@ def trace(
     return Trace(expr, tuple(reader.tensors), mode.sized or reader.sized, volatile)
 
 
-def check_arity(fn: Callable[..., Any], kind: str) -> None:
+def check_arity(fn: Any, kind: str) -> None:
     """Refuse a callable that cannot take the kind's positional arguments, as torch counts them."""
     names = ARGUMENTS[kind]
+    if not callable(fn):
+        rule = f"a {kind}_mod is a callable of ({', '.join(names)})"
+        raise Refusal("is not callable", rule, "pass a function").error(fn, kind, None)
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -73,22 +73,20 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]
     return [*values, *bound.scalars]
 
 
-def tma_block(config: PrefillConfig, head_dim: int) -> tuple[int, int, int, int]:
-    """The box that one K or V descriptor loads: [1, 1, BLOCK_N, head dimension as tiled]."""
-    return (1, 1, config.BLOCK_N, pieces(head_dim)[0][1])
-
-
 def _tensors(structure: Structure, config: Config) -> list[Argument]:
     element = signature_type(structure.dtype)
-    aligned = 16 if structure.layout.aligned else structure.itemsize
-    found = [Argument("Q", f"*{element}", aligned)]
-    for name, head_dim in (("K", structure.head_dim_qk), ("V", structure.head_dim_v)):
-        if isinstance(config, PrefillConfig) and config.use_tma:
-            box = ", ".join(str(size) for size in tma_block(config, head_dim))
-            found.append(Argument(name, f"tensordesc<{element}[{box}]>"))
-        else:
-            found.append(Argument(name, f"*{element}", aligned))
-    return found
+    if not (isinstance(config, PrefillConfig) and config.use_tma):
+        aligned = 16 if structure.layout.aligned else structure.itemsize
+        return [Argument(name, f"*{element}", aligned) for name in "QKV"]
+    boxes = (
+        ("Q", config.BLOCK_M, structure.head_dim_qk),
+        ("K", config.BLOCK_N, structure.head_dim_qk),
+        ("V", config.BLOCK_N, structure.head_dim_v),
+    )
+    return [
+        Argument(name, f"tensordesc<{element}[1, 1, {rows}, {pieces(head_dim)[0][1]}]>")
+        for name, rows, head_dim in boxes
+    ]
 
 
 def _outputs(structure: Structure) -> list[Argument]:

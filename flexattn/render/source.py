@@ -224,7 +224,9 @@ def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
 def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object]:
     """What a template needs to know of the mods it holds: statements, helpers and imports."""
     found = list(printed)
-    lines = [line for each in found for line in (*each.hoisted, *each.body, each.result)]
+    lines = [
+        line for each in found for line in (*each.hoisted, *each.early, *each.body, each.result)
+    ]
     called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"
@@ -236,6 +238,7 @@ def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object
     helpers = render_template("triton/helpers.jinja", {"used": called})
     return {
         "hoisted": [line for each in found for line in each.hoisted],
+        "early": [line for each in found for line in each.early],
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
@@ -42,12 +42,15 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """Statements for before the loop over keys, statements for inside it, and the result.
+    """Statements of three kinds, and the result.
 
-    full: the result depends on the score, so it already has the tile's shape.
+    hoisted: before the loop over keys. early: inside it, on the keys alone, so what they load can
+    come while the scores are computed. body: after the scores. full: the result depends on the
+    score, so it already has the tile's shape.
     """
 
     hoisted: tuple[str, ...]
+    early: tuple[str, ...]
     body: tuple[str, ...]
     result: str
     full: bool
@@ -55,11 +58,12 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A printed operand: its text, the dtype it has in the kernel, whether it is hoisted."""
+    """A printed operand: its text, its dtype in the kernel, whether it differs by row and key."""
 
     text: str
     dtype: str
-    hoisted: bool
+    row: bool = False
+    key: bool = False
 
 
 def print_mod(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> Printed:
@@ -91,6 +95,7 @@ class _Printer:
     def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> None:
         self.mod, self.contiguous, self.traits = mod, contiguous, traits
         self.hoisted: list[str] = []
+        self.early: list[str] = []
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
@@ -99,48 +104,57 @@ class _Printer:
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
         self.full = any(node.op == "var" and node.value == "score" for node in nodes)
         per_key = depending(nodes, PER_KEY)
-        self.by_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
-        self.crossing = {arg for node in per_key for arg in node.args if arg not in per_key}
+        per_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
+        # What is computed before the loop, or before the scores, for use after them.
+        self.crossing = {
+            arg
+            for node in per_key
+            for arg in node.args
+            if arg not in per_key or (node in per_row and arg not in per_row)
+        }
 
     def run(self) -> Printed:
         for node in walk(self.mod.expr):
             self.values[node] = self._node(node)
         result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
-        return Printed(tuple(self.hoisted), tuple(self.body), result, self.full)
+        hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
+        return Printed(hoisted, early, body, result, self.full)
 
-    def _name(self, text: str, dtype: str, hoisted: bool) -> _Value:
+    def _name(self, value: _Value) -> _Value:
+        """Give a value a statement of its own, as early as it can be computed."""
         name = f"{self.mod.kind}_{self.count}"
         self.count += 1
-        (self.hoisted if hoisted else self.body).append(f"{name} = {text}")
-        return _Value(name, dtype, hoisted)
+        inside = self.body if value.row else self.early
+        (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
+        return replace(value, text=name)
 
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":
             name = str(node.value)
-            indices = "float32" if name == "score" else "int32"
-            return _Value(name, indices, name not in PER_KEY)
+            row = name in PER_ROW or (name == "h" and self.traits.head_per_row)
+            return _Value(name, "float32" if name == "score" else "int32", row, name in PER_KEY)
         if node.op == "const":
-            return _Value(literal(node.value, node.dtype), node.dtype, True)
+            return _Value(literal(node.value, node.dtype), node.dtype)
         if node.op == "scalar":
             name = scalar_name(self.mod.kind, int(node.value or 0))
-            return self._name(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype, True)
+            return self._name(_Value(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype))
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
         if self.uses[node] > 1 or node in self.crossing or node is self.mod.expr:
-            return self._name(value.text, value.dtype, value.hoisted)
+            return self._name(value)
         return value
 
     def _operation(self, node: Expr) -> _Value:
         args = [self.values[arg] for arg in node.args]
-        hoisted = all(arg.hoisted for arg in args)
+        row, key = any(arg.row for arg in args), any(arg.key for arg in args)
         if node.op == "cast":
             dtype = self._narrow(node, args)
-            return _Value(self._cast(args[0], node, dtype), dtype, hoisted)
+            return _Value(self._cast(args[0], node, dtype), dtype, row, key)
         if node.op == "where":
             dtype = self._narrow(node, args[1:])
             texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
-            return _Value(f"tl.where({', '.join(texts)})", dtype, hoisted)
+            return _Value(f"tl.where({', '.join(texts)})", dtype, row, key)
         operand = node.args[0].dtype
         computed = "float32" if operand in HALVES else self._narrow(node, args)
         if node.dtype == "bool" and operand != "bool":
@@ -150,7 +164,7 @@ class _Printer:
             text, computed = self._to_half(text, node.dtype), node.dtype
         elif node.dtype == "int64" and computed == "int64" and self._fits(node):
             text, computed = f"{text}.to(tl.int32)", "int32"
-        return _Value(text, "bool" if node.dtype == "bool" else computed, hoisted)
+        return _Value(text, "bool" if node.dtype == "bool" else computed, row, key)
 
     def _narrow(self, node: Expr, args: list[_Value]) -> str:
         """32-bit arithmetic where neither the operands nor the result can leave 32 bits."""
@@ -253,43 +267,44 @@ class _Printer:
         base, sizes, strides = buffer_names(self.mod.kind, slot, buffer.rank)
         terms: dict[bool, list[str]] = {True: [], False: []}
         checks: dict[bool, list[str]] = {True: [], False: []}
+        row = key = False
         for dim, arg in enumerate(node.args):
             index = self.values[arg]
-            text = index.text
             found = self.ranges[arg]
+            size = sizes[dim]
             if found is None or found[0] < 0:
-                wrapped = f"tl.where({text} < 0, {text} + {sizes[dim]}, {text})"
-                text = self._name(wrapped, index.dtype, index.hoisted).text
+                wrapped = f"tl.where({index.text} < 0, {index.text} + {size}, {index.text})"
+                index = self._name(replace(index, text=wrapped))
                 # As an unsigned number a negative index is above every size: one comparison.
-                unsigned = index.dtype.replace("int", "uint")
-                checks[index.hoisted].append(
-                    f"({text}.to(tl.{unsigned}) < {sizes[dim]}.to(tl.{unsigned}))"
-                )
+                unsigned = f"tl.{index.dtype.replace('int', 'uint')}"
+                inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
             else:
-                checks[index.hoisted].append(f"({text} < {sizes[dim]})")
+                inside = f"({index.text} < {size})"
+            checks[index.key].append(inside)
             unit = dim == buffer.rank - 1 and self.contiguous[slot]
-            terms[index.hoisted].append(text if unit else f"{text} * {strides[dim]}")
-        hoisted = not checks[False]
-        if terms[True] and not hoisted:
-            base = self._name(" + ".join([base, *terms.pop(True)]), "pointer", True).text
-            inside = self._name(self._logical("and", checks.pop(True)), "bool", True).text
-            checks[False].append(inside)
-        address = " + ".join([base, *terms[hoisted]])
-        inside = self._logical("and", checks[hoisted]) if checks[hoisted] else ""
+            terms[index.key].append(index.text if unit else f"{index.text} * {strides[dim]}")
+            row, key = row or index.row, key or index.key
+        if key and terms[False]:
+            rows = _Value(" + ".join([base, *terms.pop(False)]), "pointer", row)
+            base = self._name(rows).text
+            within = _Value(self._logical("and", checks.pop(False)), "bool", row)
+            checks[True].append(self._name(within).text)
+        address = " + ".join([base, *terms[key]])
+        inside = self._logical("and", checks[key]) if checks[key] else ""
         checked = f", mask={inside}, other=0" if inside else ""
-        text = f"tl.load({address}{checked})"
-        if hoisted or not any(arg in self.by_row for arg in node.args):
-            return self._name(text, buffer.dtype, hoisted)
-        return self._tile_load(text, buffer.dtype)
+        loaded = _Value(f"tl.load({address}{checked})", buffer.dtype, row, key)
+        return self._guarded(loaded) if key else self._name(loaded)
 
-    def _tile_load(self, text: str, dtype: str) -> _Value:
-        """A load of BLOCK_M x BLOCK_N elements, kept out of Triton's software pipeline.
+    def _guarded(self, load: _Value) -> _Value:
+        """A load inside the loop, kept out of Triton's software pipeline.
 
         Pipelined, a gather goes through shared memory element by element, and its stages crowd
         out those of K and V. The pipeline takes no load behind a condition; this one holds.
         """
-        value = self._name(f"tl.zeros([BLOCK_M, BLOCK_N], {triton_type(dtype)})", dtype, False)
-        self.body += ["if start_n < kv_len:", f"    {value.text} = {text}"]
+        shape = "[BLOCK_M, BLOCK_N]" if load.row else "[1, BLOCK_N]"
+        value = self._name(replace(load, text=f"tl.zeros({shape}, {triton_type(load.dtype)})"))
+        inside = self.body if load.row else self.early
+        inside += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
         return value
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 class PrefillConfig:
     """A tile of BLOCK_M query rows walks the keys BLOCK_N at a time.
 
-    use_tma: K and V are read through tensor descriptors, by the bulk copy engine.
+    use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
     """
 
     BLOCK_M: int

@@ -103,7 +103,7 @@ def test_shared_keys(kind):
 
 @each_kind
 def test_keys_of_batch_one_against_22720_queries(kind):
-    """Others put the batch into a grid dimension that ends at 65535 with the heads, or strode K."""
+    """Others put batch and heads into a grid dimension that ends at 65535."""
     q, k, v = tensors(22_720, 4, 2, 3, 67, 64, Bkv=1)
     assert_accurate(q, k, v, kernel_options=KINDS[kind])
 

@@ -147,8 +147,6 @@ def test_a_mod_of_no_file_works():
 
 
 def test_no_new_kernel_for_a_new_length():
-    q, k, v = inputs()
-
     def source(L, S):
         q, k, v = inputs(L=L, S=S)
         mask = block_mask(causal, q, k, 16)

@@ -1,0 +1,58 @@
+"""The static defaults compile for every arch, on a machine that has none of them."""
+
+import pytest
+
+from flexattn.build import compile_source
+from flexattn.catalogue import causal, softcap
+from flexattn.device import named
+from flexattn.render.source import render, render_combine
+from flexattn.resources import resources
+from flexattn.space.triton import default
+from tests.compile.devices import DEVICES
+from tests.problems import problem
+
+pytestmark = pytest.mark.compile
+
+CASES = [
+    (arch, kind, D, D, dtype)
+    for arch in DEVICES
+    for kind in ("prefill", "decode")
+    for D in (64, 128, 256)
+    for dtype in ("bfloat16", "float32")
+] + [
+    (arch, kind, D, Dv, "bfloat16")
+    for arch in DEVICES
+    for kind, D, Dv in (("prefill", 192, 128), ("decode", 576, 512))
+]
+OLDEST = {(arch, kind, 128, 128, "bfloat16") for arch in DEVICES for kind in ("prefill", "decode")}
+
+
+def param(case):
+    marks = [pytest.mark.oldest] if case in OLDEST else []
+    return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
+
+
+@pytest.mark.parametrize(("arch", "kind", "D", "Dv", "dtype"), [param(case) for case in CASES])
+def test_default_config(arch, kind, D, Dv, dtype):
+    """It fits in shared memory, spills nothing in a loop, and multiplies tiles by matrix units."""
+    device = named(DEVICES[arch])
+    wanted = problem(kind, D, Dv, dtype, score_mod=softcap(50.0), mask_mod=causal)
+    config = default(wanted, device)
+    compiled = compile_source(render(wanted.structure, config, device, "default"), device)
+    taken = resources(compiled, device)
+    assert taken.shared <= device.shared_memory, config
+    assert taken.registers <= device.max_registers
+    assert taken.loop_spills == 0, (config, taken)
+    if dtype != "float32":
+        assert taken.matrix_instructions > 0
+        code = compiled.asm["amdgcn" if device.backend == "hip" else "ptx"]
+        wgmma = device.has_wgmma and kind == "prefill"
+        assert {"hip": "v_mfma", "cuda": "wgmma" if wgmma else "mma.sync"}[device.backend] in code
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+def test_combine(arch):
+    device = named(DEVICES[arch])
+    source = render_combine(problem("decode", D=128).structure, device)
+    taken = resources(compile_source(source, device), device)
+    assert taken.spills == 0 and taken.shared <= device.shared_memory

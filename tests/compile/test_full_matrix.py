@@ -1,0 +1,34 @@
+"""Every config that the space offers compiles, fits and spills nothing, for every arch."""
+
+import pytest
+
+from flexattn.build import compile_source
+from flexattn.catalogue import causal, softcap
+from flexattn.device import named
+from flexattn.render.source import render
+from flexattn.resources import resources
+from flexattn.space.config import describe
+from flexattn.space.triton import space
+from tests.compile.devices import DEVICES
+from tests.problems import problem
+
+pytestmark = [pytest.mark.compile, pytest.mark.full_matrix]
+
+MODS = {"noop": {}, "causal_softcap": {"score_mod": softcap(50.0), "mask_mod": causal}}
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("arch", DEVICES)
+def test_every_config_offered(arch, kind, D, mods):
+    device = named(DEVICES[arch])
+    wanted = problem(kind, D, **MODS[mods])
+    wrong = []
+    for config in space(wanted, device):
+        compiled = compile_source(render(wanted.structure, config, device, "matrix"), device)
+        taken = resources(compiled, device)
+        fits = taken.shared <= device.shared_memory and taken.registers <= device.max_registers
+        if not fits or taken.loop_spills or not taken.matrix_instructions:
+            wrong.append(f"{describe(config)}: {taken}")
+    assert not wrong, "offered, but they spill or do not fit:\n" + "\n".join(wrong)

@@ -1,0 +1,89 @@
+"""Rendered kernels beside the ones that someone read and accepted: `make golden` accepts."""
+
+import difflib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, document, natten_2d, relative_bias, softcap
+from flexattn.device import named
+from flexattn.mods import bind
+from flexattn.problem import Layout, captures_of
+from flexattn.render.source import render, render_block_mask, render_combine
+from flexattn.space.config import DecodeConfig, PrefillConfig
+from tests.problems import problem
+
+FILES = Path(__file__).parent / "files"
+DEVICE = named("nvidia-h200")
+PREFILL = PrefillConfig(128, 64, 4, 3)
+TMA = PrefillConfig(128, 64, 4, 2, use_tma=True)
+DECODE = DecodeConfig(16, 64, 4, 3)
+
+
+def per_head(b, h, q_idx, kv_idx):
+    return q_idx + h >= kv_idx
+
+
+def kernel(config, kind="prefill", *args, **kwargs):
+    return render(problem(kind, *args, **kwargs).structure, config, DEVICE, "golden")
+
+
+def block_mask(mask_mod, block):
+    return render_block_mask(captures_of(bind(mask_mod, "mask")), *block, DEVICE)
+
+
+STRIDED = Layout(False, True, False, False)
+GOLDENS = {
+    "prefill_noop": lambda: kernel(PREFILL),
+    "prefill_tma_causal_softcap": lambda: kernel(TMA, score_mod=softcap(50.0), mask_mod=causal),
+    "prefill_relative_bias": lambda: kernel(
+        PREFILL, D=64, score_mod=relative_bias(torch.zeros(32, 64), 32), lse=False
+    ),
+    "prefill_ragged_blocks": lambda: kernel(
+        PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
+    ),
+    "prefill_no_full_blocks": lambda: kernel(PREFILL, D=64, mask_mod=causal, has_full=False),
+    "prefill_192_128": lambda: kernel(PREFILL, D=192, Dv=128),
+    "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
+    "decode_noop": lambda: kernel(DECODE, "decode"),
+    "decode_alibi_document": lambda: kernel(
+        DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())
+    ),
+    "decode_per_head_mask": lambda: kernel(DECODE, "decode", mask_mod=per_head, per_head=True),
+    "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
+    "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
+    "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),
+}
+
+
+def rendered(name):
+    """The kernel without the template's hash, which changes where nothing that is shown does."""
+    return re.sub(r"(?m)^(# template: \S+) [0-9a-f]+$", r"\1", GOLDENS[name]().text)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_rendered_kernel(name, request):
+    file = FILES / f"{name}.py.txt"
+    text = rendered(name)
+    if request.config.getoption("--accept-golden"):
+        file.write_text(text)
+    accepted = file.read_text() if file.exists() else ""
+    difference = difflib.unified_diff(
+        accepted.splitlines(), text.splitlines(), f"accepted {file.name}", "rendered", lineterm=""
+    )
+    shown = "\n".join(difference)
+    assert not shown, f"{shown}\n\nRead it; if it is right, accept it with `make golden`."
+
+
+def test_every_golden_has_a_case():
+    assert {file.name.removesuffix(".py.txt") for file in FILES.iterdir()} == set(GOLDENS)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_goldens_are_code_that_people_can_read(name):
+    text = rendered(name)
+    compile(text, name, "exec")
+    assert max(map(len, text.splitlines())) <= 200
+    assert not any(line != line.rstrip() for line in text.splitlines())

@@ -1,0 +1,114 @@
+"""What the environment says, overrides for a block of code, and what is said once."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from flexattn import settings
+from flexattn.errors import SettingsError
+from flexattn.settings import current, override, read, say_once
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_defaults():
+    found = read({})
+    assert not found.interpret and found.debug == 0
+    assert found.cache_dir == Path("~/.cache/flexattn").expanduser()
+
+
+def test_values():
+    found = read({
+        "FLEXATTN_INTERPRET": "1", "FLEXATTN_DEBUG": "4", "FLEXATTN_CACHE_DIR": "~/there"
+    })  # fmt: skip
+    assert found.interpret and found.debug == 4
+    assert found.cache_dir == Path("~/there").expanduser()
+    assert read({"FLEXATTN_INTERPRET": "", "FLEXATTN_DEBUG": ""}) == read({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("FLEXATTN_INTERPRET", "yes"), ("FLEXATTN_DEBUG", "7"), ("FLEXATTN_DEBUG", "12")],
+)
+def test_values_that_are_not_understood(name, value):
+    with pytest.raises(SettingsError, match=f"{name}='{value}'"):
+        read({name: value})
+
+
+def test_every_variable_has_a_default_and_a_meaning():
+    assert {name for name, _, _ in settings.VARIABLES} >= {
+        "FLEXATTN_INTERPRET", "FLEXATTN_DEBUG", "FLEXATTN_CACHE_DIR"
+    }  # fmt: skip
+    assert all(name.startswith("FLEXATTN_") and text for name, _, text in settings.VARIABLES)
+
+
+def test_overrides_nest_and_end(tmp_path):
+    before = current()
+    with override(debug=3), override(cache_dir=tmp_path) as inner:
+        assert current() is inner and (inner.debug, inner.cache_dir) == (3, tmp_path)
+    assert current() == before
+
+
+def test_an_override_ends_with_an_error():
+    before = current()
+    with pytest.raises(KeyError), override(debug=2):
+        raise KeyError
+    assert current() == before
+
+
+def test_an_override_is_this_threads_own():
+    seen = []
+    with override(debug=5):
+        thread = threading.Thread(target=lambda: seen.append(current().debug))
+        thread.start()
+        thread.join()
+    assert seen == [current().debug]
+
+
+def test_interpreting_cannot_be_switched_on_later():
+    with pytest.raises(SettingsError, match="before the process starts"), override(interpret=True):
+        pass
+
+
+def test_said_once(caplog):
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "flexattn"):
+        for text in ("one", "two", "one"):
+            say_once(text)
+    assert [record.getMessage() for record in caplog.records] == ["one", "two"]
+
+
+def run(code, **environment):
+    """A fresh process, since Triton decides at its first import."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET",)}
+    clean |= {"PYTHONPATH": os.pathsep.join([str(ROOT), clean.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True
+    )
+
+
+def test_asking_for_the_interpreter_sets_tritons_switch():
+    code = "import flexattn, triton; print(triton.knobs.runtime.interpret)"
+    assert run(code, FLEXATTN_INTERPRET="1").stdout.strip() == "True"
+
+
+def test_asking_for_the_interpreter_too_late_is_an_error():
+    found = run("import triton, flexattn", FLEXATTN_INTERPRET="1")
+    assert found.returncode and "before anything imports triton" in found.stderr
+
+
+def test_debug_levels_show_dispatch_and_source(tmp_path):
+    code = (
+        "import torch, flexattn\n"
+        "q = torch.zeros(1, 1, 3, 16)\n"
+        "flexattn.flex_attention(q, q, q, lambda s, b, h, m, n: s * 0.5)\n"
+    )
+    environment = {"FLEXATTN_INTERPRET": "1", "FLEXATTN_CACHE_DIR": str(tmp_path)}
+    low, high = (run(code, FLEXATTN_DEBUG=str(level), **environment).stderr for level in (1, 4))
+    assert "decode float32" in low and "(score * 0.5)" not in low and "def kernel" not in low
+    assert "(score * 0.5)" in high and "def kernel" in high
