@@ -172,4 +172,6 @@ def _aligned(tensor: Tensor) -> bool:
 
 def tf32_allowed(q: Tensor) -> bool:
     """torch's own setting for float32 matrix products on this device."""
-    return q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
+        return False
+    return bool(torch.backends.cuda.matmul.allow_tf32)

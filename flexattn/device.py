@@ -64,7 +64,8 @@ KNOWN: dict[str, Device] = {
         Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
     )
 }
-INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB)
+# Its tiles are arrays in memory: no number of registers is too many.
+INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, max_registers=2**16)
 
 
 def named(name: str) -> Device:

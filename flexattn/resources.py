@@ -17,6 +17,8 @@ _MATRIX_NVIDIA = re.compile(r"\b(?:[HQID]MMA|[HQI]GMMA|UTC[HQIO]?MMA)\b")
 _MATRIX_AMD = re.compile(r"^\s*v_s?w?mfmac?_|^\s*v_s?wmma", re.MULTILINE)
 _SPILL = re.compile(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_")
 _LABEL = re.compile(r"^(\.L\w+):")
+# Bytes of registers that ptxas spills by choice, to run one more block on an SM.
+_BY_CHOICE = 16
 _BRANCH = re.compile(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)")
 
 
@@ -35,6 +37,11 @@ class Resources:
     shared: int
     matrix_instructions: int
     stack: int
+
+    @property
+    def starved(self) -> bool:
+        """Whether a loop works on spilled registers; a word or four are the compiler's choice."""
+        return self.loop_spills > 0 and self.stack > _BY_CHOICE
 
 
 def resources(compiled: Any, device: Device) -> Resources:

@@ -238,7 +238,6 @@ def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object
     helpers = render_template("triton/helpers.jinja", {"used": called})
     return {
         "hoisted": [line for each in found for line in each.hoisted],
-        "early": [line for each in found for line in each.early],
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",
     }
@@ -254,7 +253,7 @@ def _pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
 def _precision(structure: Structure) -> str:
     if structure.dtype != "float32":
         return ""
-    return "tf32" if structure.tf32 else "ieee"
+    return "tf32x3" if structure.tf32 else "ieee"
 
 
 def _expressions(structure: Structure) -> list[str]:

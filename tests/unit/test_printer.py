@@ -11,6 +11,7 @@ from flexattn.mods import bind
 from flexattn.render.triton_printer import Traits, print_mod
 
 HARDWARE = Traits()
+table = torch.zeros(9)
 
 
 def printed(fn, kind="score", traits=HARDWARE):
@@ -19,7 +20,7 @@ def printed(fn, kind="score", traits=HARDWARE):
 
 
 def text(found):
-    return "\n".join((*found.hoisted, *found.body, found.result))
+    return "\n".join((*found.hoisted, *found.early, *found.body, found.result))
 
 
 def loads(lines):
@@ -28,9 +29,15 @@ def loads(lines):
 
 def test_loads_of_rows_alone_come_before_the_loop():
     found = printed(alibi(8, "cpu"))
-    assert loads(found.hoisted) == 1 and loads(found.body) == 0
+    assert loads(found.hoisted) == 1 and loads((*found.early, *found.body)) == 0
+
+
+def test_loads_of_keys_alone_come_before_the_scores():
+    """A load that waits for nothing hides behind the product of Q and K."""
     found = printed(document(torch.zeros(9).int()), "mask")
-    assert loads(found.hoisted) == 1 and loads(found.body) == 1
+    assert [loads(lines) for lines in (found.hoisted, found.early, found.body)] == [1, 1, 0]
+    found = printed(lambda s, b, h, q, k: s + table[k] * table[q - k])
+    assert [loads(lines) for lines in (found.hoisted, found.early, found.body)] == [0, 1, 1]
 
 
 def test_the_rows_part_of_an_address_comes_before_the_loop():
@@ -98,7 +105,6 @@ def test_division_floors_only_where_something_is_negative(mod, helper):
 
 
 def test_an_index_that_may_be_negative_wraps_and_is_checked():
-    table = torch.zeros(9)
     found = text(printed(lambda s, b, h, q, k: s + table[q - k]))
     assert "+ score_buf0_size0" in found
     # As unsigned numbers, those below 0 are above every size: one comparison checks both ends.
@@ -106,7 +112,6 @@ def test_an_index_that_may_be_negative_wraps_and_is_checked():
 
 
 def test_an_index_that_cannot_be_negative_is_checked_above_alone():
-    table = torch.zeros(9)
     found = text(printed(lambda s, b, h, q, k: s + table[k]))
     assert "tl.where" not in found and ">= 0)" not in found
     assert "kv_idx < score_buf0_size0" in found and "other=0" in found
@@ -144,12 +149,14 @@ def test_integer_powers_need_a_constant():
     "traits", [HARDWARE, Traits(interpreted=True)], ids=["gpu", "interpreter"]
 )
 @pytest.mark.parametrize("entry", CASES, ids=str)
-def test_every_case_prints_python_whose_hoisted_lines_know_no_key(entry, traits):
+def test_every_case_prints_python_whose_lines_are_in_their_place(entry, traits):
     built = entry.make(2, 4, 2, 37, 53)
     for kind, fn in (("score", built.score_mod), ("mask", built.mask_mod)):
         if fn is None:
             continue
         found = printed(fn, kind, traits)
         compile(text(found), entry.name, "exec")
+        for line in found.early:
+            assert "q_idx" not in line and not re.search(r"\bscore\b", line)
         for line in found.hoisted:
             assert "kv_idx" not in line and not re.search(r"\bscore\b", line)
