@@ -108,7 +108,12 @@ def compile_source(source: Source, device: Device) -> Any:
         return triton.compile(
             ASTSource(load(path), signature, {}, attrs),
             target=target,
-            options={"num_warps": source.num_warps, "num_stages": source.num_stages},
+            options={
+                "num_warps": source.num_warps,
+                "num_stages": source.num_stages,
+                # Said aloud because Triton's default changes with release 3.10.
+                "enable_fp_fusion": True,
+            },
         )
     except Exception as error:  # whatever the compiler raises is one typed failure here
         raise BuildError(

@@ -14,11 +14,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 SIZES = {"prefill": (2, 8, 2, 611, 747, 64), "decode": (3, 8, 2, 3, 2047, 64)}
 MASKS = [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
 FP32 = ("noop", "causal", "softcap_50", "relative_bias", "random_blocks_empty_rows", "nested")
-# Compiling is what takes the time: each case has one kind in fp16, and both in bf16.
+BOTH = ("noop", "causal", "document", "natten_2d", "tree", "alibi_causal_document", "t5_bias")
+# Compiling takes the time: each case has both kinds and both dtypes, and BOTH have all four pairs.
 RUNS = [
-    *((case, kind, "bf16") for kind in KINDS for case in CASES),
-    *((case, list(KINDS)[i % 2], "fp16") for i, case in enumerate(CASES)),
-    *((case, list(KINDS)[i % 2], "fp32") for i, case in enumerate(CASES) if case.name in FP32),
+    *((case, "prefill", "bf16") for case in CASES),
+    *((case, "decode", "fp16") for case in CASES),
+    *((case, "prefill", "fp16") for case in CASES if case.name in BOTH),
+    *((case, "decode", "bf16") for case in CASES if case.name in BOTH),
+    *((case, kind, "fp32") for kind in KINDS for case in CASES if case.name in FP32),
 ]
 
 
