@@ -65,7 +65,7 @@ KNOWN: dict[str, Device] = {
     )
 }
 # Its tiles are arrays in memory: no number of registers is too many.
-INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, max_registers=2**16)
+INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, 2**24, 2**16)
 
 
 def named(name: str) -> Device:

@@ -15,7 +15,9 @@ from flexattn.space.config import Config, DecodeConfig, PrefillConfig, padded, p
 # Barriers, scratch of reductions and layout changes, beside the tiles themselves.
 SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
-WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, FMA_SLACK = 26, 40, 100, 24
+WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
+# Beyond the static default, configs leave registers for mods heavier than those measured.
+HEADROOM = 0.75
 # Indices of rows and keys, where a mod asks for them.
 INDEX_REGISTERS = 8
 
@@ -34,10 +36,9 @@ def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
             f"shared memory: about {shared} bytes, {device.name} has {device.shared_memory}"
         )
     registers = register_estimate(config, structure, device)
-    if registers > device.max_registers:
-        found.append(
-            f"registers: about {registers} a thread, {device.arch} has {device.max_registers}"
-        )
+    limit = min(device.max_registers, device.registers // (device.warp_size * config.num_warps))
+    if registers > limit:
+        found.append(f"registers: about {registers} a thread, {device.arch} has {limit}")
     return found
 
 
@@ -144,16 +145,18 @@ def register_estimate(config: Config, structure: Structure, device: Device) -> i
     p = scores * words
     if structure.dtype == "float32" and not structure.tf32:
         # Without matrix instructions a thread holds operands of several steps at once.
-        keys = width * qk / threads * (1.5 if config.num_stages > 1 else 1)
-        return int(3 * (acc + scores + p + keys)) + FMA_SLACK
+        ahead = 1.5 if config.num_stages > 1 else 1
+        return int(3 * (acc + scores + p + ahead * width * qk / threads)) + FMA_SLACK
     if _uses_wgmma(config, structure, device):
         asked = structure.score is not None or structure.mask is not None
         slack = WGMMA_SLACK + 2 * config.num_stages + INDEX_REGISTERS * asked
         return int(acc + scores + p) + slack
+    q, keys = rows * qk * words / threads, width * qk * words / threads
+    if device.backend == "hip":
+        return int(1.5 * (acc + scores + p + q + 2 * keys)) + MFMA_SLACK
     if config.num_warps * 16 > rows:
         # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.
-        return int(acc + scores + p + 1.5 * width * qk * words / threads) + KEYS_SLACK
-    q = rows * qk * words / threads
+        return int(acc + scores + p + 1.5 * keys) + KEYS_SLACK
     return int(acc + scores + p + q + width * words / 2) + MMA_SLACK
 
 
@@ -191,9 +194,11 @@ def space(problem: Problem, device: Device) -> Iterator[Config]:
     first = default(problem, device)
     yield first
     seen = {first}
+    limit = device.max_registers
     for candidate in _grid(problem, device):
         config = suited(candidate, problem.structure)
-        if config not in seen and not reasons(config, problem.structure, device):
+        tight = register_estimate(config, problem.structure, device) > HEADROOM * limit
+        if config not in seen and not tight and not reasons(config, problem.structure, device):
             seen.add(config)
             yield config
 
