@@ -313,7 +313,9 @@ def _grid(problem: Problem, device: Device) -> Iterator[Config]:
     for rows, width, warps, stages, tma in product(
         (64, 128), (32, 64, 128), (4, 8), depths, (False, True)
     ):
-        if tma or not device.has_tma or not _tma_works(problem, device):
+        # Two warps on the same 16 rows pay where the accumulator needs them, and only there.
+        needless = warps * 16 > rows and problem.structure.head_dim_v <= 128
+        if not needless and (tma or not device.has_tma or not _tma_works(problem, device)):
             yield PrefillConfig(rows, width, warps, stages, tma)
 
 
