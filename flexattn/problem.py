@@ -116,7 +116,8 @@ class Problem:
     """One attention call: the structure of its kernel, and the sizes that choose its config.
 
     q [B, Hq, q_len, head_dim_qk], k [B or 1, Hkv, kv_len, head_dim_qk],
-    v [B or 1, Hkv, kv_len, head_dim_v].
+    v [B or 1, Hkv, kv_len, head_dim_v]. mask_class: density, imbalance and contiguity of the
+    BlockMask in words, "unknown" where nobody looked, "" without one: a tuned record's key has it.
     """
 
     structure: Structure
@@ -125,6 +126,7 @@ class Problem:
     Hkv: int
     q_len: int
     kv_len: int
+    mask_class: str = ""
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""

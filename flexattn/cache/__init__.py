@@ -1,0 +1,1 @@
+"""cache: what tuning found, as files that dispatch reads, people merge, and nothing executes."""

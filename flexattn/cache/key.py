@@ -1,0 +1,96 @@
+"""Key: a Problem as the cache names it, its sizes rounded by the one function that rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from flexattn.problem import Captures, Problem
+
+__all__ = ["SIZES", "Key", "key_of", "rounded"]
+
+# The fields that are rounded: two keys that differ in these alone are neighbours.
+SIZES = ("B", "q_len", "kv_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a record is filed under: everything that decides the best config, rounded.
+
+    score, mask: fingerprints of the simplified mods with what their code depends on; "" without
+    one. blocks: "128x128 full" for a BlockMask of such blocks that lists full ones apart.
+    mask_class: density, imbalance and contiguity of the BlockMask, "unknown", or "" without one.
+    """
+
+    kind: str
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    Hq: int
+    Hkv: int
+    B: int
+    q_len: int
+    kv_len: int
+    score: str
+    mask: str
+    blocks: str
+    mask_class: str
+    layout: str
+    precision: str
+
+    def digest(self) -> str:
+        """The record's file name: 24 hexadecimal digits of a sha256, equal in every process."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def rounded(size: int) -> int:
+    """A length or a batch as the cache sees it: up to the next power of two; 0 stays 0.
+
+    Tuning and dispatch both call this and nothing else. It is monotone and idempotent.
+    """
+    return 0 if size <= 0 else 1 << (size - 1).bit_length()
+
+
+def key_of(problem: Problem) -> Key:
+    """The key of a problem. Statistics that are also written do not change it."""
+    s = problem.structure
+    sparsity = s.sparsity
+    blocks = ""
+    if sparsity is not None:
+        blocks = f"{sparsity.q_block}x{sparsity.kv_block}"
+        blocks += " full" * sparsity.has_full + " per-head" * sparsity.per_head
+    layout = "".join(
+        letter if contiguous else "-"
+        for letter, contiguous in (
+            ("q", s.layout.q_contiguous),
+            ("k", s.layout.k_contiguous),
+            ("v", s.layout.v_contiguous),
+        )
+    )
+    tf32 = s.tf32 and s.dtype == "float32"
+    return Key(
+        kind=s.kind,
+        dtype=s.dtype,
+        head_dim_qk=s.head_dim_qk,
+        head_dim_v=s.head_dim_v,
+        Hq=problem.Hq,
+        Hkv=problem.Hkv,
+        B=rounded(problem.B),
+        q_len=rounded(problem.q_len),
+        kv_len=rounded(problem.kv_len),
+        score=_mod(s.score),
+        mask=_mod(s.mask),
+        blocks=blocks,
+        mask_class=problem.mask_class,
+        layout=layout + " aligned" * s.layout.aligned,
+        precision=("tf32 " * tf32 + "signed-scale" * (not s.positive_scale)).strip(),
+    )
+
+
+def _mod(captures: Captures | None) -> str:
+    if captures is None:
+        return ""
+    flags = "".join("c" if each else "s" for each in captures.contiguous)
+    return captures.mod.fingerprint[:32] + (f":{flags}" if flags else "")

@@ -1,0 +1,138 @@
+"""Record: what tuning one problem found, with everything needed to judge it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexattn.cache.key import Key
+from flexattn.space.config import Config
+
+__all__ = ["SCHEMA", "Decision", "Environment", "Failed", "Gated", "Policy", "Record", "Trial"]
+
+SCHEMA = 1
+
+Provenance = Literal["measured", "replay", "model", "untuned"]
+Stage = Literal[
+    "infeasible", "build", "resources", "gate", "prepare", "run", "hang", "crash", "memory"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How times were taken: a record of one policy says nothing about another.
+
+    graph: CUDA-graph replays instead of eager calls. cold_l2: the L2 cache is evicted before each
+    call. rounds, min_ms: of the finalists' race.
+    """
+
+    graph: bool
+    cold_l2: bool
+    rounds: int
+    min_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a record holds exactly; its hash names the directory of the records made there.
+
+    template: hash of the kind's template with all it includes and of the renderer. device: the
+    name as flexattn.device says it.
+    """
+
+    schema: int
+    template: str
+    triton: str
+    torch: str
+    driver: str
+    device: str
+    arch: str
+    num_sms: int
+    graph: bool
+    cold_l2: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why a config has no time: the stage it broke in, a short name of the error, its text."""
+
+    stage: Stage
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """The accuracy gate's worst row for one config: error, what it may be, the reference's."""
+
+    name: str
+    error: float
+    budget: float
+    reference: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One config's whole story: its samples, or why there are none.
+
+    screening, finals: microseconds a call, one value a round; the values of two trials with the
+    same index were taken in the same round. A screening that stopped early has fewer.
+    same_code_as: index of the trial whose machine code is identical, which was timed for both.
+    """
+
+    config: Config
+    registers: int = 0
+    spills: int = 0
+    shared_memory: int = 0
+    gate: Gated | None = None
+    screening: tuple[float, ...] = ()
+    finals: tuple[float, ...] = ()
+    failed: Failed | None = None
+    same_code_as: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why the winner won: its paired median speedup over the static default, and how sure.
+
+    margin: the speedup a challenger must show; confidence: the one it must be shown with;
+    p_value: of the signed-rank test that the challenger is not faster by the margin.
+    """
+
+    winner: int
+    default: int
+    speedup: float
+    p_value: float
+    margin: float
+    confidence: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The tuned answer for one key: trials[decision.winner].config is what dispatch runs.
+
+    sizes: B, q_len, kv_len as they were measured, before rounding. rejected: configs that were
+    never built, counted by reason. transfer: measured regret of this winner at other keys.
+    """
+
+    key: Key
+    environment: Environment
+    policy: Policy
+    provenance: Provenance
+    sizes: tuple[int, int, int]
+    trials: tuple[Trial, ...]
+    decision: Decision
+    rejected: tuple[tuple[str, int], ...] = ()
+    transfer: tuple[tuple[str, float], ...] = ()
+    seconds: float = 0.0
+    made: str = ""
+    tool: str = ""
+    title: str = ""
+    note: str = ""
+
+    @property
+    def config(self) -> Config:
+        """What dispatch runs for this key."""
+        return self.trials[self.decision.winner].config

@@ -1,0 +1,1 @@
+"""tune: ask, build, gate, measure, race, record."""
