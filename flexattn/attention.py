@@ -20,7 +20,6 @@ Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
 PLANLESS = ("reference", "torch", "empty")
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -49,6 +48,13 @@ def flex_attention(
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
     masks and score_mod as in FlexAttention (arXiv 2412.05496).
     """
+    if torch.compiler.is_dynamo_compiling():
+        from flexattn.graph_break import outside
+
+        return outside(  # type: ignore[no-any-return]
+            flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa,
+            return_lse, kernel_options, return_aux=return_aux,
+        )  # fmt: skip
     call = make_call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux,

@@ -11,26 +11,34 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexattn.cuda_launch import CudaLaunch, can_launch, loaded
+from flexattn.binary import Binary, binary_of
+from flexattn.binary_store import Binaries
+from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.lru import Lru
 from flexattn.render.source import Source
-from flexattn.settings import current, log
+from flexattn.settings import current, log, say_once
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel ready to launch on the GPU with this index, or in the interpreter (-1)."""
+    """A kernel ready to launch on the GPU with this index, or in the interpreter (-1).
+
+    binary: what the CUDA driver launches. compiled: what Triton launches where there is no
+    binary, and None for a binary that was loaded from a directory.
+    """
 
     source: Source
-    path: Path
     compiled: Any
     index: int
+    binary: Binary | None = None
 
     @property
     def shared_memory(self) -> int:
         """Bytes of shared memory that the compiled kernel needs; 0 in the interpreter."""
+        if self.binary is not None:
+            return self.binary.shared
         metadata = getattr(self.compiled, "metadata", None)
         return 0 if metadata is None else int(metadata.shared)
 
@@ -40,9 +48,9 @@ class Kernel:
         fixed: all arguments in the order of the source's, None for what each call gives.
         boxes: how each tensor that is read through a descriptor lies in memory.
         """
-        if self.index >= 0 and can_launch(self.compiled):
+        if self.binary is not None:
             found = self.source.arguments
-            return CudaLaunch(self.compiled, found, self.index, programs, fixed, boxes)
+            return CudaLaunch(self.binary, found, self.index, programs, fixed, boxes)
         return TritonLaunch(self.compiled, programs, tuple(fixed), self.index)
 
 
@@ -124,13 +132,17 @@ def compile_source(source: Source, device: Device) -> Any:
 
 
 class Builder:
-    """Kernels by source and device, compiled once, shared by all threads."""
+    """Kernels by source and device, loaded or compiled once, shared by all threads.
+
+    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
+    the settings name.
+    """
 
     def __init__(self, capacity: int = 512) -> None:
         self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
         self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
         self._guard = threading.Lock()
-        self.compiled = 0
+        self.compiled = self.loaded = 0
 
     def kernel(self, source: Source, device: Device, index: int) -> Kernel:
         """The kernel of a source on the GPU with this index (-1: the interpreter)."""
@@ -147,30 +159,46 @@ class Builder:
                 begin = time.perf_counter()
                 found = self._build(source, device, index)
                 if current().debug >= 2:
-                    log.debug(
-                        "%s built in %.0f ms", found.path, 1e3 * (time.perf_counter() - begin)
-                    )
+                    spent = 1e3 * (time.perf_counter() - begin)
+                    log.debug("kernel_%s ready in %.0f ms", source.hash[:24], spent)
                 self._kernels.put(key, found)
         return found
 
     def _build(self, source: Source, device: Device, index: int) -> Kernel:
-        path = source.path()
         if current().debug >= 4:
-            log.debug("%s\n%s", path, source.text)
+            log.debug("%s\n%s", source.path(), source.text)
         if index < 0:
-            return Kernel(source, path, load(path), index)
+            return Kernel(source, load(source.path()), index)
+        return self._load(source, device, index) or self._compile(source, device, index)
+
+    def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
+        """The kernel from the directory that the settings name, if it is there and sound."""
+        root = current().binaries
+        binary = None if root is None else Binaries(root).find(source, device)
+        if binary is None:
+            return None
+        try:
+            loaded(binary, index)
+        except BuildError as error:  # made for a newer driver
+            say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
+            return None
+        self.loaded += 1
+        return Kernel(source, None, index, binary)
+
+    def _compile(self, source: Source, device: Device, index: int) -> Kernel:
         import torch
 
         with torch.cuda.device(index):
             compiled = compile_source(source, device)
-            if compiled.metadata.shared <= device.shared_memory and can_launch(compiled):
-                loaded(compiled, index)
+        binary = binary_of(compiled, device.arch)
+        if binary is not None and binary.shared <= device.shared_memory:
+            loaded(binary, index)
         self.compiled += 1
         if current().debug >= 5:
             log.debug("%s", compiled.asm["ttgir"])
         if current().debug >= 6 and "ptx" in compiled.asm:
             log.debug("%s", compiled.asm["ptx"])
-        return Kernel(source, path, compiled, index)
+        return Kernel(source, compiled, index, binary)
 
 
 @lru_cache(maxsize=1)

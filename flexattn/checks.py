@@ -13,6 +13,7 @@ from flexattn.errors import InputError
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH
 
 MAX_HEAD_DIM = 576
+MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -90,12 +91,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, shapes: str
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """The softmax scale as a number; raises InputError unless it is finite."""
+    """The softmax scale as a number; raises InputError unless float32 holds it."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
     value = float(scale)
-    if not math.isfinite(value):
-        raise InputError(f"scale={scale}", "it is a finite number", "leave it None for 1/sqrt(D)")
+    if not abs(value) <= MAX_FLOAT32:
+        rule = "it is a finite number of 32 bits"
+        raise InputError(f"scale={scale}", rule, "leave it None for 1/sqrt(D)")
     return value
 
 
@@ -133,6 +135,12 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
         raise InputError(
             f"block_mask is for batch {B} and {H} heads, query has {tuple(q.shape[:2])}",
             "its batch and heads are query's, or 1 to serve them all",
+        )
+    if mask.kv_indices.numel() >= 2**31:
+        raise InputError(
+            f"block_mask lists {mask.kv_indices.numel()} blocks",
+            "a kernel counts the entries of the lists in 32 bits",
+            "use larger blocks, or one list for all heads or batches",
         )
     if rows < -(-q.shape[2] // q_block):
         raise InputError(

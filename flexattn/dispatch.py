@@ -5,60 +5,74 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from flexattn.build import Builder, Kernel, builder
+from flexattn.cache.layers import Found, find
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.lru import Lru
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
 from flexattn.problem import Problem, Structure
-from flexattn.render.source import Source, render, render_combine, tiles_per_q
+from flexattn.render.source import Source, render, render_combine
 from flexattn.settings import current, log
-from flexattn.space.config import Config, DecodeConfig
+from flexattn.space.config import Config
 from flexattn.space.triton import candidates, default, reasons, suited
+
+How = Literal["hit", "hint", "nearest", "default", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for a problem: config, where it came from, rendered sources."""
+    """What was chosen for a problem: config, where it came from, rendered sources.
+
+    how: from a tuned record (as flexattn.cache.layers says it), the static default, or forced by
+    the caller. origin: the same in words.
+    """
 
     problem: Problem
     device: Device
     config: Config
+    how: How
     origin: str
     source: Source
     combine: Source | None
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The grid of a launch: programs, row tiles, and splits of the keys (1 for prefill)."""
-
-    programs: int
-    num_tiles: int
-    num_splits: int
-
-
 def choices(problem: Problem, device: Device, options: Options) -> Iterator[Choice]:
-    """Configs with their rendered kernels, best first: the caller's numbers, or static defaults.
+    """Configs with their rendered kernels, best first.
 
+    The caller's numbers alone where there are any; else the tuned config and static defaults.
     Raises ConfigError when the caller's numbers cannot run, with every reason.
     """
     if options.overrides:
-        yield _choice(problem, device, _forced(problem, device, options), "kernel_options")
+        forced = _forced(problem, device, options)
+        yield _choice(problem, device, forced, "forced", "kernel_options")
         return
+    found = _tuned(problem, device)
+    if found is not None:
+        yield _choice(problem, device, found.config, found.how, found.origin)
     for position, config in enumerate(candidates(problem, device)):
         origin = f"static default for {device.arch}"
         if position:
             origin += f", choice {position + 1}: those before it need too much shared memory"
-        yield _choice(problem, device, config, origin)
+        if found is not None:
+            origin += f"; the {found.how} needs too much shared memory"
+        yield _choice(problem, device, config, "default", origin)
+
+
+def _tuned(problem: Problem, device: Device) -> Found | None:
+    """What the cache says; nothing for the interpreter, whose times nobody asks for."""
+    if current().mode == "off" or device.backend == "interpreter":
+        return None
+    return find(problem, device)
 
 
 def _forced(problem: Problem, device: Device, options: Options) -> Config:
     start = default(problem, device)
     config = options.apply(start)
-    if options.BLOCK_N is None and options.BLOCK_M is None:
+    if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
         config = suited(config, problem.structure)
     found = reasons(config, problem.structure, device)
     if found:
@@ -70,9 +84,9 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     return config
 
 
-def _choice(problem: Problem, device: Device, config: Config, origin: str) -> Choice:
+def _choice(problem: Problem, device: Device, config: Config, how: How, origin: str) -> Choice:
     source, combine = _rendered(problem.structure, config, device, problem.describe())
-    return Choice(problem, device, config, origin, source, combine)
+    return Choice(problem, device, config, how, origin, source, combine)
 
 
 @lru_cache(maxsize=1024)
@@ -82,28 +96,6 @@ def _rendered(
     source = render(structure, config, device, f"{title} for {device.arch}")
     combine = render_combine(structure, device) if structure.kind == "decode" else None
     return source, combine
-
-
-def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
-    """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
-    structure = problem.structure
-    heads = problem.Hq // structure.packed_heads
-    rows = problem.q_len * structure.packed_heads
-    if structure.sparsity is None:
-        num_tiles = -(-rows // config.BLOCK_M)
-    elif structure.kind == "decode" or structure.sparsity.q_block % config.BLOCK_M:
-        blocks = -(-problem.q_len // structure.sparsity.q_block)
-        per_block = min(tiles_per_q(structure, config), -(-rows // config.BLOCK_M))
-        num_tiles = blocks * (per_block if blocks == 1 else tiles_per_q(structure, config))
-    else:
-        num_tiles = -(-rows // config.BLOCK_M)
-    units = problem.B * heads * num_tiles
-    if not isinstance(config, DecodeConfig):
-        return Geometry(units, num_tiles, 1)
-    key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
-    splits = config.num_splits or max(1, device.num_sms // units)
-    splits = min(splits, key_tiles)
-    return Geometry(units * splits, num_tiles, splits)
 
 
 class Dispatcher:
@@ -117,7 +109,8 @@ class Dispatcher:
         self, problem: Problem, device: Device, index: int, options: Options
     ) -> tuple[Choice, Kernel, Kernel | None]:
         """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
-        key = (problem, device, index, options)
+        settings = current()
+        key = (problem, device, index, options, settings.mode, settings.cache)
         found = self._table.get(key)
         if found is not None:
             return found

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 __all__ = [
     "BuildError",
+    "CacheError",
     "ConfigError",
     "FlexAttnError",
     "InputError",
+    "KernelError",
+    "MeasureError",
     "ModError",
     "RenderError",
     "SettingsError",
@@ -56,3 +59,20 @@ class RenderError(FlexAttnError):
 
 class BuildError(FlexAttnError):
     """The compiler refused a kernel; carries the rendered source's path."""
+
+
+class CacheError(FlexAttnError):
+    """A stored file is not what it should be; whoever looks a config up takes it for a miss."""
+
+    @property
+    def line(self) -> str:
+        """What was got and the rule, for a warning of one line."""
+        return f"{self.got} (rule: {self.rule})" if self.rule else self.got
+
+
+class MeasureError(FlexAttnError):
+    """Nothing can be measured on a device any more, or its worker cannot be brought back."""
+
+
+class KernelError(FlexAttnError):
+    """A kernel broke a rule of its hardware or language, as the NKI interpreter or lint saw."""

@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn import options
 from flexattn.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.device import detect
-from flexattn.dispatch import Geometry
 from flexattn.mods.expr import pretty
 from flexattn.plan import Call, ScoreMod, plan
 from flexattn.problem import Captures, kind_for
 from flexattn.space.config import Config, describe
+from flexattn.space.tiles import Geometry
 
 
 @dataclass(frozen=True)

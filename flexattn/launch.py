@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.build import Launcher
 from flexattn.device import Device
-from flexattn.dispatch import Choice, Dispatcher, Geometry, geometry
+from flexattn.dispatch import Choice, Dispatcher
 from flexattn.mods import Bound
 from flexattn.options import Options
-from flexattn.problem import Problem
+from flexattn.problem import Problem, Sparsity
 from flexattn.render.arguments import captured_values
 from flexattn.space.config import PrefillConfig
+from flexattn.space.tiles import Geometry, geometry
 
 
 class Lists(NamedTuple):
@@ -25,6 +27,22 @@ class Lists(NamedTuple):
     kv_idx: Tensor
     full_num: Tensor | None
     full_idx: Tensor | None
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> Lists:
+        """The lists of a BlockMask; views of them where they are as kernels read them."""
+        full_num, full_idx = mask.full_kv_num_blocks, mask.full_kv_indices
+        return cls(
+            _list(mask.kv_num_blocks),
+            _list(mask.kv_indices),
+            None if full_num is None else _list(full_num),
+            None if full_idx is None else _list(full_idx),
+        )
+
+    def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
+        """What they mean to a kernel's code; `group` query heads share a KV head."""
+        per_head = group > 1 and self.kv_num.shape[1] > 1
+        return Sparsity(*block_size, self.full_idx is not None, per_head)
 
 
 class Box(NamedTuple):
@@ -94,7 +112,7 @@ class Launch:
         given += captured_values(structure.mask, mask)
         if device.type != "cuda":
             self._launch(-1, given, merged)
-        elif device.index == torch.cuda.current_device():
+        elif device.index == torch._C._cuda_getDevice():
             self._launch(raw_stream(device.index), given, merged)
         else:
             with torch.cuda.device(device.index):
@@ -105,6 +123,12 @@ class Launch:
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, merged)
+
+
+def _list(tensor: Tensor) -> Tensor:
+    if tensor.dtype != torch.int32:
+        tensor = tensor.to(torch.int32)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def raw_stream(index: int) -> int:

@@ -40,6 +40,11 @@ class Lru(Generic[K, V]):
             while len(self._items) > self._size:
                 self._items.popitem(last=False)
 
+    def items(self) -> list[tuple[K, V]]:
+        """All that is held now, the least recently used first."""
+        with self._lock:
+            return list(self._items.items())
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -18,13 +18,9 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from flexattn.build import builder
-from flexattn.device import detect
+from flexattn.block_kinds import EMPTY, FULL, PARTIAL, block_kinds
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.mods import Bound, bind
-from flexattn.problem import Captures
-from flexattn.render.arguments import captured_values
-from flexattn.render.source import render_block_mask
+from flexattn.mods import bind
 
 __all__ = [
     "AuxOutput",
@@ -38,9 +34,6 @@ __all__ = [
 ]
 
 MaskMod = Callable[..., Tensor]
-EMPTY, PARTIAL, FULL = 0, 1, 2
-# Elements that the CPU path evaluates at a time.
-_CHUNK = 2**22
 
 
 def create_block_mask(
@@ -77,84 +70,28 @@ def create_block_mask(
     assert bound is not None
     sizes = (batch, heads, Q_LEN, KV_LEN)
     kinds = block_kinds(bound, sizes, (q_block, kv_block), where)
-    lists: tuple[Tensor, ...]
-    if separate_full_blocks:
-        lists = (*_ordered(kinds == PARTIAL), *_ordered(kinds == FULL))
-    else:
-        lists = _ordered(kinds != EMPTY)
-    fixed: dict[str, Any] = {
-        "BLOCK_SIZE": (q_block, kv_block),
-        "mask_mod": mask_mod,
-        "seq_lengths": (Q_LEN, KV_LEN),
-    }
-    mask: BlockMask = BlockMask.from_kv_blocks(*lists, **fixed)
+    mask = from_kinds(kinds, mask_mod, (q_block, kv_block), (Q_LEN, KV_LEN), separate_full_blocks)
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
 
 
-def block_kinds(
-    bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
-) -> Tensor:
-    """Whether each block is EMPTY, PARTIAL or FULL: int8 [B, H, q_blocks, kv_blocks].
-
-    A block that reaches past a length is never FULL, as in torch. On a GPU one kernel decides
-    each block in registers; on the CPU rows of blocks are evaluated a few at a time.
-    """
-    B, H, q_len, kv_len = sizes
-    shape = (B, H, -(-q_len // block[0]), -(-kv_len // block[1]))
-    kinds = torch.empty(shape, dtype=torch.int8, device=device)
-    if kinds.numel() == 0:
-        return kinds
-    if device.type == "cuda":
-        _kinds_on_gpu(kinds, bound, sizes, block)
+def from_kinds(
+    kinds: Tensor,
+    mask_mod: MaskMod,
+    block: tuple[int, int],
+    lengths: tuple[int, int],
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """The BlockMask that lists what block_kinds found, on the device of its answer."""
+    lists: tuple[Tensor, ...]
+    if separate_full_blocks:
+        lists = (*_ordered(kinds == PARTIAL), *_ordered(kinds == FULL))
     else:
-        _kinds_on_cpu(kinds, bound, sizes, block)
-    return kinds
-
-
-def _kinds_on_gpu(
-    kinds: Tensor, bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int]
-) -> None:
-    device = kinds.device
-    captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
-    target = detect(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kernel = builder().kernel(render_block_mask(captures, *block, target), target, index)
-    captured = captured_values(captures, bound)
-    fixed = [None, *sizes[1:], *kinds.shape[2:], *[None] * len(captured)]
-    launcher = kernel.prepare(kinds.numel(), fixed, ())
-    with torch.cuda.device(index):
-        launcher.launch(torch.cuda.current_stream(index).cuda_stream, [kinds, *captured])
-
-
-def _kinds_on_cpu(
-    kinds: Tensor, bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int]
-) -> None:
-    from flexattn.render.torch_printer import evaluate
-
-    B, H, q_len, kv_len = sizes
-    q_blocks, kv_blocks = kinds.shape[2:]
-    width = kv_blocks * block[1]
-    step = max(1, _CHUNK // (block[0] * width))
-    kv_idx = torch.arange(width)
-    for b in range(B):
-        for h in range(H):
-            for first in range(0, q_blocks, step):
-                last = min(first + step, q_blocks)
-                q_idx = torch.arange(first * block[0], last * block[0])[:, None]
-                env = {
-                    "b": torch.tensor(b),
-                    "h": torch.tensor(h),
-                    "q_idx": q_idx,
-                    "kv_idx": kv_idx[None, :],
-                }
-                keep = evaluate(bound.mod, env, bound.tensors, bound.scalars)
-                inside = (q_idx < q_len) & (kv_idx < kv_len)[None, :]
-                tiles = (keep & inside).view(last - first, block[0], kv_blocks, block[1])
-                some = tiles.any(dim=3).any(dim=1)
-                every = tiles.all(dim=3).all(dim=1)
-                kinds[b, h, first:last] = some.to(torch.int8) + every.to(torch.int8)
+        lists = _ordered(kinds != EMPTY)
+    fixed: dict[str, Any] = {"BLOCK_SIZE": block, "mask_mod": mask_mod, "seq_lengths": lengths}
+    mask: BlockMask = BlockMask.from_kv_blocks(*lists, **fixed)
+    return mask
 
 
 def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:

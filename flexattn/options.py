@@ -33,7 +33,10 @@ BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller decided: a template, and numbers that override the config's."""
+    """What the caller decided: a template, and numbers that override the config's.
+
+    exact: the whole config, where a tuner decides; the numbers are then not looked at.
+    """
 
     kind: str | None = None
     BLOCK_M: int | None = None
@@ -42,14 +45,17 @@ class Options:
     num_stages: int | None = None
     num_splits: int | None = None
     use_tma: bool | None = None
+    exact: Config | None = None
 
     @property
     def overrides(self) -> bool:
         """Whether any number of a config is forced."""
-        return any(getattr(self, name) is not None for name in _NUMBERS)
+        return self.exact is not None or any(getattr(self, name) is not None for name in _NUMBERS)
 
     def apply(self, config: Config) -> Config:
         """The config with the caller's numbers in it."""
+        if self.exact is not None:
+            return self.exact
         forced: dict[str, Any] = {
             name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
         }

@@ -10,20 +10,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import checks, options
+from flexattn.cache.untuned import note
 from flexattn.device import detect
 from flexattn.dispatch import dispatcher
 from flexattn.launch import Launch, Lists, Outputs, prepare
 from flexattn.lru import Lru
+from flexattn.mask_class import known_class, mask_class
 from flexattn.mods import Bound, bind
-from flexattn.problem import (
-    DTYPES,
-    Layout,
-    Problem,
-    Sparsity,
-    Structure,
-    captures_of,
-    kind_for,
-)
+from flexattn.problem import DTYPES, Layout, Shape, kind_for, make_problem
+from flexattn.settings import current
 
 ScoreMod = Callable[..., Tensor]
 
@@ -80,12 +75,13 @@ def plan(call: Call) -> Plan:
     if call.block_mask is not None:
         checks.check_is_block_mask(call.block_mask)
         mask = bind_on(call.block_mask.mask_mod, "mask", call.q)
-        lists = _lists(call.block_mask)
+        lists = Lists.of(call.block_mask)
     return Plan(_find_launch(call, mask, lists), call, lists, mask)
 
 
 def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
     q, k, v = call.q, call.k, call.v
+    settings = current()
     key = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
@@ -93,8 +89,9 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         call.enable_gqa, call.lse, call.max_scores, call.scale > 0,
         q.dtype == torch.float32 and checks.tf32_allowed(q),
         _identity(call.score), _identity(mask),
-        _mask_identity(call.block_mask, lists),
+        _mask_identity(call, lists),
         repr(call.kernel_options) if call.kernel_options else None,
+        settings.mode, settings.cache,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -103,12 +100,16 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
     return launch
 
 
-def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
-    q, k, v = call.q, call.k, call.v
-    checks.check_tensors(q, k, v, call.enable_gqa)
-    checks.check_kernel_input(q, v)
+def _check(call: Call) -> None:
+    checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
+    checks.check_kernel_input(call.q, call.v)
     if call.block_mask is not None:
-        checks.check_block_mask(call.block_mask, q, k)
+        checks.check_block_mask(call.block_mask, call.q, call.k)
+
+
+def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
+    _check(call)
+    q, k, v = call.q, call.k, call.v
     chosen = options.parse(call.kernel_options)
     target = detect(q.device)
     B, Hq, q_len, head_dim = q.shape
@@ -117,57 +118,51 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
     sparsity = None
     if lists is not None:
         assert call.block_mask is not None
-        q_block, kv_block = call.block_mask.BLOCK_SIZE
-        per_head = lists.kv_num.shape[1] > 1 and Hq != k.shape[1]
-        sparsity = Sparsity(q_block, kv_block, lists.full_idx is not None, per_head)
-    structure = Structure(
-        kind=kind,  # type: ignore[arg-type]
-        dtype=DTYPES[q.dtype],
-        head_dim_qk=head_dim,
-        head_dim_v=v.shape[-1],
-        group=Hq // k.shape[1] if kind == "decode" else 0,
-        score=captures_of(call.score),
-        mask=captures_of(mask),
-        sparsity=sparsity,
-        layout=Layout(
-            q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1, checks.aligned(q, k, v)
-        ),
+        sparsity = lists.sparsity(call.block_mask.BLOCK_SIZE, Hq // k.shape[1])
+    problem = make_problem(
+        kind,  # type: ignore[arg-type]
+        DTYPES[q.dtype],
+        Shape(B, Hq, k.shape[1], q_len, kv_len, head_dim, v.shape[-1]),
+        call.score,
+        mask,
+        sparsity,
+        Layout(q.stride(-1) == 1, k.stride(-1) == 1, v.stride(-1) == 1, checks.aligned(q, k, v)),
+        mask_class=_mask_class(call),
         lse=call.lse,
         max_scores=call.max_scores,
         tf32=checks.tf32_allowed(q),
         positive_scale=call.scale > 0,
     )
-    problem = Problem(structure, B, Hq, k.shape[1], q_len, kv_len)
-    return prepare(problem, target, q.device, dispatcher(), chosen, q, k, v, lists)
+    launch = prepare(problem, target, q.device, dispatcher(), chosen, q, k, v, lists)
+    note(problem, target, launch.choice.how, call.score, mask)
+    return launch
 
 
-def _identity(bound: Bound | None) -> tuple[Any, ...] | None:
+def _mask_class(call: Call) -> str:
+    """The mask's class; a mask that is seen for the first time is checked before it is read."""
+    if call.block_mask is None:
+        return ""
+    if known_class(call.block_mask) is None:
+        _check(call)
+    return mask_class(call.block_mask)
+
+
+def _identity(bound: Bound | None) -> object:
     if bound is None:
         return None
+    if not bound.tensors:
+        return bound.mod.fingerprint
     return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])
 
 
-def _mask_identity(mask: BlockMask | None, lists: Lists | None) -> tuple[Any, ...] | None:
+def _mask_identity(call: Call, lists: Lists | None) -> tuple[Any, ...] | None:
+    mask = call.block_mask
     if mask is None or lists is None:
         return None
     return (
+        known_class(mask) or _mask_class(call),
         mask.BLOCK_SIZE,
         mask.seq_lengths,
         mask.kv_indices.device,
         *[None if each is None else each.shape for each in lists],
     )
-
-
-def _lists(mask: BlockMask) -> Lists:
-    return Lists(
-        _list(mask.kv_num_blocks),
-        _list(mask.kv_indices),
-        None if mask.full_kv_num_blocks is None else _list(mask.full_kv_num_blocks),
-        None if mask.full_kv_indices is None else _list(mask.full_kv_indices),
-    )
-
-
-def _list(tensor: Tensor) -> Tensor:
-    if tensor.dtype != torch.int32:
-        tensor = tensor.to(torch.int32)
-    return tensor if tensor.is_contiguous() else tensor.contiguous()

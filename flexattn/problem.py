@@ -50,6 +50,9 @@ class Layout:
     aligned: bool
 
 
+DENSE = Layout(True, True, True, True)
+
+
 @dataclass(frozen=True, slots=True)
 class Captures:
     """A traced mod with what its code depends on: which captured tensors have inner stride 1."""
@@ -143,6 +146,54 @@ class Problem:
         if s.sparsity is not None:
             parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
         return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a call: q [B, Hq, q_len, D], k [B, Hkv, kv_len, D], v [B, Hkv, kv_len, Dv]."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    q_len: int
+    kv_len: int
+    D: int
+    Dv: int
+
+
+def make_problem(
+    kind: Kind,
+    dtype: str,
+    shape: Shape,
+    score: Bound | None,
+    mask: Bound | None,
+    sparsity: Sparsity | None,
+    layout: Layout = DENSE,
+    *,
+    mask_class: str = "",
+    lse: bool = False,
+    max_scores: bool = False,
+    tf32: bool = False,
+    positive_scale: bool = True,
+) -> Problem:
+    """The one place where a call's facts become its Problem, when tuning and when dispatching."""
+    structure = Structure(
+        kind=kind,
+        dtype=dtype,
+        head_dim_qk=shape.D,
+        head_dim_v=shape.Dv,
+        group=shape.Hq // shape.Hkv if kind == "decode" else 0,
+        score=captures_of(score),
+        mask=captures_of(mask),
+        sparsity=sparsity,
+        layout=layout,
+        lse=lse,
+        max_scores=max_scores,
+        tf32=tf32,
+        positive_scale=positive_scale,
+    )
+    s = shape
+    return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class)
 
 
 def fingerprint(structure: Structure) -> str:

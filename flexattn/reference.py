@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import InputError
 
-__all__ = ["Precision", "Reference", "attention"]
+__all__ = ["Precision", "Reference", "attention", "dense_blocks"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -263,8 +263,8 @@ class _Blocks:
             )
         full = None
         if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
-        partial = _dense(mask.kv_num_blocks, mask.kv_indices, cols)
+            full = dense_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
+        partial = dense_blocks(mask.kv_num_blocks, mask.kv_indices, cols)
         return cls(partial, full, (block_q, block_kv), mask.mask_mod)
 
     def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
@@ -282,7 +282,7 @@ class _Blocks:
         return blocks[(b % blocks.shape[0])[:, None], h % blocks.shape[1]][:, :, rows][..., cols]
 
 
-def _dense(num_blocks: Tensor, indices: Tensor, cols: int) -> Tensor:
+def dense_blocks(num_blocks: Tensor, indices: Tensor, cols: int) -> Tensor:
     """Block lists as a bool map; entries past the count or past `cols` columns are dropped."""
     while indices.dim() < 4:
         num_blocks, indices = num_blocks[None], indices[None]

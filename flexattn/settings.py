@@ -11,10 +11,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from flexattn.errors import SettingsError
 
 log = logging.getLogger("flexattn")
+
+Mode = Literal["off", "replay", "tune"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,18 @@ class Settings:
     interpret: run the real templates in Triton's CPU interpreter (FLEXATTN_INTERPRET).
     debug: 0 silent, 1 dispatch, 2 timings, 3 expressions, 4 rendered source, 5 IR, 6 PTX
         (FLEXATTN_DEBUG); each level includes those below it.
-    cache_dir: where rendered sources go (FLEXATTN_CACHE_DIR).
+    cache_dir: where rendered sources and the user's tuned records go (FLEXATTN_CACHE_DIR).
+    cache: directories of tuned records that are looked at first (FLEXATTN_CACHE).
+    mode: what dispatch takes from records (FLEXATTN_MODE).
+    binaries: a directory of compiled kernels and traced mods (FLEXATTN_BINARIES).
     """
 
     interpret: bool
     debug: int
     cache_dir: Path
+    cache: tuple[Path, ...] = ()
+    mode: Mode = "replay"
+    binaries: Path | None = None
 
 
 # Name, default, meaning: the README's table is checked against this one.
@@ -48,7 +57,27 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_CACHE_DIR",
         "~/.cache/flexattn",
-        "where rendered kernel sources are written",
+        "where rendered kernel sources (kernels), the user's tuned records (records) and the "
+        "list of problems without one (untuned.jsonl) are written",
+    ),
+    (
+        "FLEXATTN_CACHE",
+        "",
+        "directories of tuned records to look at before the user's and the shipped ones, "
+        "separated as in PATH",
+    ),
+    (
+        "FLEXATTN_MODE",
+        "replay",
+        "off: static defaults alone; replay: tuned records, and untuned problems are listed; "
+        "tune: as replay, and what was tuned in another environment is listed too. "
+        "No mode measures in the process that serves",
+    ),
+    (
+        "FLEXATTN_BINARIES",
+        "",
+        "a directory that `flexattn export --with-binaries` made: its kernels are loaded instead "
+        "of compiled and its mods are recognised without a trace; nothing else is searched",
     ),
 )
 
@@ -64,8 +93,14 @@ def read(environ: Mapping[str, str]) -> Settings:
     debug = values["FLEXATTN_DEBUG"] or "0"
     if debug not in tuple("0123456"):
         raise SettingsError(f"FLEXATTN_DEBUG={debug!r}", "it is a level from 0 to 6")
+    mode = values["FLEXATTN_MODE"] or "replay"
+    if mode not in get_args(Mode):
+        raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {get_args(Mode)}")
     cache_dir = Path(values["FLEXATTN_CACHE_DIR"]).expanduser()
-    return Settings(interpret == "1", int(debug), cache_dir)
+    named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
+    cache = tuple(Path(each).expanduser() for each in named)
+    binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
+    return Settings(interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries)
 
 
 _override: ContextVar[Settings | None] = ContextVar("flexattn_settings", default=None)
@@ -125,11 +160,52 @@ def child_environment(*, interpret: bool) -> dict[str, str]:
     return kept | {"FLEXATTN_INTERPRET": str(int(interpret))}
 
 
+def worker_environment(gpu: int) -> dict[str, str]:
+    """The environment of a child that imports as this process does and sees one of its GPUs.
+
+    gpu: its index among those that this process sees. Raises SettingsError where there is none.
+    """
+    name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name)
+    chosen = str(gpu)
+    if visible is not None:
+        entries = visible.split(",")
+        if gpu >= len(entries):
+            raise SettingsError(
+                f"GPU {gpu} with {name}={visible!r}",
+                "GPUs are counted from 0 among those that are visible",
+                f"unset {name}, or list more GPUs in it",
+            )
+        chosen = entries[gpu]
+    return dict(os.environ) | {name: chosen, "PYTHONPATH": _import_path()}
+
+
+def compiler_environment() -> dict[str, str]:
+    """The environment of a child that imports as this process does, compiles and sees no GPU."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
+    return child_environment(interpret=False) | hidden | {"PYTHONPATH": _import_path()}
+
+
+def _import_path() -> str:
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
+
+
 @lru_cache(maxsize=256)
 def say_once(message: str) -> None:
     """Log a warning the first time it is said in this process."""
     log.warning(message)
 
 
-# Triton reads TRITON_INTERPRET at its first import, which may come with the next one.
-_from_process()
+def _at_import() -> None:
+    """Triton reads TRITON_INTERPRET at its first import, which may come with the next one.
+
+    A value that is not understood is said at the first use: the command line can show that.
+    """
+    try:
+        read(os.environ)
+    except SettingsError:
+        return
+    _from_process()
+
+
+_at_import()

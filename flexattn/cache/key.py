@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
 
 from flexattn.problem import Captures, Problem
 
-__all__ = ["SIZES", "Key", "key_of", "rounded"]
+__all__ = ["SIZES", "Key", "Sizes", "key_of", "rounded", "sizes_of"]
 
 # The fields that are rounded: two keys that differ in these alone are neighbours.
 SIZES = ("B", "q_len", "kv_len")
+
+
+class Sizes(NamedTuple):
+    """The sizes of a problem, as measured or rounded; `str` is a record's file name."""
+
+    B: int
+    q_len: int
+    kv_len: int
+
+    def __str__(self) -> str:
+        return f"b{self.B}-q{self.q_len}-k{self.kv_len}"
+
+    def rounded(self) -> Sizes:
+        """Each size as the cache sees it."""
+        return Sizes(rounded(self.B), rounded(self.q_len), rounded(self.kv_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +57,34 @@ class Key:
     precision: str
 
     def digest(self) -> str:
-        """The record's file name: 24 hexadecimal digits of a sha256, equal in every process."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:24]
+        """24 hexadecimal digits of a sha256 over every field, equal in every process."""
+        return _digest(f"{name}={getattr(self, name)!r}" for name in _FIELDS)
+
+    def family(self) -> str:
+        """The digest of all that is not a size: the keys of one family are neighbours."""
+        return _family(self)
+
+    @property
+    def sizes(self) -> Sizes:
+        """B, q_len and kv_len, rounded."""
+        return Sizes(self.B, self.q_len, self.kv_len)
+
+
+@lru_cache(maxsize=1024)
+def _family(key: Key) -> str:
+    return _digest(f"{name}={getattr(key, name)!r}" for name in _FIELDS if name not in SIZES)
+
+
+_FIELDS = tuple(field.name for field in fields(Key))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def sizes_of(problem: Problem) -> Sizes:
+    """The sizes of a problem as they are."""
+    return Sizes(problem.B, problem.q_len, problem.kv_len)
 
 
 def rounded(size: int) -> int:
@@ -70,6 +112,7 @@ def key_of(problem: Problem) -> Key:
         )
     )
     tf32 = s.tf32 and s.dtype == "float32"
+    sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,
         dtype=s.dtype,
@@ -77,9 +120,9 @@ def key_of(problem: Problem) -> Key:
         head_dim_v=s.head_dim_v,
         Hq=problem.Hq,
         Hkv=problem.Hkv,
-        B=rounded(problem.B),
-        q_len=rounded(problem.q_len),
-        kv_len=rounded(problem.kv_len),
+        B=sizes.B,
+        q_len=sizes.q_len,
+        kv_len=sizes.kv_len,
         score=_mod(s.score),
         mask=_mod(s.mask),
         blocks=blocks,

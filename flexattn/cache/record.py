@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import re
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Literal
 
-from flexattn.cache.key import Key
+from flexattn.cache.key import Key, Sizes
 from flexattn.space.config import Config
 
-__all__ = ["SCHEMA", "Decision", "Environment", "Failed", "Gated", "Policy", "Record", "Trial"]
+__all__ = [
+    "SCHEMA",
+    "Answer",
+    "Decision",
+    "Environment",
+    "Failed",
+    "Gated",
+    "Policy",
+    "Record",
+    "Trial",
+    "slug",
+]
 
 SCHEMA = 1
 
@@ -51,6 +65,29 @@ class Environment:
     graph: bool
     cold_l2: bool
 
+    @property
+    def folder(self) -> str:
+        """The directory of the records made here: the device, and a hash of every field."""
+        return _folder(self)
+
+    def differing(self, other: Environment) -> tuple[str, ...]:
+        """The names of the fields in which two environments differ."""
+        names = (field.name for field in fields(self))
+        return tuple(name for name in names if getattr(self, name) != getattr(other, name))
+
+
+@lru_cache(maxsize=256)
+def _folder(environment: Environment) -> str:
+    names = (field.name for field in fields(environment))
+    parts = [f"{name}={getattr(environment, name)!r}" for name in names]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"{slug(environment.device)}-{digest[:12]}"
+
+
+def slug(device: str) -> str:
+    """A device's name as a file's: lower case, and nothing that means something in a path."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")[:64] or "unnamed"
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
@@ -76,8 +113,9 @@ class Gated:
 class Trial:
     """One config's whole story: its samples, or why there are none.
 
-    screening, finals: microseconds a call, one value a round; the values of two trials with the
-    same index were taken in the same round. A screening that stopped early has fewer.
+    screening, finals: microseconds a call, one value a round; finals of two trials with the same
+    index were taken in the same round. Candidates are screened in batches, each with the default:
+    a screening pairs with the default's from its index `start` on; one stopped early has fewer.
     same_code_as: index of the trial whose machine code is identical, which was timed for both.
     """
 
@@ -87,6 +125,7 @@ class Trial:
     shared_memory: int = 0
     gate: Gated | None = None
     screening: tuple[float, ...] = ()
+    start: int = 0
     finals: tuple[float, ...] = ()
     failed: Failed | None = None
     same_code_as: int | None = None
@@ -110,11 +149,32 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What dispatch reads of a record: the config for a key, and where it comes from."""
+
+    key: Key
+    environment: Environment
+    policy: Policy
+    provenance: Provenance
+    sizes: tuple[int, int, int]
+    config: Config
+    decision: Decision
+    transfer: tuple[tuple[str, float], ...] = ()
+    made: str = ""
+    title: str = ""
+
+    def regret(self, sizes: Sizes) -> float | None:
+        """The measured regret of this config at other sizes of its family, if it was measured."""
+        return dict(self.transfer).get(str(sizes.rounded()))
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """The tuned answer for one key: trials[decision.winner].config is what dispatch runs.
 
     sizes: B, q_len, kv_len as they were measured, before rounding. rejected: configs that were
-    never built, counted by reason. transfer: measured regret of this winner at other keys.
+    never built, counted by reason. transfer: measured regret of this winner at other sizes of its
+    family, by their name ("b8-q1-k4096"): 0.03 is 3 % slower than the best there.
     """
 
     key: Key
@@ -136,3 +196,13 @@ class Record:
     def config(self) -> Config:
         """What dispatch runs for this key."""
         return self.trials[self.decision.winner].config
+
+    @property
+    def answer(self) -> Answer:
+        """What dispatch reads of it."""
+        found = {
+            field.name: getattr(self, field.name)
+            for field in fields(Answer)
+            if field.name != "config"
+        }
+        return Answer(config=self.config, **found)

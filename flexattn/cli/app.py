@@ -7,8 +7,23 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from flexattn.cli import demo, devices, render
+from flexattn.cli import (
+    bench,
+    build,
+    demo,
+    devices,
+    doctor,
+    export,
+    merge,
+    render,
+    replay_study,
+    report,
+    show,
+    tune,
+    why,
+)
 from flexattn.errors import FlexAttnError
+from flexattn.settings import current
 
 
 class _Group(TyperGroup):
@@ -16,6 +31,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            current()  # an environment variable may be wrong
             return super().invoke(ctx)
         except FlexAttnError as error:
             typer.secho(f"error: {error.got}", fg=typer.colors.RED, err=True)
@@ -27,11 +43,24 @@ class _Group(TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Attention from two Python callables.",
+    help="Attention from two Python callables, tuned for the device at hand.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo.demo)
-app.command()(render.render)
-app.command()(devices.devices)
+for verb in (
+    tune.tune,
+    build.build,
+    show.show,
+    why.why,
+    merge.merge,
+    export.export,
+    report.report,
+    replay_study.replay_study,
+    bench.bench,
+    doctor.doctor,
+    render.render,
+    devices.devices,
+    demo.demo,
+):
+    app.command()(verb)

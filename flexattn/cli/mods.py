@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib
-import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flexattn.catalogue import CASES
 from flexattn.errors import InputError
+from flexattn.mods.path import load, role_of
 
 # Kernels do not depend on the lengths of captured tensors: a case is built at a small shape.
 LENGTH = 64
@@ -58,48 +55,11 @@ def resolve(name: str, arguments: Sequence[str], role: str | None, heads: tuple[
 
 
 def _imported(name: str, arguments: Sequence[str], role: str | None) -> Mods:
-    module_name, _, attribute = name.partition(":")
-    value = _attribute(_module(module_name), attribute, name)
-    if arguments:
-        try:
-            value = value(*map(_literal, arguments))
-        except TypeError as error:
-            raise InputError(
-                f"{name}({', '.join(arguments)}): {error}", "--arg gives a factory's arguments"
-            ) from error
-    if not callable(value):
-        raise InputError(f"{name} is a {type(value).__name__}", "a mod can be called")
-    role = role or _role(name, value)
+    value = load(name, [_literal(text) for text in arguments])
+    role = role or role_of(
+        name, value, "call a factory with --arg, or say --as score or --as mask"
+    )
     return Mods(score_mod=value) if role == "score" else Mods(mask_mod=value)
-
-
-def _module(name: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"cannot import {name!r}: {error}",
-            "the part before ':' is a module that can be imported from this folder",
-            "run it where the module is, or set PYTHONPATH",
-        ) from error
-
-
-def _attribute(module: Any, attribute: str, name: str) -> Any:
-    value = module
-    for part in attribute.split("."):
-        if not hasattr(value, part):
-            public = [each for each in dir(value) if not each.startswith("_")]
-            close = difflib.get_close_matches(part, public)
-            raise InputError(
-                f"{name}: no {part!r} there",
-                "the part after ':' is a name in that module",
-                f"did you mean {close[0]}?" if close else "",
-            )
-        value = getattr(value, part)
-    return value
 
 
 def _literal(text: str) -> object:
@@ -107,17 +67,3 @@ def _literal(text: str) -> object:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _role(name: str, value: Callable[..., Any]) -> str:
-    parameters = inspect.signature(value).parameters.values()
-    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    required = sum(p.default is p.empty for p in parameters)
-    roles = [role for role, n in (("mask", 4), ("score", 5)) if required <= n <= count]
-    if len(roles) != 1:
-        raise InputError(
-            f"{name} takes {count} arguments",
-            "score_mod(score, b, h, q_idx, kv_idx) has five, mask_mod(b, h, q_idx, kv_idx) four",
-            "call a factory with --arg, or say --as score or --as mask",
-        )
-    return roles[0]

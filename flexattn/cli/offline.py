@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,32 +11,17 @@ from flexattn.device import Device
 from flexattn.dispatch import Choice, choices
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods import bind
-from flexattn.options import Options
-from flexattn.problem import ITEMSIZE, Kind, Layout, Problem, Sparsity, Structure, captures_of
+from flexattn.options import Options, parse
+from flexattn.problem import ITEMSIZE, Kind, Problem, Shape, Sparsity, make_problem
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig
 from flexattn.space.triton import space
-
-ALIGNED = Layout(True, True, True, True)
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The sizes of a call; q [B, Hq, q_len, D], k [B, Hkv, kv_len, D], v [B, Hkv, kv_len, Dv]."""
-
-    B: int
-    Hq: int
-    Hkv: int
-    q_len: int
-    kv_len: int
-    D: int
-    Dv: int
 
 
 def problem_of(
     kind: Kind,
     dtype: str,
-    numbers: Numbers,
+    shape: Shape,
     score_mod: Callable[..., Any] | None,
     mask_mod: Callable[..., Any] | None,
     block: int = 128,
@@ -45,28 +29,14 @@ def problem_of(
     """The problem of dense, aligned tensors of these sizes, with a mask in square blocks."""
     if dtype not in ITEMSIZE:
         raise InputError(f"dtype {dtype!r}", f"it is one of {', '.join(ITEMSIZE)}")
-    if numbers.Hkv < 1 or numbers.Hq < 1 or numbers.Hq % numbers.Hkv:
-        got = f"{numbers.Hq} query heads and {numbers.Hkv} key heads"
+    if shape.Hkv < 1 or shape.Hq < 1 or shape.Hq % shape.Hkv:
+        got = f"{shape.Hq} query heads and {shape.Hkv} key heads"
         raise InputError(got, "the query heads are a multiple of the key heads")
-    if min(numbers.D, numbers.Dv, block) < 1:
-        raise InputError(f"D={numbers.D}, Dv={numbers.Dv}, {block=}", "sizes are at least 1")
-    structure = Structure(
-        kind=kind,
-        dtype=dtype,
-        head_dim_qk=numbers.D,
-        head_dim_v=numbers.Dv,
-        group=numbers.Hq // numbers.Hkv if kind == "decode" else 0,
-        score=captures_of(bind(score_mod, "score")),
-        mask=captures_of(bind(mask_mod, "mask")),
-        sparsity=None if mask_mod is None else Sparsity(block, block, True, False),
-        layout=ALIGNED,
-        lse=False,
-        max_scores=False,
-        tf32=False,
-        positive_scale=True,
-    )
-    n = numbers
-    return Problem(structure, n.B, n.Hq, n.Hkv, n.q_len, n.kv_len)
+    if min(shape.D, shape.Dv, block) < 1:
+        raise InputError(f"D={shape.D}, Dv={shape.Dv}, {block=}", "sizes are at least 1")
+    sparsity = None if mask_mod is None else Sparsity(block, block, True, False)
+    score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
+    return make_problem(kind, dtype, shape, score, mask, sparsity)
 
 
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:
@@ -94,12 +64,15 @@ def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice
 
 
 def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iterator[Config]:
-    """A small space: `start`, then the configs that differ from it in the fewest numbers."""
+    """A small space: `start`, then what kernel_options can force, the fewest changes first."""
 
     def distance(config: Config) -> int:
         return sum(getattr(config, name) != getattr(start, name) for name in _names(start))
 
-    others = (c for c in space(problem, device) if c != start and type(c) is type(start))
+    def forced(config: Config) -> bool:
+        return config != start and parse(kernel_options(config)).apply(start) == config
+
+    others = filter(forced, space(problem, device))
     yield from islice((start, *sorted(others, key=distance)), limit)
 
 
@@ -116,9 +89,13 @@ def kernel_options(config: Config) -> dict[str, int | bool]:
 
 
 def short(config: Config) -> str:
-    """A config in a table's cell: 128x64 w4 s2 tma."""
-    text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
-    return text + " tma" if isinstance(config, PrefillConfig) and config.use_tma else text
+    """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits."""
+    parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
+    if isinstance(config, PrefillConfig):
+        parts += ["tma"] * config.use_tma + [config.order] * (config.order != "last")
+    else:
+        parts += [f"x{config.num_splits}"] * (config.num_splits > 0)
+    return " ".join(parts + ["late"] * (not config.early_loads))
 
 
 def _names(config: Config) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.block_kinds import block_kinds
 from flexattn.cli.workloads import Workload
-from flexattn.masks import block_kinds
 from flexattn.mods import bind
 
 __all__ = ["bars", "mask_blocks", "window_blocks"]

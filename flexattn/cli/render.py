@@ -13,17 +13,28 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from flexattn import options
-from flexattn.cli.mods import resolve
-from flexattn.cli.offline import Numbers, compiled, problem_of
+from flexattn.cli.arguments import (
+    AsJson,
+    BlockSize,
+    DeviceName,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    KeyHeads,
+    KindName,
+    ModArguments,
+    ModName,
+    QueryHeads,
+    Role,
+    named_problem,
+)
+from flexattn.cli.offline import compiled
 from flexattn.device import Device, named
 from flexattn.dispatch import Choice, choices
-from flexattn.errors import InputError
 from flexattn.mods.expr import pretty
-from flexattn.problem import Captures, Kind, Problem
+from flexattn.problem import Captures, Problem
 from flexattn.resources import Resources, resources
 from flexattn.space.config import describe
-
-LENGTH = 4096
 
 
 class Show(str, Enum):
@@ -53,27 +64,17 @@ class Rendered:
 
 
 def render(
-    mod: Annotated[
-        str, typer.Argument(help="A name of the catalogue, or package.module:function.")
-    ],
-    arg: Annotated[
-        list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
-    ] = None,
-    role: Annotated[
-        str | None, typer.Option("--as", help="score or mask, where arity cannot tell.")
-    ] = None,
-    kind: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
-    head_dim: Annotated[int, typer.Option(help="Head dimension of query and key.")] = 128,
-    head_dim_v: Annotated[
-        int | None, typer.Option(help="Head dimension of value; the same by default.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
-    device: Annotated[
-        str, typer.Option(help="A name that `flexattn devices` lists.")
-    ] = "nvidia-h200",
-    hq: Annotated[int, typer.Option("--Hq", help="Query heads.")] = 32,
-    hkv: Annotated[int, typer.Option("--Hkv", help="Key heads.")] = 8,
-    block_size: Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")] = 128,
+    mod: ModName,
+    arg: ModArguments = None,
+    role: Role = None,
+    kind: KindName = "prefill",
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "nvidia-h200",
+    hq: QueryHeads = 32,
+    hkv: KeyHeads = 8,
+    block_size: BlockSize = 128,
     block_m: Annotated[int | None, typer.Option(help="Force BLOCK_M.")] = None,
     block_n: Annotated[int | None, typer.Option(help="Force BLOCK_N.")] = None,
     num_warps: Annotated[int | None, typer.Option(help="Force num_warps.")] = None,
@@ -83,7 +84,7 @@ def render(
     show: Annotated[
         list[Show] | None, typer.Option(help="Repeatable; by default expr and source.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
     forced = {
@@ -95,25 +96,15 @@ def render(
         "USE_TMA": use_tma,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    mods = resolve(mod, arg or (), role, (hq, hkv))
-    which = _kind(kind)
-    v = head_dim if head_dim_v is None else head_dim_v
-    numbers = Numbers(1, hq, hkv, 1 if which == "decode" else LENGTH, LENGTH, head_dim, v)
-    problem = problem_of(which, dtype, numbers, mods.score_mod, mods.mask_mod, block_size)
+    problem = named_problem(
+        mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size
+    )
     wanted = set(show or (Show.expr, Show.source))
     found = _rendered(problem, named(device), chosen, wanted)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=1))
     else:
         _print(found)
-
-
-def _kind(text: str) -> Kind:
-    if text == "prefill":
-        return "prefill"
-    if text == "decode":
-        return "decode"
-    raise InputError(f"--kind {text}", "it is prefill or decode")
 
 
 def _rendered(

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from flexattn.attention import flex_attention, make_call
 from flexattn.cli.offline import kernel_options, nearest, short
@@ -133,8 +132,8 @@ def _gated(
     return variants, calls, worst
 
 
-def _ours(x: Inputs, options: dict[str, int | bool] | None) -> Callable[[], Tensor]:
-    call: Callable[[], Tensor] = partial(
+def _ours(x: Inputs, options: dict[str, int | bool] | None) -> Callable[[], Any]:
+    return partial(
         flex_attention,
         x.q,
         x.k,
@@ -144,7 +143,6 @@ def _ours(x: Inputs, options: dict[str, int | bool] | None) -> Callable[[], Tens
         enable_gqa=True,
         kernel_options=options,
     )
-    return call
 
 
 def _rival(x: Inputs) -> Callable[[], Any]:

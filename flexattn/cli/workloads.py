@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.catalogue.masks import MaskMod, causal, sliding_window
 from flexattn.catalogue.scores import ScoreMod, softcap
-from flexattn.cli.offline import Numbers, problem_of
+from flexattn.cli.offline import problem_of
 from flexattn.masks import create_block_mask
-from flexattn.problem import Kind, Problem
+from flexattn.problem import Kind, Problem, Shape
 
 __all__ = ["FULL", "SMALL", "Inputs", "Workload"]
 
@@ -91,9 +91,9 @@ class Workload:
 
     def problem(self, dtype: str) -> Problem:
         """The key of the call, made without a tensor."""
-        numbers = Numbers(self.B, self.Hq, self.Hkv, self.q_len, self.kv_len, self.D, self.D)
+        shape = Shape(self.B, self.Hq, self.Hkv, self.q_len, self.kv_len, self.D, self.D)
         kind: Kind = "decode" if self.decodes else "prefill"
-        return problem_of(kind, dtype, numbers, self.score_mod(), self.mask_mod())
+        return problem_of(kind, dtype, shape, self.score_mod(), self.mask_mod())
 
 
 FULL = (

@@ -1,1 +1,1 @@
-"""Judging and timing a kernel: the accuracy gate, and an interleaved timer."""
+"""Judging and timing kernels: the accuracy gate, an interleaved race, a worker that survives."""

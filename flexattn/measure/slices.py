@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexattn.measure.gate import Verdict, judge
+from flexattn.measure.gate import Triple, Verdict, judge
 from flexattn.reference import Precision, Reference, attention
 
 __all__ = ["Slices"]
 
 SLICE_ROWS = 64
+_NAMES = ("out", "lse", "max_scores")
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,7 +60,13 @@ class Slices:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, mask_mod: MaskMod | None
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score_mod: ScoreMod | None,
+        mask_mod: MaskMod | None,
+        scale: float | None = None,
     ) -> Slices:
         """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev]."""
         runs = []
@@ -77,6 +84,7 @@ class Slices:
                         v[b, kv],
                         score_mod=score,
                         block_mask=mask,
+                        scale=scale,
                         precision=precision,
                     )
                     for precision in (Precision.ORACLE, Precision.ROUNDED)
@@ -85,17 +93,22 @@ class Slices:
         return cls((*q.shape[:3], v.shape[-1]), q.dtype, tuple(runs))
 
     def judge(self, out: Tensor) -> Verdict:
-        """The worst slice's verdict on `out` [B, Hq, L, Ev].
+        """As judge_all, of `out` [B, Hq, L, Ev] alone."""
+        return self.judge_all((out, None, None))
+
+    def judge_all(self, got: Triple) -> Verdict:
+        """The worst slice's verdict on (out [B, Hq, L, Ev], lse [B, Hq, L], max_scores like it).
 
         Each slice is judged by itself, so that long rows, whose values are small, are not excused
         by the larger errors of short ones.
         """
-        if out.shape != self.shape:
-            return Verdict((), (f"out has shape {tuple(out.shape)}, not {self.shape}",), ())
-        verdicts = [
-            judge((place.of(out), None, None), oracle, rounded, self.dtype)
-            for place, oracle, rounded in self.runs
-        ]
+        for name, x, shape in zip(_NAMES, got, (self.shape, *[self.shape[:3]] * 2), strict=True):
+            if x is not None and x.shape != shape:
+                return Verdict((), (f"{name} has shape {tuple(x.shape)}, not {shape}",), ())
+        verdicts = []
+        for place, oracle, rounded in self.runs:
+            out, lse, maxima = [None if x is None else place.of(x) for x in got]
+            verdicts.append(judge((out, lse, maxima), oracle, rounded, self.dtype))
         return max(verdicts, key=_badness)
 
 

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
-
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from flexattn.errors import InputError
+from flexattn.measure.clock import WARMUP_CALLS, Call, Clock, CpuClock, CudaClock
 
-__all__ = ["Failure", "Ratio", "Samples", "paired_ratio", "time_interleaved"]
-
-Call = Callable[[], object]
-_cuda: Any = torch.cuda  # its streams, events and graphs carry no types
+__all__ = [
+    "Event",
+    "Failure",
+    "Left",
+    "Ratio",
+    "Samples",
+    "Takes",
+    "Took",
+    "paired_ratio",
+    "race",
+    "time_interleaved",
+]
 
 MAX_CALLS_PER_SAMPLE = 200  # fewer than the driver queues: the host runs ahead of the GPU
-WARMUP_CALLS = 3
 CONFIDENCE = 0.95
-MIN_FLUSH_BYTES = 64 << 20
-LEAD_CYCLES = 400_000  # about 200 us of a GPU's clock
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,79 @@ def _ranks_outside(n: int) -> int:
     return max(cut - 1, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """The candidate with this index is about to be prepared or timed."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """A candidate's microseconds per call, in the mean of `calls` calls."""
+
+    index: int
+    us: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A candidate is out of the race: it failed, or without a failure it was hopelessly slow."""
+
+    index: int
+    failure: Failure | None
+
+
+Event = Takes | Took | Left
+
+
+def race(
+    calls: Sequence[Call],
+    *,
+    rounds: int,
+    min_ms: float,
+    clock: Clock,
+    limit_us: float = math.inf,
+) -> Iterator[Event]:
+    """Time every call once a round, in an order that rotates and reverses; says each step.
+
+    The k-th Took of a candidate is its round k. One whose first estimate is above `limit_us`
+    gives the estimate as its only value and leaves. A call that raises leaves too; the others go
+    on. Nothing runs between a step and the request for the next one.
+    """
+    running: dict[int, tuple[Call, int]] = {}
+    clock.warm()
+    for index in range(len(calls)):
+        yield Takes(index)
+        try:
+            timed = clock.prepare(calls[index])
+            clock.sample(timed, 1)
+            estimate = max(clock.sample(timed, WARMUP_CALLS), 1e-3)
+        except Exception as error:
+            yield Left(index, Failure("prepare", type(error).__name__, str(error)))
+            continue
+        if estimate > limit_us:
+            yield Took(index, estimate, WARMUP_CALLS)
+            yield Left(index, None)
+        else:
+            count = min(max(math.ceil(min_ms * 1e3 / estimate), 1), MAX_CALLS_PER_SAMPLE)
+            running[index] = timed, count
+    for order in _orders(len(calls), rounds):
+        for index in order:
+            if index not in running:
+                continue
+            yield Takes(index)
+            timed, count = running[index]
+            try:
+                us = clock.sample(timed, count)
+            except Exception as error:
+                del running[index]
+                yield Left(index, Failure("run", type(error).__name__, str(error)))
+            else:
+                yield Took(index, us, count)
+
+
 def time_interleaved(
     candidates: Mapping[str, Call],
     *,
@@ -113,7 +188,7 @@ def time_interleaved(
     graph: bool,
     clock: Literal["cuda", "cpu"] = "cuda",
 ) -> dict[str, Samples]:
-    """Time every candidate once a round, in an order that rotates and reverses; keep all rounds.
+    """The race of named candidates, to its end.
 
     A value is the mean time of as many calls as fill `min_ms`. `flush_l2` evicts the L2 cache
     before each call, outside the timed region. `graph` captures each candidate in a CUDA graph and
@@ -126,120 +201,23 @@ def time_interleaved(
             f"{rounds=}, {min_ms=}, {flush_l2=}, {graph=}, {clock=}",
             "rounds >= 1, min_ms >= 0, and the cpu clock has neither an L2 flush nor graphs",
         )
-    stopwatch: _Clock = _CudaClock(flush_l2, graph) if clock == "cuda" else _CpuClock()
-    runs = {name: _Run(call) for name, call in candidates.items()}
-    for run in runs.values():
-        run.prepare(stopwatch, min_ms * 1e3)
-    for names in _orders(list(runs), rounds):
-        for name in names:
-            runs[name].sample(stopwatch)
-    return {name: run.result() for name, run in runs.items()}
+    stopwatch: Clock = CudaClock(flush_l2, graph) if clock == "cuda" else CpuClock()
+    names = list(candidates)
+    found = dict.fromkeys(names, Samples())
+    calls = list(candidates.values())
+    for event in race(calls, rounds=rounds, min_ms=min_ms, clock=stopwatch):
+        if isinstance(event, Took):
+            us = found[names[event.index]].us
+            found[names[event.index]] = Samples((*us, event.us), calls=event.calls)
+        elif isinstance(event, Left):
+            found[names[event.index]] = Samples(failure=event.failure)
+    return found
 
 
-def _orders(names: list[str], rounds: int) -> Iterator[list[str]]:
-    """One order a round: every name leads equally often, and every pair stands in both orders."""
+def _orders(count: int, rounds: int) -> Iterator[list[int]]:
+    """One order a round: everyone leads equally often, and every pair stands in both orders."""
+    indices = list(range(count))
     for r in range(rounds):
-        shift = (r // 2) % len(names) if names else 0
-        order = names[shift:] + names[:shift]
+        shift = (r // 2) % count if count else 0
+        order = indices[shift:] + indices[:shift]
         yield order[::-1] if r % 2 else order
-
-
-@dataclass
-class _Run:
-    """A candidate on its way through the rounds."""
-
-    call: Call
-    calls: int = 1
-    us: list[float] = field(default_factory=list)
-    failure: Failure | None = None
-
-    def prepare(self, clock: _Clock, min_us: float) -> None:
-        with self._failing("prepare"):
-            self.call = clock.prepare(self.call)
-            clock.sample(self.call, 1)
-            estimate = max(clock.sample(self.call, WARMUP_CALLS), 1e-3)
-            self.calls = min(max(math.ceil(min_us / estimate), 1), MAX_CALLS_PER_SAMPLE)
-
-    def sample(self, clock: _Clock) -> None:
-        if self.failure is None:
-            with self._failing("run"):
-                self.us.append(clock.sample(self.call, self.calls))
-
-    def result(self) -> Samples:
-        if self.failure:
-            return Samples(failure=self.failure)
-        return Samples(tuple(self.us), calls=self.calls)
-
-    @contextmanager
-    def _failing(self, stage: Literal["prepare", "run"]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as e:
-            self.failure = Failure(stage, type(e).__name__, str(e))
-
-
-class _Clock(Protocol):
-    def prepare(self, call: Call) -> Call:
-        """Warm `call` up and return what is to be timed."""
-
-    def sample(self, call: Call, calls: int) -> float:
-        """Mean microseconds of `calls` calls."""
-
-
-class _CpuClock:
-    def prepare(self, call: Call) -> Call:
-        call()
-        return call
-
-    def sample(self, call: Call, calls: int) -> float:
-        begin = time.perf_counter_ns()
-        for _ in range(calls):
-            call()
-        return (time.perf_counter_ns() - begin) / calls / 1e3
-
-
-class _CudaClock:
-    def __init__(self, flush_l2: bool, graph: bool) -> None:
-        self.graph = graph
-        self.buffer: torch.Tensor | None = None
-        if flush_l2:
-            l2 = _cuda.get_device_properties(_cuda.current_device()).L2_cache_size
-            self.buffer = torch.empty(
-                max(2 * l2, MIN_FLUSH_BYTES), dtype=torch.int8, device="cuda"
-            )
-
-    def prepare(self, call: Call) -> Call:
-        side = _cuda.Stream()  # capture needs a warm-up outside the default stream
-        side.wait_stream(_cuda.current_stream())
-        with _cuda.stream(side):
-            for _ in range(WARMUP_CALLS):
-                call()
-        _cuda.current_stream().wait_stream(side)
-        _cuda.synchronize()
-        if not self.graph:
-            return call
-        captured = _cuda.CUDAGraph()
-        with _cuda.graph(captured):
-            call()
-        replay: Call = captured.replay
-        return replay
-
-    def sample(self, call: Call, calls: int) -> float:
-        pairs = calls if self.buffer is not None else 1
-        events = [
-            (_cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True))
-            for _ in range(pairs)
-        ]
-        _cuda.synchronize()
-        # The GPU waits while the host queues the first calls: their launches are not its time.
-        _cuda._sleep(LEAD_CYCLES)
-        for begin, end in events:
-            if self.buffer is not None:
-                self.buffer.zero_()
-            begin.record()
-            for _ in range(calls // pairs):
-                call()
-            end.record()
-        _cuda.synchronize()
-        total_ms: float = sum(begin.elapsed_time(end) for begin, end in events)
-        return total_ms / calls * 1e3

@@ -3,87 +3,39 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from flexattn.lru import Lru
-from flexattn.mods.expr import Buffer, Mod, fingerprint, walk
+from flexattn.mods import recorded
+from flexattn.mods.expr import Buffer, walk
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import renumber
+from flexattn.mods.site import Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
+from flexattn.settings import current
 
-__all__ = ["Bound", "Stats", "bind", "clear", "stats"]
+__all__ = ["Bound", "Stats", "bind", "clear", "record", "stats"]
 
 _SITES = 512
-_VARIANTS = 64
-
-
-class Bound(NamedTuple):
-    """A mod and the values it captures at this moment, in the order of its slots."""
-
-    mod: Mod
-    tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[int | float | bool, ...]
 
 
 @dataclass(slots=True)
 class Stats:
-    """How often bind() ran a callable to read it, and how often it tried to lift scalars."""
+    """How often bind() ran a callable to read it, tried to lift scalars, and knew it untraced."""
 
     traces: int = 0
     lifts: int = 0
+    recognised: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """A Mod and where its slots are found among an identity's tensors and scalars."""
-
-    mod: Mod
-    tensors: tuple[int, ...]
-    scalars: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
-
-    A site swaps its layout as a whole, so that another thread never sees half of a change.
-    """
-
-    arguments: frozenset[int]
-    constants: tuple[int, ...]
-    sized: bool
-    variants: Lru[tuple[Any, ...], _Variant]
-
-    def key(self, identity: Identity) -> tuple[Any, ...]:
-        """What tells this call's variant from the others."""
-        scalars = identity.scalars
-        # Zero by its text, which tells 0.0 from -0.0.
-        values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
-        return (*values, *(t.shape for t in identity.tensors)) if self.sized else values
-
-
-@dataclass(slots=True)
-class _Site:
-    """What is known of the callables of one structure: same code, same kinds of captures.
-
-    `first` are the scalars of the first call; one that is seen to differ becomes an argument,
-    or is `fixed` if it cannot: then each of its values is a variant.
-    """
-
-    layout: _Layout
-    first: tuple[int | float, ...]
-    fixed: set[int] = field(default_factory=set)
-
-
-_sites: Lru[tuple[Any, ...], _Site] = Lru(_SITES)
-_mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
+_sites: Lru[tuple[Any, ...], Site] = Lru(_SITES)
 # One trace at a time: torch's tracer patches what all threads share.
 _tracing = threading.RLock()
 _stats = Stats()
@@ -105,7 +57,7 @@ def bind(
     if identity.trusted:
         key = tuple(identity.key)
         site = _sites.get(key)
-        found = _find(site, identity) if site else None
+        found = site.layout.find(identity) if site else None
         if found is None:
             with _tracing:
                 found = _trace_site(fn, kind, identity, key)
@@ -119,48 +71,60 @@ def bind(
 
 def stats() -> Stats:
     """The counters since the last clear()."""
-    return Stats(_stats.traces, _stats.lifts)
+    return replace(_stats)
 
 
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
-    _stats.traces = _stats.lifts = 0
+    _stats.traces = _stats.lifts = _stats.recognised = 0
 
 
-def _find(site: _Site, identity: Identity) -> Bound | None:
-    layout = site.layout
-    variant = layout.variants.get(layout.key(identity))
-    return None if variant is None else _bound(variant, identity.tensors, identity)
+def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
+    """Trace a callable as a fresh process would, and write what it learnt below a directory.
+
+    Its numbers are constants, as on the first call of a process; the file keeps what other values
+    of them gave. False where nothing can vouch for the callable in another process. Raises as
+    `bind` does.
+    """
+    identity = identify(fn, kind)
+    with _tracing:
+        plain = _run(fn, kind, identity)
+    if plain.volatile or not identity.trusted:
+        return False
+    site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
+    site.layout.variants.put(site.layout.key(identity), _variant(kind, plain))
+    return recorded.write(root, kind, identity, site)
 
 
-def _bound(variant: _Variant, tensors: Any, identity: Identity) -> Bound:
-    scalars = identity.scalars
-    return Bound(
-        variant.mod,
-        tuple([tensors[i] for i in variant.tensors]),
-        tuple([scalars[i] for i in variant.scalars]),
-    )
+def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | None:
+    """What another process learnt of such callables, where a directory of it was named."""
+    root = current().binaries
+    site = None if root is None else recorded.read(root, kind, identity)
+    if site is not None:
+        _stats.recognised += 1
+        _sites.put(key, site)
+    return site
 
 
 def _trace_once(fn: Callable[..., Any], kind: str, identity: Identity) -> Bound:
     """For a callable that could not be looked into: right for this call, and not remembered."""
     plain = _run(fn, kind, identity)
-    return _bound(_variant(kind, plain), plain.tensors, identity)
+    return _variant(kind, plain).bound(plain.tensors, identity.scalars)
 
 
 def _trace_site(
     fn: Callable[..., Any], kind: str, identity: Identity, key: tuple[Any, ...]
 ) -> Bound:
-    site = _sites.get(key)
-    found = _find(site, identity) if site else None
-    if found is not None:  # another thread was faster
+    site = _sites.get(key) or _recorded(kind, identity, key)
+    found = site.layout.find(identity) if site else None
+    if found is not None:  # another thread was faster, or another process recorded it
         return found
     plain = _run(fn, kind, identity)
     if plain.volatile:
-        return _bound(_variant(kind, plain), plain.tensors, identity)
+        return _variant(kind, plain).bound(plain.tensors, identity.scalars)
     if site is None:
-        site = _Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
+        site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
     sized = site.layout.sized or result.sized
     if (arguments, sized) != (site.layout.arguments, site.layout.sized):
@@ -168,11 +132,11 @@ def _trace_site(
     variant = _variant(kind, result)
     site.layout.variants.put(site.layout.key(identity), variant)
     _sites.put(key, site)
-    return _bound(variant, identity.tensors, identity)
+    return variant.bound(identity.tensors, identity.scalars)
 
 
 def _lifted(
-    fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace, site: _Site
+    fn: Callable[..., Any], kind: str, identity: Identity, plain: Trace, site: Site
 ) -> tuple[Trace, frozenset[int]]:
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
@@ -212,12 +176,11 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     return trace(fn, kind, identity.tensors)
 
 
-def _layout(identity: Identity, arguments: frozenset[int], sized: bool) -> _Layout:
-    constants = tuple(i for i in range(len(identity.scalars)) if i not in arguments)
-    return _Layout(arguments, constants, sized, Lru(_VARIANTS))
+def _layout(identity: Identity, arguments: frozenset[int], sized: bool) -> Layout:
+    return Layout.empty(len(identity.scalars), arguments, sized)
 
 
-def _variant(kind: str, result: Trace) -> _Variant:
+def _variant(kind: str, result: Trace) -> Variant:
     expr, tensors, scalars = renumber(result.expr)
     buffers = tuple(
         Buffer(str(t.dtype).removeprefix("torch."), t.dim())
@@ -225,11 +188,7 @@ def _variant(kind: str, result: Trace) -> _Variant:
     )
     dtypes = {node.value: node.dtype for node in walk(expr) if node.op == "scalar"}
     names = tuple(dtypes[slot] for slot in range(len(scalars)))
-    digest = fingerprint(kind, expr, buffers, names)
-    mod = _mods.get(digest)
-    if mod is None:
-        mod = _mods[digest] = Mod(kind, expr, buffers, names, digest)
-    return _Variant(mod, tensors, scalars)
+    return Variant(interned(kind, expr, buffers, names), tensors, scalars)
 
 
 def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch.device) -> None:

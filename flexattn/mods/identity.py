@@ -93,7 +93,8 @@ def _tensor(self: Identity, value: torch.Tensor, path: Path) -> None:
     if seen is None:
         self._seen[id(value)] = (len(self._seen), path)
         self.tensors.append(value)
-        self.key += (value.dtype, value.ndim, value.device.type)
+        # The class announces a tensor to `digest`, which reads the key.
+        self.key += (torch.Tensor, value.dtype, value.ndim, value.device.type)
     else:
         self.key.append(seen[0])
 

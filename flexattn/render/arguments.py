@@ -64,6 +64,8 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]
     """What a launch passes for `_captured`: pointer, sizes and strides of each, then numbers."""
     if captures is None or bound is None:
         return []
+    if not bound.tensors:
+        return [*bound.scalars]
     values: list[Any] = []
     for tensor, contiguous in zip(bound.tensors, captures.contiguous, strict=True):
         values.append(tensor)

@@ -24,6 +24,8 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig, describe, pieces
+from flexattn.space.terms import loads_tiles
+from flexattn.space.tiles import tiles_per_q
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 HELPERS = (
@@ -109,6 +111,9 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
         "use_tma": isinstance(config, PrefillConfig) and config.use_tma,
+        "order": config.order if isinstance(config, PrefillConfig) else "",
+        "early_loads": config.early_loads,
+        "gathers": loads_tiles(structure),
         "fold_scale": score is None and structure.positive_scale,
         "element": triton_type(structure.dtype),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
@@ -163,13 +168,6 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     return _source(
         "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
     )
-
-
-def tiles_per_q(structure: Structure, config: Config) -> int:
-    """Row tiles of one sparse query block; 1 without a block mask."""
-    if structure.sparsity is None:
-        return 1
-    return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
 
 
 def _source(

@@ -17,15 +17,18 @@ __all__ = ["evaluate", "to_torch"]
 _compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)
 
 
-def to_torch(expr: Expr) -> str:
+def to_torch(expr: Expr, *, wide: bool = False) -> str:
     """The source of `mod(score, b, h, q_idx, kv_idx, buffers, scalars)`, an assignment a node.
 
-    It calls nothing but torch, math and `load(buffer, *index)`.
+    It calls nothing but torch, math and `load(buffer, *index)`. wide: what is float32 becomes
+    float64, as an oracle computes it.
     """
     names: dict[Expr, str] = {}
     lines = ["def mod(score, b, h, q_idx, kv_idx, buffers, scalars):"]
     for node in walk(expr):
         text = _text(node, [names[arg] for arg in node.args])
+        if wide:
+            text = text.replace("torch.float32", "torch.float64")
         if node.op == "var":
             names[node] = text
         else:
@@ -40,19 +43,23 @@ def evaluate(
     env: Mapping[str, torch.Tensor],
     tensors: Sequence[torch.Tensor],
     scalars: Sequence[int | float | bool],
+    *,
+    wide: bool = False,
 ) -> torch.Tensor:
     """The mod on tensors for its variables, which broadcast against one another.
 
     A negative index wraps once, as in torch; one out of range reads 0 and never raises.
     Variables that the mod does not use may be missing from `env`; what it does not depend on
-    has no dimension in the result.
+    has no dimension in the result. wide: as in `to_torch`. May run under torch.vmap.
     """
-    function = _compiled.get(mod.fingerprint)
+    name = mod.fingerprint + " wide" * wide
+    function = _compiled.get(name)
     if function is None:
         scope: dict[str, Any] = {"torch": torch, "math": math, "load": _load}
-        exec(compile(to_torch(mod.expr), f"<mod {mod.fingerprint[:12]}>", "exec"), scope)
+        source = to_torch(mod.expr, wide=wide)
+        exec(compile(source, f"<mod {mod.fingerprint[:12]}>", "exec"), scope)
         function = scope["mod"]
-        _compiled.put(mod.fingerprint, function)
+        _compiled.put(name, function)
     device = next((x.device for x in env.values()), torch.device("cpu"))
     inputs = [env.get(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
     with torch.device(device):
@@ -70,7 +77,8 @@ def _load(buffer: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
         safe.append(wrapped.clamp(0, max(size - 1, 0)))
     if buffer.numel() == 0:
         return torch.zeros(inside.shape, dtype=buffer.dtype, device=buffer.device)
-    value = buffer[torch.broadcast_tensors(*safe)]
+    # Not buffer[...]: torch reads an index without dimensions on the host, where vmap has none.
+    value: torch.Tensor = torch.ops.aten.index.Tensor(buffer, torch.broadcast_tensors(*safe))
     return value.masked_fill(~inside, 0)
 
 

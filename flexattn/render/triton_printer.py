@@ -103,6 +103,8 @@ class _Printer:
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
         self.full = any(node.op == "var" and node.value == "score" for node in nodes)
+        self.ahead = _feeding_loads(nodes)
+        self.node = mod.expr
         per_key = depending(nodes, PER_KEY)
         per_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
         # What is computed before the loop, or before the scores, for use after them.
@@ -115,6 +117,7 @@ class _Printer:
 
     def run(self) -> Printed:
         for node in walk(self.mod.expr):
+            self.node = node
             self.values[node] = self._node(node)
         result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
@@ -124,7 +127,7 @@ class _Printer:
         """Give a value a statement of its own, as early as it can be computed."""
         name = f"{self.mod.kind}_{self.count}"
         self.count += 1
-        inside = self.body if value.row else self.early
+        inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
         return replace(value, text=name)
 
@@ -293,19 +296,31 @@ class _Printer:
         inside = self._logical("and", checks[key]) if checks[key] else ""
         checked = f", mask={inside}, other=0" if inside else ""
         loaded = _Value(f"tl.load({address}{checked})", buffer.dtype, row, key)
-        return self._guarded(loaded) if key else self._name(loaded)
+        # A mask_mod stands behind a condition already, and a value for every score comes alone.
+        guarded = key and not row and self.mod.kind == "score"
+        return self._guarded(loaded) if guarded else self._name(loaded)
 
     def _guarded(self, load: _Value) -> _Value:
-        """A load inside the loop, kept out of Triton's software pipeline.
+        """A load of keys inside the loop, kept out of Triton's software pipeline.
 
         Pipelined, a gather goes through shared memory element by element, and its stages crowd
         out those of K and V. The pipeline takes no load behind a condition; this one holds.
         """
-        shape = "[BLOCK_M, BLOCK_N]" if load.row else "[1, BLOCK_N]"
-        value = self._name(replace(load, text=f"tl.zeros({shape}, {triton_type(load.dtype)})"))
-        inside = self.body if load.row else self.early
-        inside += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
+        zeros = f"tl.zeros([1, BLOCK_N], {triton_type(load.dtype)})"
+        value = self._name(replace(load, text=zeros))
+        self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
         return value
+
+
+def _feeding_loads(nodes: list[Expr]) -> set[Expr]:
+    """Of nodes in walk's order: loads that do not wait for the score, and what they need."""
+    scored = depending(nodes, ("score",))
+    found: set[Expr] = set()
+    for node in reversed(nodes):
+        if node not in scored and (node.op == "load" or node in found):
+            found.add(node)
+            found.update(node.args)
+    return found
 
 
 def _is_literal(text: str) -> bool:

@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
+
+__all__ = [
+    "ORDERS",
+    "Config",
+    "DecodeConfig",
+    "Order",
+    "PrefillConfig",
+    "describe",
+    "padded",
+    "pieces",
+]
+
+Order = Literal["last", "first", "group", "heads"]
+ORDERS: tuple[Order, ...] = ("last", "first", "group", "heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +25,10 @@ class PrefillConfig:
     """A tile of BLOCK_M query rows walks the keys BLOCK_N at a time.
 
     use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
+    order: which tiles start first. "last" and "first": a head's last or first rows, head after
+    head; "group": the heads that share keys side by side; "heads": all heads side by side. The
+    last two start with the last rows. early_loads: what a score_mod loads by key alone is asked
+    for before the scores are computed.
     """
 
     BLOCK_M: int
@@ -17,6 +36,8 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     use_tma: bool = False
+    order: Order = "last"
+    early_loads: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +45,7 @@ class DecodeConfig:
     """BLOCK_M packed rows (query heads of a group x query positions) walk their split of the keys.
 
     num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
+    early_loads: as in prefill.
     """
 
     BLOCK_M: int
@@ -31,14 +53,16 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     num_splits: int = 0
+    early_loads: bool = True
 
 
 Config = PrefillConfig | DecodeConfig
 
 
 def describe(config: Config) -> str:
-    """Names and numbers in one line, for headers and reports."""
-    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    """Names and numbers in one line, for headers and reports; without what holds its default."""
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
 
 
 def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:

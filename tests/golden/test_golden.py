@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def block_mask(mask_mod, block):
     return render_block_mask(captures_of(bind(mask_mod, "mask")), *block, DEVICE)
 
 
+def key_bias(score, b, h, q_idx, kv_idx):
+    return score + BIAS[kv_idx]
+
+
+BIAS = torch.zeros(8)
 STRIDED = Layout(False, True, False, False)
 GOLDENS = {
     "prefill_noop": lambda: kernel(PREFILL),
@@ -47,6 +53,13 @@ GOLDENS = {
     "prefill_no_full_blocks": lambda: kernel(PREFILL, D=64, mask_mod=causal, has_full=False),
     "prefill_192_128": lambda: kernel(PREFILL, D=192, Dv=128),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
+    "prefill_group_order": lambda: kernel(replace(PREFILL, order="group"), D=64, mask_mod=causal),
+    "prefill_heads_order_late_loads": lambda: kernel(
+        replace(PREFILL, order="heads", early_loads=False), D=64, score_mod=key_bias
+    ),
+    "prefill_first_order_key_bias": lambda: kernel(
+        replace(PREFILL, order="first"), D=64, score_mod=key_bias
+    ),
     "decode_noop": lambda: kernel(DECODE, "decode"),
     "decode_alibi_document": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())

@@ -10,39 +10,60 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "settings", "lru"}
+BASE = {"errors", "settings", "lru", "files"}
 
 # What a part may import, with all that those may import, and BASE. A new edge is a decision.
 EDGES = {
     "errors": set(),
     "settings": {"errors"},
     "lru": set(),
+    "files": {"errors"},
     "mods": set(),
     "device": {"mods"},
     "problem": {"mods", "device"},
     "neuron": {"problem"},
     "space": {"problem", "neuron"},
     "render": {"space", "neuron"},
-    "cuda_launch": {"render"},
-    "build": {"cuda_launch", "neuron"},
-    "cache": {"space"},
+    "binary": set(),
+    "cuda_driver": set(),
+    # A kernel's description is decoded as strictly as a record, by the same code.
+    "binary_store": {"binary", "cache"},
+    "cuda_launch": {"render", "binary", "cuda_driver"},
+    "build": {"cuda_launch", "binary_store", "neuron"},
+    # The environment of a record hashes the renderer that its config was measured with.
+    "cache": {"space", "render"},
+    "mask_class": set(),
     "resources": {"device"},
+    "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "masks": {"build"},
+    "block_kinds": {"build"},
+    "masks": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
     "launch": {"dispatch"},
     "training": set(),
     "reference": set(),
-    "measure": {"build", "reference"},
-    "tune": {"measure", "cache"},
+    # A candidate is launched by what serves users, so that what is timed is what will run.
+    "measure": {"launch", "reference"},
+    # What a kernel takes and whose code it shares is known before it is timed.
+    # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
+    "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
     "serving": {"dispatch"},
-    "plan": {"launch", "checks"},
-    "attention": {"plan", "reference", "training"},
+    "plan": {"launch", "checks", "mask_class"},
+    "graph_break": set(),
+    "attention": {"plan", "reference", "training", "graph_break"},
     "explain": {"attention"},
     "catalogue": {"masks"},
-    "cli": {"explain", "catalogue", "measure", "resources", "serving", "tune"},
+    "presets": {"catalogue"},
+    # It compiles what dispatch would choose, for the tasks of a workload.
+    "binaries": {"tune"},
+    # Reads records and nothing of how they were made; its page is a template like a kernel's.
+    "report": {"cache", "measure", "render"},
+    "cli": {
+        "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
+        "tune",
+    },
     "__init__": {"explain", "catalogue", "serving", "tune"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -52,9 +73,21 @@ REFERENCE_USERS = {"reference", "measure", "attention"}
 OPTIONAL = {
     "typer": "cli/",
     "rich": "cli/",
-    "sympy": "mods/",
+    "sympy": "space/",  # feasibility is stated in it; torch's tracer has loaded it by then
     "numpy": "render/interpreted_math.py",  # loaded for Triton's interpreter, which needs numpy
-    **dict.fromkeys(("matplotlib", "optuna", "hypothesis", "pytest", "pydantic"), "nowhere"),
+    **dict.fromkeys(
+        (
+            "matplotlib",
+            "optuna",
+            "sqlalchemy",
+            "psycopg",
+            "scipy",
+            "hypothesis",
+            "pytest",
+            "pydantic",
+        ),
+        "nowhere",
+    ),
 }
 
 

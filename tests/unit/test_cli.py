@@ -15,6 +15,7 @@ from flexattn.cli.demo_cpu import MISSING
 from flexattn.cli.trial import Trial, Variant
 from flexattn.cli.workloads import FULL, SMALL
 from flexattn.device import KNOWN
+from flexattn.mods.bind import clear
 from flexattn.settings import child_environment, override
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ def flexattn(tmp_path):
     """Run the command line in this process, with rendered files in a folder of the test's own."""
 
     def call(*arguments, status=0):
+        clear()  # a number that other tests traced with another value would be an argument
         with override(cache_dir=tmp_path):
             result = CliRunner().invoke(app, list(arguments), terminal_width=200)
         assert result.exit_code == status, result.output

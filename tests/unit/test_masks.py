@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import flexattn
-from flexattn import masks
+from flexattn import block_kinds
 from flexattn.catalogue import CASES, case, causal, sliding_window
 from tests.support import lists_of
 
@@ -75,7 +75,7 @@ def test_slices_of_rows_change_nothing(monkeypatch):
     """Memory is bounded by evaluating some rows of blocks at a time."""
     mask_mod = case("natten_2d").make(1, 2, 1, 97, 61).mask_mod
     whole = flexattn.create_block_mask(mask_mod, 1, 2, 97, 61, "cpu", 16)
-    monkeypatch.setattr(masks, "_CHUNK", 1)
+    monkeypatch.setattr(block_kinds, "_CHUNK", 1)
     sliced = flexattn.create_block_mask(mask_mod, 1, 2, 97, 61, "cpu", 16)
     assert lists_of(whole) == lists_of(sliced)
 

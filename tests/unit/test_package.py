@@ -52,7 +52,10 @@ def test_wheel_contains_code_and_data(wheel):
     expected = shipped("templates") | shipped("configs")
     assert expected and expected <= names, sorted(expected - names)
     assert "flexattn/__init__.py" in names and "flexattn/py.typed" in names
-    assert not [n for n in names if n.startswith(("tests/", "bench/", "templates/"))]
+    presets = {f"flexattn/presets/{p.name}" for p in (ROOT / "flexattn/presets").glob("*.toml")}
+    assert presets and presets <= names
+    strangers = ("tests/", "bench/", "templates/", "configs/")
+    assert not [n for n in names if n.startswith(strangers)]
 
 
 FIND_TEMPLATES = """
@@ -77,6 +80,26 @@ def test_templates_are_found_in_a_plain_checkout():
     names, root = python(FIND_TEMPLATES, ROOT).splitlines()
     assert Path(root) == ROOT / "templates"
     assert names == str(sorted(p.name for p in (ROOT / "templates").rglob("*.jinja")))
+
+
+FIND_CONFIGS = """
+from flexattn.cache.layers import configs_folder, layers
+from flexattn.device import named
+print(configs_folder())
+print(layers(named("nvidia-h200"))[-1].store.root)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installed", [True, False])
+def test_shipped_records_are_found(wheel, tmp_path, installed):
+    where, expected = ROOT, ROOT / "configs"
+    if installed:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+        where, expected = tmp_path, tmp_path / "flexattn" / "_configs"
+    folder, root = python(FIND_CONFIGS, where).splitlines()
+    assert (Path(folder), Path(root)) == (expected, expected / "nvidia-h200")
 
 
 @pytest.mark.slow

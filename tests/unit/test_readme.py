@@ -9,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flexattn.cli.app import app
+from flexattn.device import named
 from flexattn.settings import VARIABLES, child_environment, override
+from flexattn.tune.tasks import tasks
+from flexattn.tune.workload import read
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -58,7 +61,7 @@ def test_the_explanation_is_what_explain_prints():
 
 
 def test_variables_are_those_of_the_settings():
-    rows = re.findall(r"^\| `(FLEXATTN_\w+)` \| `([^`]+)` \| (.+) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(FLEXATTN_\w+)` \| (?:`([^`]+)` )?\| (.+) \|$", README, re.MULTILINE)
     assert tuple(rows) == VARIABLES
 
 
@@ -73,14 +76,32 @@ def test_command_lines_are_understood(tmp_path, monkeypatch):
     (tmp_path / "my_module.py").write_text(
         "def my_mask(b, h, q_idx, kv_idx):\n    return q_idx > 3\n"
     )
+    (tmp_path / "bench").symlink_to(ROOT / "bench")
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"^flexattn (.+?)(?: +#.*)?$", "\n".join(blocks("sh")), re.MULTILINE)
     assert len(lines) >= 6
     for line in lines:
-        compiles = "ptx" in line or line.startswith("demo")
+        tunes = line.startswith("tune ") and not re.search("--(dry-run|list-presets)", line)
+        too_much = tunes or "ptx" in line or line.startswith("demo")
         with override(cache_dir=tmp_path):
-            result = CliRunner().invoke(app, line.split() + ["--help"] * compiles)
+            result = CliRunner().invoke(app, line.split() + ["--help"] * too_much)
         assert result.exit_code == 0, f"{line}: {result.output}"
+
+
+def test_the_table_of_verbs_is_complete():
+    table = README[README.index("| verb |") :].split("\n\n")[0]
+    named = re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\| (.+?) \|", table, re.MULTILINE)))
+    verbs = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert sorted(named) == sorted(verb.replace("_", "-") for verb in verbs)
+
+
+def test_the_workload_is_one(tmp_path):
+    (block,) = blocks("toml")
+    path = tmp_path / "mine.toml"
+    path.write_text(block)
+    workload = read(path)
+    found = list(tasks(workload.rows, named("nvidia-h200")))
+    assert len(found) == 6 and {t.problem.structure.kind for t in found} == {"prefill", "decode"}
 
 
 def test_files_that_are_named_exist():

@@ -28,12 +28,26 @@ def test_values():
     })  # fmt: skip
     assert found.interpret and found.debug == 4
     assert found.cache_dir == Path("~/there").expanduser()
-    assert read({"FLEXATTN_INTERPRET": "", "FLEXATTN_DEBUG": ""}) == read({})
+    empty = dict.fromkeys(
+        ("FLEXATTN_INTERPRET", "FLEXATTN_DEBUG", "FLEXATTN_MODE", "FLEXATTN_CACHE"), ""
+    )
+    assert read(empty) == read({})
+
+
+def test_where_records_are_looked_for_and_what_is_taken():
+    found = read({"FLEXATTN_CACHE": os.pathsep.join(["/a", "", "~/b"]), "FLEXATTN_MODE": "tune"})
+    assert found.cache == (Path("/a"), Path("~/b").expanduser()) and found.mode == "tune"
+    assert read({}).cache == () and read({}).mode == "replay"
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("FLEXATTN_INTERPRET", "yes"), ("FLEXATTN_DEBUG", "7"), ("FLEXATTN_DEBUG", "12")],
+    [
+        ("FLEXATTN_INTERPRET", "yes"),
+        ("FLEXATTN_DEBUG", "7"),
+        ("FLEXATTN_DEBUG", "12"),
+        ("FLEXATTN_MODE", "on"),
+    ],
 )
 def test_values_that_are_not_understood(name, value):
     with pytest.raises(SettingsError, match=f"{name}='{value}'"):

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from flexattn.catalogue import causal, softcap
 from flexattn.device import KNOWN, named
-from flexattn.dispatch import choices, geometry
+from flexattn.dispatch import choices
 from flexattn.errors import ConfigError
 from flexattn.options import Options
 from flexattn.problem import Layout
 from flexattn.space.config import DecodeConfig, PrefillConfig, padded, pieces
+from flexattn.space.tiles import geometry
 from flexattn.space.triton import default, reasons, space, suited
 from tests.problems import problem
 

@@ -11,8 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 from flexattn.errors import InputError
-from flexattn.measure import timing
-from flexattn.measure.timing import Failure, Samples, _orders, paired_ratio, time_interleaved
+from flexattn.measure import clock as clocks
+from flexattn.measure.clock import CpuClock, CudaClock
+from flexattn.measure.timing import (
+    Failure,
+    Left,
+    Samples,
+    Takes,
+    Took,
+    _orders,
+    paired_ratio,
+    race,
+    time_interleaved,
+)
 
 
 def cpu(candidates, rounds=4, min_ms=0.0):
@@ -49,10 +60,10 @@ def test_min_ms_fills_a_sample_with_calls():
     assert 1 < got["x"].calls <= 5
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"], []])
-def test_orders_are_fair(names):
-    orders = list(_orders(names, 2 * len(names)))
-    assert all(sorted(order) == names for order in orders)
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_orders_are_fair(count):
+    orders = list(_orders(count, 2 * count))
+    assert all(sorted(order) == list(range(count)) for order in orders)
     assert len(set(Counter(order[0] for order in orders).values())) <= 1
     before = Counter((x, y) for o in orders for i, x in enumerate(o) for y in o[i + 1 :])
     assert all(before[x, y] == before[y, x] for x, y in before)
@@ -121,7 +132,7 @@ class FakeCuda:
         yield
 
     @contextmanager
-    def graph(self, captured):
+    def graph(self, captured, pool):
         self.log.append("capture")
         yield
 
@@ -137,8 +148,8 @@ class FakeCuda:
 
 def cuda_clock(monkeypatch, graph, flush):
     fake = FakeCuda()
-    monkeypatch.setattr(timing, "_cuda", fake)
-    clock = timing._CudaClock(flush_l2=False, graph=graph)
+    monkeypatch.setattr(clocks, "_cuda", fake)
+    clock = CudaClock(flush_l2=False, graph=graph)
     if flush:
         clock.buffer = SimpleNamespace(zero_=lambda: fake.log.append("flush"))
     return fake.log, clock
@@ -168,3 +179,29 @@ def test_cuda_graph_is_captured_after_a_warm_up_and_replayed(monkeypatch):
     log.clear()
     call()
     assert log == ["replay"]
+
+
+def test_a_call_is_captured_once(monkeypatch):
+    log, clock = cuda_clock(monkeypatch, graph=True, flush=False)
+
+    def call():
+        log.append("call")
+
+    first = clock.prepare(call)
+    assert clock.prepare(call) is first and log.count("capture") == 1
+    assert log.count("graph_pool_handle") == 1
+
+
+def test_the_hopeless_leave_a_race_with_one_value():
+    calls = [lambda: None, lambda: time.sleep(0.003), lambda: None]
+    steps = list(race(calls, rounds=4, min_ms=0, clock=CpuClock(), limit_us=2_000))
+    took = [step.index for step in steps if isinstance(step, Took)]
+    assert took.count(0) == took.count(2) == 4 and took.count(1) == 1
+    assert [step for step in steps if isinstance(step, Left)] == [Left(1, None)]
+
+
+def test_a_race_says_who_runs_before_it_runs():
+    said = []
+    for step in race([lambda: said.append("run")], rounds=2, min_ms=0, clock=CpuClock()):
+        said.append(type(step))
+    assert said[0] is Takes and said[-3:] == [Takes, "run", Took]

@@ -1,0 +1,113 @@
+"""Cold starts: the first call of fresh processes that compile, replay a cache, or load binaries.
+
+    python -m bench.cold --out cold.json
+
+Each sample is a process of its own. Imports and the CUDA context are timed apart, and so is what
+only a trace or a compile imports; the first call is everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cold_child import LENGTHS
+
+__all__ = ["MODES", "main", "table"]
+
+# Whether Triton's cache is kept between processes, and whether the exported directory is named.
+MODES = {
+    "empty Triton cache": (False, False),
+    "warm Triton cache": (True, False),
+    "binaries": (False, True),
+}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; the status is 1 where a process with binaries compiled or traced."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cold", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each kind and mode")
+    parser.add_argument("--kinds", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every sample")
+    args = parser.parse_args(argv)
+    import torch
+
+    from bench.environment import describe
+
+    if not torch.cuda.is_available():
+        print("no GPU is visible to torch: a cold start is one of a GPU", file=sys.stderr)
+        return 2
+    found: dict[str, dict[str, list[Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in args.kinds:
+            found[kind] = _samples(kind, args.rounds, Path(folder) / kind)
+    if args.out:
+        report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(found))
+    return int(any(_worked(each) for modes in found.values() for each in modes["binaries"]))
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
+    """Median milliseconds of each step, a row for each kind and mode."""
+    steps = list(next(iter(next(iter(found.values())).values()))[0]["seconds"])
+    head = ["first call of", "with", *(f"{name} ms" for name in steps), "compiled", "traced"]
+    lines = [head, ["---"] * len(head)]
+    for kind, modes in found.items():
+        for mode, samples in modes.items():
+            medians = [
+                1e3 * statistics.median(s["seconds"][name] for s in samples) for name in steps
+            ]
+            worked = [max(s[name] for s in samples) for name in ("compiled", "traces")]
+            lines.append([kind, mode, *(f"{ms:.1f}" for ms in medians), *map(str, worked)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
+    """Modes in turns, so that a machine that warms up warms up for all of them."""
+    exported = folder / "exported"
+    folder.mkdir()
+    own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
+    _child(own, "export", kind, str(exported))
+    found: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    for _ in range(rounds):
+        for mode, (warm, binaries) in MODES.items():
+            with tempfile.TemporaryDirectory(dir=folder) as empty:
+                cache = str(folder / "warm") if warm else empty
+                environment = {"TRITON_CACHE_DIR": cache, "FLEXATTN_CACHE_DIR": empty}
+                if binaries:
+                    environment["FLEXATTN_BINARIES"] = str(exported)
+                compiler = "none" if binaries else "compiler"
+                found[mode].append(_child(environment, "run", kind, compiler))
+    if len({each["checksum"] for samples in found.values() for each in samples}) != 1:
+        raise RuntimeError(f"{kind}: the modes computed different outputs")
+    return found
+
+
+def _child(environment: Mapping[str, str], *arguments: str) -> Any:
+    kept = {name: value for name, value in os.environ.items() if name != "FLEXATTN_BINARIES"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.cold_child", *arguments],
+        env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"bench.cold_child {' '.join(arguments)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _worked(sample: Mapping[str, Any]) -> bool:
+    return bool(sample["compiled"] or sample["traces"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""`python -m bench.exhaustive`: time every config of a few problems, and keep all samples."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+
+from bench.command import chosen_rows
+from bench.rows import Row
+from bench.tasks import STUDIED, task
+from flexattn.cache.environment import environment
+from flexattn.cache.record import SCHEMA, slug
+from flexattn.device import Device, detect, named
+from flexattn.errors import FlexAttnError
+from flexattn.measure.protocol import Measurer
+from flexattn.measure.task import Task
+from flexattn.measure.worker import Worker
+from flexattn.space.triton import Effort
+from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.method import Method
+from flexattn.tune.pool import Pool
+from flexattn.tune.progress import SILENT
+from flexattn.tune.race import screen
+from flexattn.tune.studies import Study, load, save
+from flexattn.tune.subject import Subject, subject_of
+from flexattn.tune.workbench import Workbench
+
+__all__ = ["Plan", "main", "measured"]
+
+# The part of a problem's seconds that timing may take; the rest judges from the fastest on.
+FOR_TIMING = 0.6
+BATCH = 24
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is measured: rounds of at least min_ms each, within `seconds` on the GPU."""
+
+    effort: Effort = "exhaustive"
+    rounds: int = 12
+    min_ms: float = 1.0
+    seconds: float = 40.0
+
+
+def measured(
+    subject: Subject, job: Task, built: Sequence[Built], measurer: Measurer, plan: Plan
+) -> Study:
+    """Time all configs in batches beside the default, then judge them, the fastest first.
+
+    What there was no time for is left out and counted. A config that nobody had time to judge
+    keeps its samples and has no gate.
+    """
+    begin = time.monotonic()
+    bench = Workbench(subject, measurer, lambda configs: built, Method(), SILENT)
+    ledger, default = bench.ledger, subject.default
+    bench.build(range(len(ledger)))
+    measurer.open(job)
+    ledger.gate(default, measurer.gate(ledger[default].config))
+    others = [i for i in range(len(ledger)) if i != default]
+    for at in range(0, len(others), BATCH):
+        if time.monotonic() - begin > FOR_TIMING * plan.seconds:
+            break
+        screen(measurer, ledger, others[at : at + BATCH], plan.rounds, plan.min_ms)
+    for index in ledger.ranked():
+        if time.monotonic() - begin > plan.seconds:
+            break
+        if ledger[index].gate is None:
+            ledger.gate(index, measurer.gate(ledger[index].config))
+    trials, decision, untimed = bench.compacted()
+    rejected = (*subject.rejected, *((("not timed", untimed),) if untimed else ()))
+    return Study(
+        SCHEMA,
+        subject.key,
+        tuple(subject.sizes),  # type: ignore[arg-type]
+        subject.environment,
+        replace(subject.policy, rounds=plan.rounds, min_ms=plan.min_ms),
+        decision.default,
+        trials,
+        rejected,
+        subject.title,
+        datetime.now(timezone.utc).date().isoformat(),
+        "bench.exhaustive",
+    )
+
+
+def _ahead(
+    rows: Sequence[Row], plan: Plan, pool: Pool, target: Device, where: str
+) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[Built]]]]]:
+    """Each row with its builds, made while the row before it is measured."""
+
+    def make(row: Row) -> tuple[Task, Subject, list[Built]]:
+        begin = time.monotonic()
+        job = task(row, target, where)
+        kept = environment(job.problem.structure.kind, target, job.policy)
+        subject = subject_of(job, kept, plan.effort)
+        built = build_all(job.problem, subject.configs, target, pool=pool)
+        took = time.monotonic() - begin
+        print(f"  {row.name}: {len(built)} configs built in {took:.0f} s", flush=True)
+        return job, subject, built
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = [thread.submit(make, row) for row in rows[:1]]
+        for row, following in zip_longest(rows, rows[1:]):
+            now = coming.pop()
+            now.exception()  # waits: one problem is built at a time
+            if following is not None:
+                coming.append(thread.submit(make, following))
+            yield row, now
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the rows; the status is 1 if one of them has no study in the end."""
+    args = _parser().parse_args(argv)
+    plan = Plan(args.effort, args.rounds, args.min_ms, args.seconds)
+    try:
+        rows = chosen_rows(STUDIED, args.rows)
+    except FlexAttnError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.list:
+        print("\n".join(row.name for row in rows))
+        return 0
+    where = "cpu" if args.build_only else "cuda"
+    target = named(args.build_only) if args.build_only else detect(torch.device("cuda"))
+    folder = args.out or Path("configs/studies") / slug(target.name)
+    if not args.again:
+        rows = [row for row in rows if not (folder / f"{row.name}.json").exists()]
+    failed = 0
+    with compilers(args.jobs) as pool, Worker() as worker:
+        for row, future in _ahead(rows, plan, pool, target, where):
+            begin = time.monotonic()
+            try:
+                job, subject, built = future.result()
+                if args.build_only:
+                    continue
+                study = measured(subject, job, built, worker, plan)
+                path = folder / f"{row.name}.json"
+                save(study, path)
+                load(path)
+                print(f"{row.name}: {_said(study)}, {time.monotonic() - begin:.0f} s", flush=True)
+            except Exception:  # the others may still be measured, whatever this one met
+                failed += 1
+                print(f"{row.name}: failed\n{traceback.format_exc()}", flush=True)
+    return int(failed > 0)
+
+
+def _said(study: Study) -> str:
+    timed = sum(bool(t.screening) for t in study.trials)
+    broken = sum(t.failed is not None for t in study.trials)
+    judged = sum(t.gate is not None for t in study.trials)
+    return f"{timed} timed, {judged} judged, {broken} failed"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.exhaustive", description=__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, metavar="DIR", help="default: configs/studies/<device>")
+    add("--rows", default="", metavar="REGEX", help="the rows whose group/name matches")
+    add("--list", action="store_true", help="print the names of those rows, and stop")
+    add("--again", action="store_true", help="also rows whose file is in --out already")
+    add("--seconds", type=float, default=40.0, help="of the GPU for each row")
+    add("--rounds", type=int, default=12, help="samples of each config")
+    add("--min-ms", type=float, default=1.0, help="least time of one sample")
+    add("--effort", default="exhaustive", choices=("quick", "full", "exhaustive"))
+    add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")
+    add("--build-only", metavar="DEVICE", help="compile for this device, on any machine")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

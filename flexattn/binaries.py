@@ -1,0 +1,135 @@
+"""export(): a directory from which a fresh process serves tuned problems without compiling.
+
+It works on any machine: kernels are compiled for a named device, which need not be here. What it
+writes is read by `flexattn.binary_store` and `flexattn.mods.recorded`, where FLEXATTN_BINARIES
+names the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexattn.binary import binary_of
+from flexattn.binary_store import Binaries
+from flexattn.build import compile_source
+from flexattn.cache.store import Store
+from flexattn.device import Device
+from flexattn.dispatch import choices
+from flexattn.errors import UnsupportedError
+from flexattn.measure.task import Task
+from flexattn.mods.bind import record
+from flexattn.options import NONE
+from flexattn.problem import Captures, Problem
+from flexattn.render.source import Source, render_block_mask
+from flexattn.settings import current, override
+from flexattn.tune.progress import SILENT, Progress
+
+__all__ = ["DEFAULT_OUTPUTS", "Exported", "export"]
+
+Mods = Iterable[tuple[Callable[..., Any], str]]
+# (lse, max_scores) of flex_attention's calls: with no statistics, and with return_lse.
+DEFAULT_OUTPUTS = ((False, False), (True, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a directory got: kernels that attend or combine, kernels that make block masks, mods.
+
+    traced: mods that cannot be recognised in another process, by name: they are traced there.
+    """
+
+    kernels: int
+    block_masks: int
+    mods: int
+    traced: tuple[str, ...]
+
+
+def export(
+    tasks: Iterable[Task],
+    device: Device,
+    out: Path,
+    store: Store | None = None,
+    mods: Mods = (),
+    outputs: Iterable[tuple[bool, bool]] = DEFAULT_OUTPUTS,
+    progress: Progress = SILENT,
+) -> Exported:
+    """Write what a server of these tasks on this device needs to compile and trace nothing.
+
+    store: tuned records that choose the configs, before all others that dispatch looks at. mods:
+    the callables of the tasks with their kind, "score" or "mask": a Task holds expressions alone.
+    outputs: which statistics the calls ask for, as (lse, max_scores). What lies in `out` already
+    stays, and the same kernel is compiled once.
+
+    Raises UnsupportedError for a device whose kernels only Triton can launch, BuildError for a
+    kernel that does not compile.
+    """
+    if device.backend != "cuda":
+        raise UnsupportedError(
+            f"binaries for {device.name}",
+            "kernels are launched from files through NVIDIA's driver alone",
+            "export without binaries: the first call compiles there",
+        )
+    found, wanted = list(tasks), list(outputs)
+    writer, kernels, block_masks = _Writer(out, device), 0, 0
+    first = (store.root, *current().cache) if store is not None else ()
+    with override(cache=first) if first else nullcontext():
+        progress.stage("binaries", len(found))
+        for task in found:
+            for lse, max_scores in wanted:
+                structure = replace(task.problem.structure, lse=lse, max_scores=max_scores)
+                kernels += writer.attend(replace(task.problem, structure=structure))
+            block_masks += writer.block_mask(task)
+            progress.step(task.title)
+    known = [(fn, record(fn, kind, out)) for fn, kind in mods]
+    traced = tuple(str(getattr(fn, "__name__", fn)) for fn, sure in known if not sure)
+    return Exported(kernels, block_masks, len(known) - len(traced), traced)
+
+
+class _Writer:
+    """Compiles each source once."""
+
+    def __init__(self, root: Path, device: Device) -> None:
+        self._binaries = Binaries(root)
+        self._device = device
+        self._shared: dict[str, int] = {}
+
+    def attend(self, problem: Problem) -> int:
+        """The kernels that dispatch would choose for a problem; how many are new."""
+        before = len(self._shared)
+        for choice in choices(problem, self._device, NONE):
+            # As dispatch: mods that load tiles may need more than was estimated.
+            if self._write(choice.source) <= self._device.shared_memory:
+                if choice.combine is not None:
+                    self._write(choice.combine)
+                break
+        return len(self._shared) - before
+
+    def block_mask(self, task: Task) -> int:
+        """The kernel that finds the blocks of a task's mask; how many are new."""
+        sparsity, before = task.problem.structure.sparsity, len(self._shared)
+        if task.mask is not None and sparsity is not None:
+            contiguous = tuple(t.stride()[-1:] == (1,) for t in task.mask.tensors)
+            captures = Captures(task.mask.mod, contiguous)
+            block = sparsity.q_block, sparsity.kv_block
+            self._write(render_block_mask(captures, *block, self._device))
+        return len(self._shared) - before
+
+    def _write(self, source: Source) -> int:
+        """Compile and write a kernel; returns its bytes of shared memory."""
+        known = self._shared.get(source.hash)
+        if known is not None:
+            return known
+        compiled = compile_source(source, self._device)
+        binary = binary_of(compiled, self._device.arch)
+        if binary is None:
+            raise UnsupportedError(
+                f"{source.path()} as a binary", "it needs what only Triton's own launcher does"
+            )
+        if binary.shared <= self._device.shared_memory:
+            self._binaries.write(source, binary, compiled.metadata.triton_version)
+        self._shared[source.hash] = binary.shared
+        return binary.shared

@@ -1,0 +1,110 @@
+"""Where records hold exactly: what this process, its templates and its device are, as fields."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from flexattn import render
+from flexattn.cache.record import SCHEMA, Environment, Policy
+from flexattn.device import Device
+from flexattn.problem import Kind
+from flexattn.render.environment import template_hash
+
+__all__ = ["environment", "renderer_hash", "serving_policy", "source_hash"]
+
+# What prints for plain torch, or runs in the interpreter, decides no compiled kernel.
+_NOT_RENDERING = ("torch_printer.py", "interpreted_math.py")
+_DOCSTRING = re.compile(r'^[ \t]*r?"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
+# With a quote behind it this may be the inside of a string, which counts.
+_COMMENT = re.compile(r"""(^|[ ]{2})[ \t]*#[^"'\n]*$""", re.MULTILINE)
+
+
+def serving_policy(kind: Kind, device: Device) -> tuple[bool, bool]:
+    """(graph, cold_l2) of the records that dispatch takes for its own.
+
+    Servers replay decode as CUDA graphs and launch prefill eagerly; in both the rest of a model
+    has run since the same layer's last call, so the L2 cache holds nothing of it. The interpreter
+    has neither.
+    """
+    if device.backend == "interpreter":
+        return False, False
+    return kind == "decode", True
+
+
+def environment(kind: Kind, device: Device, policy: Policy | None = None) -> Environment:
+    """The environment of records of a kind's template, measured by a policy (dispatch's if None).
+
+    It is computed once per process, kind and device.
+    """
+    graph, cold = (
+        serving_policy(kind, device) if policy is None else (policy.graph, policy.cold_l2)
+    )
+    return _environment(kind, device, graph, cold)
+
+
+@lru_cache(maxsize=64)
+def _environment(kind: Kind, device: Device, graph: bool, cold_l2: bool) -> Environment:
+    return Environment(
+        schema=SCHEMA,
+        template=source_hash(kind),
+        triton=_triton(),
+        # A plain text: torch's own class parses both versions at every comparison.
+        torch=str(torch.__version__),
+        driver=_driver(),
+        device=device.name,
+        arch=device.arch,
+        num_sms=device.num_sms,
+        graph=graph,
+        cold_l2=cold_l2,
+    )
+
+
+@lru_cache(maxsize=8)
+def source_hash(kind: Kind) -> str:
+    """A hash of all that turns a structure and a config into the kernels of one kind."""
+    names = [f"triton/{kind}.py.jinja", "triton/helpers.jinja"]
+    if kind == "decode":
+        names.append("triton/combine.py.jinja")
+    parts = [*map(template_hash, names), renderer_hash()]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=1)
+def renderer_hash() -> str:
+    """A hash of the renderer's own sources without comments and docstrings."""
+    folder = Path(render.__file__).parent
+    files = sorted(path for path in folder.glob("*.py") if path.name not in _NOT_RENDERING)
+    text = "\n".join(bare(path.read_text(encoding="utf-8")) for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bare(source: str) -> str:
+    """Python source without docstrings, comments and empty lines.
+
+    A comment that holds a quote stays: to strip too little costs a hint, too much a wrong hit.
+    """
+    stripped = _COMMENT.sub("", _DOCSTRING.sub("", source))
+    return "\n".join(line.rstrip() for line in stripped.splitlines() if line.strip())
+
+
+def _triton() -> str:
+    """Triton's version, from its text: a process that compiles nothing need not import it."""
+    spec = importlib.util.find_spec("triton")
+    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def _driver() -> str:
+    """The major version of CUDA that the driver speaks, or HIP's; "" without either."""
+    if torch.version.hip:
+        return torch.version.hip.split(".")[0]
+    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+    version = int(ask()) if ask else 0
+    return str(version // 1000) if version else ""

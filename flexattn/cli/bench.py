@@ -1,0 +1,187 @@
+"""`flexattn bench`: what dispatch runs beside the static default and torch's flex_attention."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.attention import flex_attention, make_call
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.offline import kernel_options, short
+from flexattn.cli.selection import rows_of
+from flexattn.device import detect
+from flexattn.errors import UnsupportedError
+from flexattn.launch import Lists, Outputs
+from flexattn.masks import create_block_mask
+from flexattn.measure.inputs import make_inputs
+from flexattn.measure.oracle import oracle
+from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
+from flexattn.mods import bind
+from flexattn.plan import plan
+from flexattn.space.triton import default
+from flexattn.tune.tasks import mods_of, task_from
+from flexattn.tune.workload import Row
+
+OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
+TORCH_MODE = "max-autotune-no-cudagraphs"
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Benched:
+    """One row: medians in microseconds and the paired ratio of each rival to ours.
+
+    how: which record served, as dispatch says it. note: why something is missing.
+    """
+
+    title: str
+    how: str
+    config: str
+    us: dict[str, float | None]
+    ratio: dict[str, float | None]
+    passed: bool
+    note: str = ""
+
+
+def bench(
+    workloads: Annotated[
+        list[Path] | None, typer.Argument(help="Workload files, TOML or YAML.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="A shipped workload, or all; repeatable.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="A regular expression that titles match.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20,
+    min_ms: Annotated[float, typer.Option(help="Milliseconds that each value fills.")] = 5.0,
+    rivals: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="Compile and time torch's kernel too.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
+
+    Above 1 a ratio says that flexattn is faster. The status is 1 if an accuracy gate is red.
+    """
+    rows = rows_of(workloads or (), preset or (), only)
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "torch sees no GPU here",
+            "times come from the device itself",
+            "run this where the GPU is; tune --dry-run and why work without one",
+        )
+    here = torch.device("cuda", torch.cuda.current_device())
+    console, done = Console(stderr=True), []
+    for number, row in enumerate(rows, 1):
+        console.print(f"{number}/{len(rows)} {row.title}", markup=False, highlight=False)
+        done.append(run(row, here, rounds, min_ms, rivals))
+    if as_json:
+        told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        _print(done)
+    if not all(each.passed for each in done):
+        raise typer.Exit(1)
+
+
+def run(row: Row, where: torch.device, rounds: int, min_ms: float, rivals: bool) -> Benched:
+    """One row's race on a GPU, or on the CPU's clock in the interpreter."""
+    target = detect(where)
+    with torch.device(where):
+        score_mod, mask_mod = mods_of(row)  # what they capture is made on the device
+    task = task_from(row, score_mod, mask_mod, target, where)
+    q, k, v = make_inputs(task.problem, where)
+    mask = None
+    if mask_mod is not None and task.lists is not None:
+        B, H = (None if size == 1 else size for size in task.lists.kv_num.shape[:2])
+        lengths = row.shape.q_len, row.shape.kv_len
+        mask = create_block_mask(mask_mod, B, H, *lengths, where, row.block_size)
+    common: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": task.scale}
+    choice = plan(
+        make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None)
+    ).launch.choice
+    static = kernel_options(default(choice.problem, target))
+    ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True)
+    calls: dict[str, Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
+    if rivals:
+        calls[TORCH] = partial(_torchs(), q, k, v, **common, enable_gqa=True)
+    score, bound = bind(score_mod, "score"), bind(mask_mod, "mask")
+    lists = None if mask is None else Lists.of(mask)
+    sparsity = choice.problem.structure.sparsity
+    judge = oracle(q, k, v, task.scale, score, bound, lists, sparsity)
+    with torch.no_grad():
+        verdict = judge(Outputs(ours(), None, None))
+        cuda, policy = where.type == "cuda", task.policy
+        samples = time_interleaved(
+            calls,
+            rounds=rounds,
+            min_ms=min_ms,
+            flush_l2=policy.cold_l2,
+            graph=policy.graph,
+            clock="cuda" if cuda else "cpu",
+        )
+    failures = [f"{name}: {s.failure}" for name, s in samples.items() if s.failure is not None]
+    notes = failures if verdict.passed else [verdict.message(), *failures]
+    return Benched(
+        row.title,
+        choice.how,
+        short(choice.config),
+        {name: _number(each.median) for name, each in samples.items()},
+        {name: _ratio(samples[name], samples[OURS]) for name in samples if name != OURS},
+        verdict.passed,
+        "; ".join(notes),
+    )
+
+
+def _torchs() -> Call:
+    from torch.nn.attention.flex_attention import flex_attention as torchs
+
+    torch.compiler.reset()  # else the limit of recompilations is reached after a few rows
+    rival: Call = torchs
+    return torch.compile(rival, dynamic=False, mode=TORCH_MODE)
+
+
+def _number(us: float) -> float | None:
+    return us if math.isfinite(us) else None
+
+
+def _ratio(theirs: Samples, ours: Samples) -> float | None:
+    if theirs.failure is not None or ours.failure is not None:
+        return None
+    return _number(paired_ratio(theirs, ours).value)
+
+
+def _print(done: Sequence[Benched]) -> None:
+    table = Table(title="median microseconds, and paired ratios: above 1 flexattn is faster")
+    names = [name for name in (OURS, DEFAULT, TORCH) if any(name in each.us for each in done)]
+    table.add_column("row", no_wrap=True)
+    for name in (*names, *(f"{name}/ours" for name in names[1:])):
+        table.add_column(name, justify="right")
+    for name in ("served by", "config", "gate"):
+        table.add_column(name)
+    for each in done:
+        times = ["-" if (us := each.us.get(n)) is None else f"{us:.1f}" for n in names]
+        ratios = ["-" if (r := each.ratio.get(n)) is None else f"{r:.3f}" for n in names[1:]]
+        gate = "green" if each.passed else "RED"
+        table.add_row(each.title, *times, *ratios, each.how, each.config, gate)
+    for name in names[1:]:
+        found = [r for each in done if (r := each.ratio.get(name)) is not None]
+        if found:
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            table.caption = f"{table.caption or ''} {name}: {mean:.3f}x over {len(found)} rows"
+    console = Console()
+    console.print(table)
+    for each in done:
+        if each.note:
+            console.print(f"{each.title}: {each.note}", markup=False)

@@ -1,0 +1,183 @@
+"""`flexattn build`: compile a whole space for any device, without one, and show what it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.cli.arguments import (
+    LENGTH,
+    AsJson,
+    BlockSize,
+    DeviceName,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    KeyHeads,
+    KindName,
+    ModArguments,
+    ModName,
+    QueryHeads,
+    Role,
+    named_problem,
+)
+from flexattn.cli.offline import short
+from flexattn.cli.selection import EFFORTS, effort_of
+from flexattn.cli.watch import Watch
+from flexattn.device import Device, named
+from flexattn.errors import InputError
+from flexattn.problem import Problem
+from flexattn.space.triton import Effort, survey
+from flexattn.tune.builds import DEADLINE, Built, build_all, twins
+from flexattn.tune.pool import Pool
+
+__all__ = ["Report", "build", "print_report", "report_of"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A space that was built. twins: for each config, the earlier one with the same code.
+
+    rejected: how many configs of the grid broke each rule, and were not built.
+    """
+
+    problem: str
+    device: str
+    effort: Effort
+    built: tuple[Built, ...]
+    twins: tuple[int | None, ...]
+    rejected: tuple[tuple[str, int], ...]
+
+    @property
+    def timed(self) -> int:
+        """How many configs a tuner would time."""
+        pairs = zip(self.built, self.twins, strict=True)
+        return sum(each.failed is None and twin is None for each, twin in pairs)
+
+    @property
+    def sound(self) -> bool:
+        """Whether the compiler ended well on all, and something is left to time."""
+        ends = {each.failed.stage for each in self.built if each.failed is not None}
+        return self.timed > 0 and ends <= {"resources"}
+
+
+def build(
+    mod: ModName,
+    arg: ModArguments = None,
+    role: Role = None,
+    kind: KindName = "prefill",
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
+    dtype: Dtype = "bfloat16",
+    device: DeviceName = "nvidia-h200",
+    hq: QueryHeads = 32,
+    hkv: KeyHeads = 8,
+    block_size: BlockSize = 128,
+    batch: Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")] = 1,
+    q_len: Annotated[
+        int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
+    ] = None,
+    kv_len: Annotated[int, typer.Option(help="Key length.")] = LENGTH,
+    effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
+    jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds after which one config's compiler is killed.")
+    ] = DEADLINE,
+    as_json: AsJson = False,
+) -> None:
+    """Compile every config of a space, for a device that need not be here.
+
+    The status is 1 where the compiler failed on one, or nothing is left to time.
+    """
+    if jobs < 0 or deadline <= 0:
+        raise InputError(f"--jobs {jobs} --deadline {deadline:g}", "neither is below 0")
+    sizes = (batch, q_len, kv_len)
+    heads, dims = (hq, hkv), (head_dim, head_dim_v)
+    problem = named_problem(mod, arg, role, kind, dtype, heads, dims, block_size, sizes)
+    with Watch(1) as watch:
+        lane = watch.lane()
+        lane.problem(problem.describe())
+        found = report_of(
+            problem,
+            named(device),
+            effort_of(effort),
+            jobs,
+            deadline,
+            begin=lambda count: lane.stage("build", count),
+            say=lambda built: lane.step(short(built.config)),
+        )
+    if as_json:
+        typer.echo(json.dumps(_data(found), indent=1))
+    else:
+        print_report(found)
+    raise typer.Exit(0 if found.sound else 1)
+
+
+def report_of(
+    problem: Problem,
+    device: Device,
+    effort: Effort,
+    jobs: int = 0,
+    deadline: float = DEADLINE,
+    *,
+    begin: Callable[[int], None] = lambda count: None,
+    say: Callable[[Built], None] = lambda built: None,
+    pool: Pool | None = None,
+) -> Report:
+    """Survey a problem's space and build it; begin: told how many configs there are."""
+    space = survey(problem, device, effort)
+    begin(len(space.configs))
+    found = build_all(problem, space.configs, device, jobs, deadline=deadline, say=say, pool=pool)
+    title = f"{device.name} ({device.arch})"
+    return Report(
+        problem.describe(), title, effort, tuple(found), tuple(twins(found)), space.rejected
+    )
+
+
+def print_report(report: Report) -> None:
+    """The table of configs with what each takes, and below it what was not built, by rule."""
+    console = Console()
+    table = Table(title=f"{report.problem}\n{report.device}, effort {report.effort}")
+    table.add_column("config", no_wrap=True)
+    for name in ("regs", "spills", "shared", "matrix", "s"):
+        table.add_column(name, justify="right")
+    table.add_column("note")
+    for built, twin in zip(report.built, report.twins, strict=True):
+        numbers: tuple[int, ...] = (
+            built.registers,
+            built.spills,
+            built.shared_memory,
+            built.matrix_instructions,
+        )
+        shown = map(str, numbers) if built.code else ("", "", "", "")
+        table.add_row(
+            short(built.config), *shown, f"{built.seconds:.1f}", _note(report, built, twin)
+        )
+    console.print(table)
+    for built in report.built:
+        if built.failed is not None and built.failed.stage != "resources":
+            text = f"{short(built.config)}: {built.failed.message}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    rejected = ", ".join(f"{count} {name}" for name, count in report.rejected) or "none"
+    text = f"{len(report.built)} configs, {report.timed} worth timing; rejected: {rejected}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _note(report: Report, built: Built, twin: int | None) -> str:
+    if built.failed is not None:
+        text = built.failed.message if built.failed.stage == "resources" else built.failed.error
+        return f"{built.failed.stage}: {text}"
+    return "" if twin is None else f"same code as {short(report.built[twin].config)}"
+
+
+def _data(report: Report) -> dict[str, Any]:
+    data = asdict(report) | {"rejected": dict(report.rejected), "timed": report.timed}
+    for entry, built in zip(data["built"], report.built, strict=True):
+        entry["template"] = type(built.config).__name__.removesuffix("Config").lower()
+    return data

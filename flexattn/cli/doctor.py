@@ -1,0 +1,190 @@
+"""`flexattn doctor`: what is installed, what is here, how the caches are, and what would run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from flexattn import __version__
+from flexattn.cache.environment import environment
+from flexattn.cache.layers import Layer
+from flexattn.cache.why import why
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.places import places
+from flexattn.cli.selection import device_here, device_of
+from flexattn.device import Device
+from flexattn.errors import CacheError, FlexAttnError
+from flexattn.problem import Kind, Shape, make_problem
+from flexattn.render.environment import templates_folder
+from flexattn.settings import current
+from flexattn.space.config import describe
+
+PACKAGES = ("torch", "triton", "jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
+SAMPLES: tuple[tuple[Kind, Shape], ...] = (
+    ("prefill", Shape(1, 32, 8, 8192, 8192, 128, 128)),
+    ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),
+)
+
+
+@dataclass(frozen=True)
+class Health:
+    """One layer of records. here: how many hold exactly in this environment."""
+
+    layer: str
+    path: str
+    exists: bool
+    records: int
+    here: int
+    invalid: tuple[str, ...]
+    strays: int
+
+
+def doctor(
+    device: Annotated[
+        str | None, typer.Option(help="A device's name; the one that is here by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at the installation, the GPU and the caches; the status is 1 if something is broken."""
+    target = device_of(device, "nvidia-h200")
+    health = [_health(layer, target) for layer in places()]
+    faults = [fault for each in health for fault in each.invalid]
+    told: dict[str, Any] = {
+        "versions": _versions(),
+        "gpus": _gpus(),
+        "device": asdict(target),
+        "settings": {name: _plain(value) for name, value in asdict(current()).items()},
+        "templates": _folder(faults),
+        "tools": _tools(faults),
+        "triton_cache": _triton_cache(),
+        "layers": [asdict(each) for each in health],
+        "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
+        "faults": faults,
+    }
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        _print(told)
+    if faults:
+        raise typer.Exit(1)
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "flexattn": __version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    # What runs may be another copy than the one that is registered.
+    found["torch"] = torch.__version__
+    found["triton"] = str(importlib.import_module("triton").__version__)
+    found["cuda"] = torch.version.cuda or torch.version.hip
+    found["driver"] = environment("prefill", device_here() or device_of("interpreter")).driver
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append({
+            "name": properties.name,
+            "sms": properties.multi_processor_count,
+            "gib": round(properties.total_memory / 2**30, 1),
+        })  # fmt: skip
+    return found
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, int | float | bool | None) else str(value)
+
+
+def _folder(faults: list[str]) -> str:
+    folder = templates_folder()
+    if not any(folder.rglob("*.jinja")):
+        faults.append(f"no templates in {folder}")
+    return str(folder)
+
+
+def _tools(faults: list[str]) -> dict[str, str | None]:
+    """ptxas compiles for NVIDIA, nvdisasm reads registers and spills; Triton brings both."""
+    knobs = importlib.import_module("triton").knobs
+    found: dict[str, str | None] = {}
+    for name in ("ptxas", "nvdisasm"):
+        try:
+            tool = getattr(knobs.nvidia, name)
+            found[name] = f"{tool.path} ({tool.version})"
+        except (RuntimeError, AttributeError, OSError) as error:
+            found[name] = None
+            faults.append(f"{name}: {error}")
+    return found
+
+
+def _triton_cache() -> dict[str, Any]:
+    folder = Path(importlib.import_module("triton").knobs.cache.dir)
+    kernels = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+    return {"path": str(folder), "entries": kernels}
+
+
+def _health(layer: Layer, device: Device) -> Health:
+    here = {environment(kind, device).folder for kind, _ in SAMPLES}
+    records, exact, invalid = 0, 0, []
+    for path, entry in layer.store.answers():
+        if isinstance(entry, CacheError):
+            invalid.append(entry.line)
+            continue
+        records += 1
+        exact += path.parent.parent.name in here
+    root = layer.store.root
+    strays = len(layer.store.strays())
+    return Health(layer.name, str(root), root.is_dir(), records, exact, tuple(invalid), strays)
+
+
+def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict[str, Any]:
+    problem = make_problem(kind, "bfloat16", shape, None, None, None)
+    try:
+        found = why(problem, device)
+    except FlexAttnError as error:
+        faults.append(f"{problem.describe()}: {error.got}")
+        return {"problem": problem.describe(), "how": "error", "config": error.got}
+    return {"problem": found.problem, "how": found.how, "config": describe(found.config)}
+
+
+def _print(told: dict[str, Any]) -> None:
+    for name, version in told["versions"].items():
+        typer.echo(f"{name:<12}{version or 'not installed'}")
+    for gpu in told["gpus"] or [{"name": "none that torch sees", "sms": "-", "gib": "-"}]:
+        typer.echo(f"{'gpu':<12}{gpu['name']}, {gpu['sms']} SMs, {gpu['gib']} GiB")
+    typer.echo(f"{'device':<12}{told['device']['name']} ({told['device']['arch']})")
+    for name, value in told["settings"].items():
+        typer.echo(f"{'setting':<12}{name} = {value}")
+    typer.echo(f"{'templates':<12}{told['templates']}")
+    for name, path in told["tools"].items():
+        typer.echo(f"{name:<12}{path or 'missing'}")
+    cache = told["triton_cache"]
+    typer.echo(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
+    for layer in told["layers"]:
+        words = f"{layer['records']} records, {layer['here']} of this environment"
+        if layer["strays"]:
+            words += f", {layer['strays']} files moved aside or left by writers that died"
+        typer.echo(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
+    for sample in told["samples"]:
+        typer.echo(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
+    for fault in told["faults"]:
+        typer.echo(f"{'FAULT':<12}{fault}")

@@ -1,0 +1,88 @@
+"""`flexattn tune --dry-run`: problems, keys and spaces, with nothing built or timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.cache.key import key_of
+from flexattn.cache.store import Store
+from flexattn.cli.offline import short
+from flexattn.measure.task import Task
+from flexattn.space.triton import Effort, default, survey
+from flexattn.tune.campaign import pending
+
+__all__ = ["plan_of", "print_plan"]
+
+
+def plan_of(
+    chosen: Sequence[Task],
+    others: Sequence[tuple[Task, Task]],
+    store: Store,
+    effort: Effort,
+    again: bool,
+) -> dict[str, Any]:
+    """What a tuning would do: its problems with their keys, configs and rejections by reason."""
+    open_titles = {task.title for task in pending(chosen, store, again)}
+    problems = []
+    for task in chosen:
+        found = survey(task.problem, task.device, effort)
+        key = key_of(task.problem)
+        problems.append({
+            "title": task.title,
+            "problem": task.problem.describe(),
+            "key": asdict(key),
+            "digest": key.digest(),
+            "policy": asdict(task.policy),
+            "default": short(default(task.problem, task.device)),
+            "configs": len(found.configs),
+            "rejected": dict(found.rejected),
+            "status": "to tune" if task.title in open_titles else "kept",
+        })  # fmt: skip
+    return {
+        "device": chosen[0].device.name if chosen else None,
+        "effort": effort,
+        "directory": str(store.root),
+        "problems": problems,
+        "same_key": {task.title: kept.title for task, kept in others},
+    }
+
+
+def print_plan(plan: dict[str, Any]) -> None:
+    """The plan as a table, and below it what was rejected over all problems."""
+    console = Console()
+    title = f"{plan['device']}, effort {plan['effort']}: nothing is built or timed"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for name in ("problem", "key", "mask class"):
+        table.add_column(name, no_wrap=True)
+    for name in ("configs", "rejected"):
+        table.add_column(name, justify="right", min_width=len(name))
+    table.add_column("")
+    rejected: dict[str, int] = {}
+    for each in plan["problems"]:
+        key = each["key"]
+        for name, count in each["rejected"].items():
+            rejected[name] = rejected.get(name, 0) + count
+        table.add_row(
+            each["title"],
+            f"B{key['B']} {key['q_len']}x{key['kv_len']}",
+            key["mask_class"],
+            str(each["configs"]),
+            str(sum(each["rejected"].values())),
+            "kept" if each["status"] == "kept" else "",
+        )
+    console.print(table)
+    for title, kept in plan["same_key"].items():
+        console.print(f"{title}: same key as {kept}", markup=False, highlight=False)
+    total = sum(each["configs"] for each in plan["problems"])
+    said = ", ".join(f"{count} {name}" for name, count in sorted(rejected.items()))
+    console.print(
+        f"{len(plan['problems'])} problems, {total} configs; rejected: {said or 'none'}",
+        markup=False,
+        highlight=False,
+    )

@@ -1,0 +1,143 @@
+"""`flexattn export`: a directory to ship, with checked records and, if asked for, binaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexattn import binaries
+from flexattn.cache.key import Key, key_of
+from flexattn.cache.layers import Layer
+from flexattn.cache.merge import better
+from flexattn.cache.record import Record
+from flexattn.cache.store import REAL, Store
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.places import places
+from flexattn.cli.selection import device_of, rows_of
+from flexattn.cli.watch import Watch
+from flexattn.device import Device
+from flexattn.errors import CacheError, InputError
+from flexattn.measure.task import Task
+from flexattn.space.triton import reasons
+from flexattn.tune.tasks import distinct, mods_of, tasks
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What went into a directory: records, and what did not, with the reason."""
+
+    written: int
+    refused: tuple[tuple[str, str], ...]
+    missing: tuple[str, ...]
+
+
+def export(
+    out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")],
+    workload: Annotated[
+        list[Path] | None, typer.Option(help="Only a workload file's problems; repeatable.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="Only a preset's problems; repeatable.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="A regular expression that titles match.")
+    ] = None,
+    source: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="A directory of records; every layer by default."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A device's name; the one that is here by default.")
+    ] = None,
+    with_binaries: Annotated[
+        bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Collect a device's tuned records in a directory for FLEXATTN_CACHE, each one checked.
+
+    With a workload, only its problems; those without a record are named, and the status is 1.
+    """
+    target = device_of(device)
+    chosen: list[Task] | None = None
+    mods: list[tuple[Callable[..., Any], str]] = []
+    if workload or preset:
+        rows = rows_of(workload or (), preset or (), only)
+        chosen, _ = distinct(tasks(rows, target))
+        if with_binaries:
+            pairs = (zip(mods_of(row), ("score", "mask"), strict=True) for row in rows)
+            mods = [(fn, kind) for pair in pairs for fn, kind in pair if fn is not None]
+    elif with_binaries or only:
+        raise InputError(
+            "--with-binaries or --only without a workload",
+            "a record does not hold the mods that a kernel is compiled from",
+            "name it: --preset llama3-8b, or --workload FILE",
+        )
+    done = collect(places(source or ()), Store(out), target, chosen)
+    built = None
+    if with_binaries and chosen is not None:
+        with Watch(len(chosen)) as watch:
+            built = binaries.export(chosen, target, out, Store(out), mods, progress=watch.lane())
+    if as_json:
+        told = {"directory": str(out), **asdict(done)}
+        told["binaries"] = None if built is None else asdict(built)
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        _print(out, done, built)
+    if done.missing:
+        raise typer.Exit(1)
+
+
+def collect(
+    layers: Sequence[Layer], into: Store, device: Device, chosen: Sequence[Task] | None
+) -> Shipped:
+    """Copy a device's records, of some tasks or all; of two for one key the better one."""
+    wanted = None if chosen is None else {key_of(task.problem): task for task in chosen}
+    written, refused, had = 0, [], set[Key]()
+    for layer in layers:
+        for path, entry in layer.store.entries():
+            if isinstance(entry, CacheError):
+                refused.append((str(path), entry.line))
+                continue
+            other = entry.environment.device != device.name or entry.provenance not in REAL
+            if other or (wanted is not None and entry.key not in wanted):
+                continue
+            task = wanted[entry.key] if wanted is not None else None
+            found = _faults(entry, task, device)
+            if found:
+                refused.append((str(path), found))
+                continue
+            had.add(entry.key)
+            written += into.write(entry, replace=better)
+    missing = [task.title for key, task in (wanted or {}).items() if key not in had]
+    return Shipped(written, tuple(refused), tuple(missing))
+
+
+def _faults(record: Record, task: Task | None, device: Device) -> str:
+    """Why a record must not be shipped; "" if it may."""
+    winner = record.trials[record.decision.winner]
+    if winner.failed is not None or (winner.gate is not None and not winner.gate.passed):
+        return "its winner did not pass the accuracy gate"
+    if task is None:
+        return ""
+    return "; ".join(reasons(record.config, task.problem.structure, device))
+
+
+def _print(out: Path, done: Shipped, built: binaries.Exported | None) -> None:
+    for path, why in done.refused:
+        typer.echo(f"refused: {path}: {why}", err=True)
+    for title in done.missing:
+        typer.echo(f"no record: {title}", err=True)
+    typer.echo(f"{done.written} records written to {out}; use it with FLEXATTN_CACHE={out}")
+    if built is not None:
+        typer.echo(
+            f"{built.kernels} kernels, {built.block_masks} for block masks, {built.mods} mods; "
+            f"use them with FLEXATTN_BINARIES={out}"
+        )
+        for name in built.traced:
+            typer.echo(f"traced at its first call: {name}", err=True)

@@ -1,0 +1,57 @@
+"""`flexattn merge`: the records of many machines in one directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flexattn.cache.merge import Conflict
+from flexattn.cache.merge import merge as merged
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.places import places, users
+from flexattn.space.config import describe
+
+
+def merge(
+    sources: Annotated[list[Path], typer.Argument(help="Directories of records.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where they go; the user's own records by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge directories of records: of two for one key the better one stays, and it is said."""
+    roots = [layer.store.root for layer in places(sources)]
+    target = out or users()
+    done = merged(roots, target, lambda text: None if as_json else typer.echo(text, err=True))
+    if as_json:
+        told = {
+            "directory": str(target),
+            "written": done.written,
+            "kept": done.kept,
+            "conflicts": [_told(each) for each in done.conflicts],
+            "refused": [{"path": str(path), "why": why} for path, why in done.refused],
+        }
+        typer.echo(json.dumps(told, indent=1))
+        return
+    for conflict in done.conflicts:
+        typer.echo(f"conflict: {conflict}")
+    for path, why in done.refused:
+        typer.echo(f"refused: {path}: {why}", err=True)
+    typer.echo(
+        f"{done.written} written to {target}, {done.kept} kept as they were, "
+        f"{len(done.conflicts)} conflicts"
+    )
+
+
+def _told(conflict: Conflict) -> dict[str, Any]:
+    return {
+        "title": conflict.kept.title,
+        "sizes": str(conflict.kept.key.sizes),
+        "kept": describe(conflict.kept.config),
+        "kept_from": str(conflict.kept_from),
+        "dropped": describe(conflict.dropped.config),
+        "dropped_from": str(conflict.dropped_from),
+    }

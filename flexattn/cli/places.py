@@ -1,0 +1,38 @@
+"""Where records are: the layers that dispatch reads, or directories that a verb was given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexattn.cache.layers import Layer, configs_folder
+from flexattn.cache.store import Store
+from flexattn.errors import InputError
+from flexattn.settings import current
+
+__all__ = ["places", "users"]
+
+
+def users() -> Path:
+    """The user's own directory of records, which `tune` writes to unless told otherwise."""
+    return current().cache_dir / "records"
+
+
+def places(folders: Sequence[Path] = ()) -> list[Layer]:
+    """The given directories, else every layer there is, those shipped for all devices included.
+
+    Raises InputError for a directory that does not exist.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such directory", "records are kept in directories")
+    if folders:
+        return [Layer(str(folder), Store(folder)) for folder in folders]
+    settings = current()
+    found = [Layer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
+    found.append(Layer("user", Store(users())))
+    shipped = configs_folder()
+    if shipped is not None:
+        devices = sorted(each for each in shipped.iterdir() if each.is_dir())
+        found += [Layer("shipped", Store(each)) for each in devices]
+    return found

@@ -1,0 +1,105 @@
+"""What a verb works on: rows of workload files and presets, and the device they are for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from flexattn.device import INTERPRETER, Device, detect, named
+from flexattn.errors import InputError
+from flexattn.presets import files
+from flexattn.problem import Kind
+from flexattn.settings import current
+from flexattn.space.triton import Effort
+from flexattn.tune.workload import Row, Workload, read
+
+__all__ = ["EFFORTS", "device_here", "device_of", "effort_of", "kind_of", "presets", "rows_of"]
+
+ALL = "all"
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+
+
+def presets(names: Sequence[str]) -> list[Workload]:
+    """Presets by name, "all" for every one; raises InputError that lists those there are."""
+    known = files()
+    chosen: list[str] = []
+    for name in names:
+        if name != ALL and name not in known:
+            close = difflib.get_close_matches(name, known)
+            raise InputError(
+                f"no preset is called {name!r}",
+                f"there are {', '.join(known)}",
+                f"did you mean {close[0]}?" if close else "--preset all takes every one",
+            )
+        chosen += list(known) if name == ALL else [name]
+    return [read(known[name]) for name in dict.fromkeys(chosen)]
+
+
+def rows_of(workloads: Sequence[Path], names: Sequence[str], only: str | None) -> list[Row]:
+    """Rows of the files and presets whose titles `only` finds; raises InputError for none."""
+    if not workloads and not names:
+        raise InputError(
+            "no workload",
+            "a verb works on workload files or on --preset",
+            "list the presets with flexattn tune --list-presets",
+        )
+    rows = [row for each in [*map(read, workloads), *presets(names)] for row in each.rows]
+    if only is None:
+        return rows
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise InputError(f"--only {only!r}: {error}", "it is a regular expression") from error
+    found = [row for row in rows if pattern.search(row.title)]
+    if not found:
+        raise InputError(
+            f"--only {only!r} finds none of {len(rows)} rows",
+            "it is looked for in titles",
+            f"the first one is called {rows[0].title!r}",
+        )
+    return found
+
+
+def effort_of(name: str) -> Effort:
+    """An effort by name; raises InputError that lists them."""
+    for each in EFFORTS:
+        if name == each:
+            return each
+    raise InputError(f"--effort {name}", f"it is one of {', '.join(EFFORTS)}")
+
+
+def kind_of(name: str) -> Kind:
+    """A kind by name; raises InputError for another."""
+    if name == "prefill":
+        return "prefill"
+    if name == "decode":
+        return "decode"
+    raise InputError(f"--kind {name}", "it is prefill or decode")
+
+
+def device_here() -> Device | None:
+    """The device that this process can time on: a GPU, the interpreter where it is asked for."""
+    if current().interpret:
+        return INTERPRETER
+    return detect(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+def device_of(name: str | None, fallback: str | None = None) -> Device:
+    """The device that is named, else the one that is here, else the fallback."""
+    if name == INTERPRETER.name:
+        return INTERPRETER
+    here = device_here()
+    if name is None:
+        if here is not None:
+            return here
+        if fallback is not None:
+            return named(fallback)
+        raise InputError(
+            "no --device, and torch sees no GPU", "a device is here or named", "name one"
+        )
+    return here if here is not None and here.name == name else named(name)

@@ -1,0 +1,143 @@
+"""`flexattn show`: the tuned records there are, with filters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.cache.layers import Layer
+from flexattn.cache.record import Answer
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.offline import short
+from flexattn.cli.places import places
+from flexattn.cli.selection import kind_of
+from flexattn.errors import CacheError, InputError
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One record as `show` tells it.
+
+    default: the static default is the winner. p_value: of the speedup over it.
+    """
+
+    title: str
+    key: dict[str, Any]
+    digest: str
+    winner: dict[str, Any]
+    short: str
+    default: bool
+    speedup: float
+    p_value: float
+    why: str
+    provenance: str
+    made: str
+    environment: dict[str, Any]
+    layer: str
+    path: str
+
+
+def show(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
+    ] = None,
+    kind: Annotated[str | None, typer.Option(help="prefill or decode.")] = None,
+    device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A regular expression that titles match.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List tuned records: sizes, winner, speedup over the static default, and how sure it is."""
+    which = None if kind is None else kind_of(kind)
+    try:
+        title = re.compile(model or "")
+    except re.error as error:
+        raise InputError(f"--model {model!r}: {error}", "it is a regular expression") from error
+    found: list[Shown] = []
+    broken: list[str] = []
+    for layer, path, each in entries(places(folders or ())):
+        if isinstance(each, CacheError):
+            broken.append(each.line)
+        elif (
+            which in (None, each.key.kind)
+            and (device or "") in each.environment.device
+            and title.search(each.title)
+        ):
+            found.append(shown(each, layer.name, path))
+    if as_json:
+        answer = {"records": [asdict(each) for each in found], "invalid": broken}
+        typer.echo(json.dumps(answer, indent=1))
+    else:
+        _print(found, broken)
+
+
+def entries(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Path, Answer | CacheError]]:
+    """Every record of some layers, or what is wrong with its file."""
+    for layer in layers:
+        for path, answer in layer.store.answers():
+            yield layer, path, answer
+
+
+def shown(answer: Answer, layer: str, path: Path) -> Shown:
+    """What `show` says of a record."""
+    decision = answer.decision
+    return Shown(
+        answer.title,
+        asdict(answer.key),
+        answer.key.digest(),
+        asdict(answer.config),
+        short(answer.config),
+        decision.winner == decision.default,
+        decision.speedup,
+        decision.p_value,
+        decision.why,
+        answer.provenance,
+        answer.made,
+        asdict(answer.environment),
+        layer,
+        str(path),
+    )
+
+
+def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
+    console = Console()
+    groups: dict[tuple[str, str], list[Shown]] = {}
+    for each in found:
+        groups.setdefault((each.layer, Path(each.path).parent.parent.name), []).append(each)
+    for (layer, folder), group in groups.items():
+        here = group[0].environment
+        typer.echo(
+            f"{layer} {folder}: Triton {here['triton']}, torch {here['torch']}, "
+            f"driver {here['driver'] or '-'}, {'graphs' if here['graph'] else 'eager'}, "
+            f"{'cold' if here['cold_l2'] else 'warm'} L2"
+        )
+        table = Table(box=SIMPLE_HEAD)
+        for name in ("title", "key", "winner"):
+            table.add_column(name, no_wrap=True)
+        for name in ("speedup", "p"):
+            table.add_column(name, justify="right", min_width=7)
+        table.add_column("made by", no_wrap=True)
+        for each in sorted(group, key=lambda shown: shown.title):
+            key = each.key
+            table.add_row(
+                each.title,
+                f"B{key['B']} {key['q_len']}x{key['kv_len']}",
+                each.short,
+                "default" if each.default else f"{each.speedup:.3f}",
+                "" if each.default else f"{each.p_value:.1g}",
+                f"{each.provenance} {each.made}",
+            )
+        console.print(table)
+    typer.echo(f"{len(found)} records")
+    for line in broken:
+        typer.echo(f"not a record: {line}", err=True)

@@ -1,0 +1,223 @@
+"""`flexattn tune`: find the fastest config of every problem of a workload, and keep it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flexattn.cache.store import Store
+from flexattn.cache.untuned import untuned_path
+from flexattn.cli.arguments import AsJson
+from flexattn.cli.dry import plan_of, print_plan
+from flexattn.cli.offline import short
+from flexattn.cli.places import users
+from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
+from flexattn.cli.watch import Watch
+from flexattn.device import Device
+from flexattn.errors import InputError, UnsupportedError
+from flexattn.measure.task import Task
+from flexattn.presets import files
+from flexattn.tune.campaign import Outcome, campaign, pending
+from flexattn.tune.crew import Crew
+from flexattn.tune.method import Method, method_for
+from flexattn.tune.tasks import distinct, tasks
+from flexattn.tune.untuned import NOTE, untuned_tasks
+from flexattn.tune.workload import read
+
+INTERRUPTED = 130
+OFFLINE = "nvidia-h200"
+
+
+def tune(
+    workloads: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Workload files, TOML or YAML; lists with --from-untuned."),
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="A shipped workload, or all; repeatable.")
+    ] = None,
+    list_presets: Annotated[
+        bool, typer.Option("--list-presets", help="List the presets and stop.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help="A regular expression that titles match.")
+    ] = None,
+    from_untuned: Annotated[
+        bool,
+        typer.Option("--from-untuned", help="Tune what dispatch listed in untuned.jsonl."),
+    ] = False,
+    effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A device's name; the one that is here by default.")
+    ] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="An Optuna storage URL that many machines share.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0 for all cores.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the records; the user's own by default.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Tune what has a record already too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tune a workload's problems; each record is kept as soon as its problem is done.
+
+    Ctrl-C keeps what is finished, and the same command goes on from there.
+    """
+    if list_presets:
+        _list_presets(as_json)
+        return
+    which = effort_of(effort)
+    target = device_of(device, OFFLINE)
+    lists = workloads or [untuned_path()] if from_untuned else []
+    if from_untuned and preset:
+        raise InputError("--from-untuned with --preset", "it is one or the other")
+    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only)
+    if not dry_run:
+        _can_time(target)
+    found = [task for path in lists for task in untuned_tasks(path, target)]
+    found += tasks(rows, target)
+    chosen, others = distinct(found)
+    store = Store(out or users())
+    if dry_run:
+        plan = plan_of(chosen, others, store, which, again)
+        typer.echo(json.dumps(plan, indent=1)) if as_json else print_plan(plan)
+        return
+    method = method_for(which, budget)
+    if from_untuned:
+        method = replace(method, provenance="untuned", note=NOTE)
+    outcomes, interrupted = _run(chosen, store, method, jobs, again, storage)
+    told = {
+        "directory": str(store.root),
+        "problems": [_told(outcome, store) for outcome in outcomes],
+        "same_key": {task.title: kept.title for task, kept in others},
+        "left": len(chosen) - len(outcomes),
+        "interrupted": interrupted,
+    }
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        typer.echo(f"{_counts(outcomes)}; records in {store.root}")
+    if interrupted:
+        again_with = shlex.join(["flexattn", *sys.argv[1:]])
+        typer.echo(f"interrupted with {told['left']} left; go on with: {again_with}", err=True)
+        raise typer.Exit(INTERRUPTED)
+    if any(outcome.status == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _can_time(target: Device) -> None:
+    here = device_here()
+    if here is not None and here.name == target.name:
+        return
+    seen = "torch sees no GPU" if here is None else f"this is {here.name}"
+    raise UnsupportedError(
+        f"tuning for {target.name}, and {seen}",
+        "times come from the device itself",
+        f"run it there; here, --dry-run lists the problems, and `flexattn build --device "
+        f"{target.name}` compiles them",
+    )
+
+
+def _run(
+    chosen: Sequence[Task],
+    store: Store,
+    method: Method,
+    jobs: int,
+    again: bool,
+    storage: str | None,
+) -> tuple[list[Outcome], bool]:
+    """What became of the tasks, and whether Ctrl-C ended it; a worker for every GPU."""
+    outcomes: list[Outcome] = []
+    todo = len(pending(chosen, store, again))
+    gpus = max(1, min(torch.cuda.device_count(), todo))
+    with Watch(todo, Console(stderr=True)) as watch, ExitStack() as stack:
+        crews = [
+            stack.enter_context(
+                Crew(method, jobs, store.root / "journals", watch.lane(), gpu=gpu, storage=storage)
+            )
+            for gpu in range(gpus)
+        ]
+        try:
+            for outcome in campaign(chosen, store, [crew.tune for crew in crews], again):
+                outcomes.append(outcome)
+                watch.finished(_line(outcome), outcome.status != "kept")
+        except KeyboardInterrupt:
+            return outcomes, True
+    return outcomes, False
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.answer is None:
+        return f"{outcome.title}: failed: {outcome.message}"
+    decision, config = outcome.answer.decision, short(outcome.answer.config)
+    gain = "the static default" if decision.winner == decision.default else config
+    took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
+    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{took}"
+
+
+def _counts(outcomes: Sequence[Outcome]) -> str:
+    found = Counter(outcome.status for outcome in outcomes)
+    return ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to tune"
+
+
+def _told(outcome: Outcome, store: Store) -> dict[str, Any]:
+    answer = outcome.answer
+    told: dict[str, Any] = {
+        "title": outcome.title,
+        "status": outcome.status,
+        "key": asdict(outcome.key),
+        "seconds": round(outcome.seconds, 3),
+        "message": outcome.message,
+    }
+    if answer is not None:
+        told |= {
+            "config": asdict(answer.config),
+            "decision": asdict(answer.decision),
+            "provenance": answer.provenance,
+            "path": str(store.path(answer.environment, answer.key)),
+        }
+    return told
+
+
+def _list_presets(as_json: bool) -> None:
+    found = [read(path) for path in files().values()]
+    if as_json:
+        rows = [
+            {
+                "name": each.name,
+                "title": each.title,
+                "models": each.models,
+                "note": each.note,
+                "rows": [row.title for row in each.rows],
+            }
+            for each in found
+        ]
+        typer.echo(json.dumps({"presets": rows}, indent=1))
+        return
+    table = Table()
+    for name in ("preset", "what it is", "calls", "models"):
+        table.add_column(name)
+    for each in found:
+        table.add_row(each.name, each.title, str(len(each.rows)), ", ".join(each.models))
+    Console().print(table)

@@ -1,0 +1,86 @@
+"""What long work shows on stderr: the problem, its stage, what is tried, the best so far."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+__all__ = ["Lane", "Watch"]
+
+
+class Watch:
+    """Bars over many problems with the time left; lines alone where nobody watches."""
+
+    def __init__(self, problems: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<10.10}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[text]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._problems = self._bars.add_task("problems", total=problems, text="")
+
+    def __enter__(self) -> Watch:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def lane(self) -> Lane:
+        """A line of its own for one worker."""
+        return Lane(self._bars, self._console)
+
+    def finished(self, line: str, counts: bool = True) -> None:
+        """A problem is done; `line` stays. counts: it was among those that had to be tuned."""
+        self._bars.advance(self._problems, int(counts))
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Lane:
+    """A flexattn.tune.progress.Progress: one worker's problem, stage and best time."""
+
+    def __init__(self, bars: Progress, console: Console) -> None:
+        self._bars, self._console = bars, console
+        self._bar = bars.add_task("", total=None, text="", visible=False)
+        self._title = ""
+        self._best: float | None = None
+
+    def problem(self, title: str) -> None:
+        """The next problem begins."""
+        self._title, self._best = title, None
+        self._bars.reset(self._bar, total=None, description="start", text=title, visible=True)
+
+    def stage(self, name: str, total: int) -> None:
+        """As Progress.stage."""
+        self._bars.reset(self._bar, total=total or None, description=name, text=self._title)
+
+    def step(self, text: str, best_us: float | None = None) -> None:
+        """As Progress.step."""
+        self._best = best_us if best_us is not None else self._best
+        best = "" if self._best is None else f"  best {self._best:.1f} µs"
+        self._bars.update(self._bar, advance=1, text=f"{self._title}{best}  {text}")
+
+    def note(self, text: str) -> None:
+        """As Progress.note."""
+        self._console.print(
+            f"{self._title}: {text}", markup=False, highlight=False, soft_wrap=True
+        )

@@ -1,0 +1,151 @@
+"""`flexattn why`: what a problem's config rests on, and how the closest records differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from flexattn.cache.why import Closest, Difference, Explanation
+from flexattn.cache.why import why as explained
+from flexattn.cli.arguments import (
+    LENGTH,
+    AsJson,
+    BlockSize,
+    Dtype,
+    HeadDim,
+    HeadDimV,
+    KeyHeads,
+    ModArguments,
+    QueryHeads,
+    Role,
+)
+from flexattn.cli.mods import resolve
+from flexattn.cli.selection import device_of, kind_of, rows_of
+from flexattn.errors import InputError
+from flexattn.measure.task import Task
+from flexattn.problem import Shape
+from flexattn.space.config import describe
+from flexattn.tune.tasks import task_from, tasks
+from flexattn.tune.workload import Row
+
+CPU = torch.device("cpu")
+
+
+def why(
+    mod: Annotated[
+        str | None,
+        typer.Argument(help="A name of the catalogue, or package.module:function."),
+    ] = None,
+    arg: ModArguments = None,
+    role: Role = None,
+    kind: Annotated[
+        str | None, typer.Option(help="prefill or decode; the lengths decide by default.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--B", help="Batch.")] = 1,
+    hq: QueryHeads = 32,
+    hkv: KeyHeads = 8,
+    q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH,
+    kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None,
+    head_dim: HeadDim = 128,
+    head_dim_v: HeadDimV = None,
+    dtype: Dtype = "bfloat16",
+    block_size: BlockSize = 128,
+    workload: Annotated[
+        list[Path] | None, typer.Option(help="A workload file's problems instead; repeatable.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="A preset's problems instead; repeatable.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="A regular expression that titles match.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="A device's name; the one that is here by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a problem's config is a hit, a hint, the nearest or the default, and why."""
+    target = device_of(device, "nvidia-h200")
+    if workload or preset:
+        if mod is not None:
+            raise InputError(f"{mod} with a workload", "a problem is named by one of them")
+        found = list(tasks(rows_of(workload or (), preset or (), only), target))
+    else:
+        mods = resolve(mod or "noop", arg or (), role, (hq, hkv))
+        keys = q_len if kv_len is None else kv_len
+        v_dim = head_dim if head_dim_v is None else head_dim_v
+        row = Row(
+            title=mod or "no mods",
+            kind=None if kind is None else kind_of(kind),
+            dtype=dtype,
+            shape=Shape(batch, hq, hkv, q_len, keys, head_dim, v_dim),
+            score=None,
+            mask=None,
+            block_size=(block_size, block_size),
+            scale=None,
+            policy=(),
+        )
+        found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
+    told = [(task, explained(task.problem, target)) for task in found]
+    if as_json:
+        typer.echo(json.dumps({"problems": [_told(*each) for each in told]}, indent=1))
+    else:
+        _print(told)
+
+
+def _told(task: Task, found: Explanation) -> dict[str, Any]:
+    return {
+        "title": task.title,
+        "problem": found.problem,
+        "key": asdict(found.key),
+        "digest": found.key.digest(),
+        "environment": asdict(found.environment),
+        "how": found.how,
+        "config": asdict(found.config),
+        "origin": None if found.found is None else found.found.origin,
+        "expected": [{"layer": layer, "path": str(path)} for layer, path in found.expected],
+        "passed": [{"path": str(p.path), "reasons": p.reasons} for p in found.passed],
+        "closest": [_compared(each) for each in found.closest],
+        "broken": [{"path": str(path), "error": error} for path, error in found.broken],
+    }
+
+
+def _compared(closest: Closest) -> dict[str, Any]:
+    return {
+        "path": str(closest.path),
+        "layer": closest.layer,
+        "title": closest.answer.title,
+        "config": asdict(closest.answer.config),
+        "key": [asdict(each) for each in closest.key],
+        "environment": [asdict(each) for each in closest.environment],
+    }
+
+
+def _print(told: Sequence[tuple[Task, Explanation]]) -> None:
+    for task, found in told:
+        typer.echo(f"{task.title}: {found.how}")
+        typer.echo(f"  problem   {found.problem}")
+        typer.echo(f"  config    {describe(found.config)}")
+        if found.found is not None:
+            typer.echo(f"            {found.found.origin}")
+        for layer, path in found.expected:
+            typer.echo(f"  expected  {layer}: {path}")
+        for passed in found.passed:
+            typer.echo(f"  passed    {passed.path}: {'; '.join(passed.reasons)}")
+        for each in found.closest:
+            typer.echo(f"  closest   {each.layer}: {each.path}")
+            for name, differences in (("key", each.key), ("environment", each.environment)):
+                for difference in differences:
+                    typer.echo(f"            {name}: {_difference(difference)}")
+        for path, error in found.broken:
+            typer.echo(f"  no record {path}: {error}")
+
+
+def _difference(each: Difference) -> str:
+    return f"{each.field} is {each.asked!r}, the record's {each.stored!r}"

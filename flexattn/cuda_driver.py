@@ -1,0 +1,126 @@
+"""The calls of the CUDA driver that a launch needs: load a kernel, launch it, describe a tensor.
+
+Triton's own driver module is compiled by a C compiler on first use; these need nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from flexattn.errors import BuildError
+
+# CUtensorMapDataType by Triton's signature type.
+ELEMENTS = {"fp16": 6, "fp32": 7, "bf16": 9}
+INVALID_CONTEXT = 201
+_L2_PROMOTION_128B = 2
+_REGISTERS, _MAX_DYNAMIC_SHARED = 4, 8
+_PREFER_SHARED = 1
+# What a block may use without asking.
+_STATIC_SHARED = 48 * 1024
+
+
+def load(code: bytes, name: str, shared: int, index: int) -> int:
+    """Load a cubin onto a GPU; returns its CUfunction.
+
+    shared: bytes of dynamic shared memory that a launch will ask for. Raises BuildError with the
+    driver's own word for what is wrong.
+    """
+    with _on(index):
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _call("cuModuleLoadData", ctypes.byref(module), code)
+        _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        if shared > _STATIC_SHARED:
+            _call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
+            _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        # A driver that loads lazily does it now, not inside the capture of a CUDA graph.
+        _call("cuFuncGetAttribute", ctypes.byref(ctypes.c_int()), _REGISTERS, function)
+    assert function.value is not None
+    return function.value
+
+
+@lru_cache(maxsize=1)
+def launch_kernel() -> Any:
+    """cuLaunchKernel: function, 3 of grid, 3 of block, shared, stream, parameters, extra."""
+    function = _cuda().cuLaunchKernel
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    function.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    return function
+
+
+def make_current(index: int) -> None:
+    """Give this thread the context that torch uses on a GPU, where it has none yet."""
+    _call("cuCtxSetCurrent", _primary(index))
+
+
+def encode(
+    at: int,
+    element: str,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    block: Sequence[int],
+    swizzle: int,
+) -> int:
+    """Write a CUtensorMap at an address; returns the driver's status.
+
+    shape, strides (in elements, the last is 1) and block: outermost first.
+    """
+    rank = len(shape)
+    itemsize = 4 if element == "fp32" else 2
+    status: int = _encode_tiled()(
+        at, ELEMENTS[element], rank, address,
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*(each * itemsize for each in strides[-2::-1])),
+        (ctypes.c_uint32 * rank)(*reversed(block)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        0, swizzle, _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    return status
+
+
+@contextmanager
+def _on(index: int) -> Iterator[None]:
+    _call("cuCtxPushCurrent_v2", _primary(index))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+@lru_cache(maxsize=64)
+def _primary(index: int) -> ctypes.c_void_p:
+    """The context of a GPU that the CUDA runtime, and so torch, works in."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    return context
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_cuda(), name)(*arguments)
+    if status:
+        raise BuildError(f"{name} failed: {_word(status)}", "the CUDA driver can do it")
+
+
+def _word(status: int) -> str:
+    text = ctypes.c_char_p()
+    _cuda().cuGetErrorName(status, ctypes.byref(text))
+    return (text.value or b"CUDA error %d" % status).decode()
+
+
+@lru_cache(maxsize=1)
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@lru_cache(maxsize=1)
+def _encode_tiled() -> Any:
+    function = _cuda().cuTensorMapEncodeTiled
+    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    function.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
+    return function

@@ -1,0 +1,83 @@
+"""Files that many processes read and write at once, some of them killed: whole, or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flexattn.errors import CacheError
+
+__all__ = ["publish", "read_regular", "sealed", "unsealed"]
+
+
+def read_regular(path: str | Path, most: int) -> bytes | None:
+    """The bytes of a plain file; None where nothing is there.
+
+    Raises CacheError for a link, a directory, a pipe, a file above `most` bytes or one that
+    cannot be read. Nothing here waits: a pipe is opened without blocking.
+    """
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(path, flags)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CacheError(f"{path}: {error.strerror}", "it is a plain file, and readable") from None
+    try:
+        state = os.fstat(handle)
+        if not stat.S_ISREG(state.st_mode) or state.st_size > most:
+            raise CacheError(f"{path}: no file of at most {most} bytes", "it is a plain file")
+        # One read holds all of a file that nobody is writing; a file object costs more than it.
+        parts = []
+        while part := os.read(handle, state.st_size + 1):
+            parts.append(part)
+            if sum(map(len, parts)) > most:
+                raise CacheError(f"{path}: no file of at most {most} bytes", "it is a plain file")
+        return b"".join(parts)
+    except OSError as error:
+        raise CacheError(f"{path}: {error.strerror}") from None
+    finally:
+        os.close(handle)
+
+
+def publish(path: Path, content: str | bytes) -> None:
+    """Write beside the file, see it on the disk, and move it there in one step."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def sealed(data: Any) -> str:
+    """JSON data as the text of a file, with a sha256 that a changed byte would not fit."""
+    body = json.dumps(data)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{{"data": {body},\n "sha256": "{digest}"}}\n'
+
+
+def unsealed(raw: bytes) -> Any:
+    """The data of such a file; raises CacheError for anything else."""
+    body, mark, tail = raw.removeprefix(b'{"data": ').rpartition(b',\n "sha256": "')
+    if not mark or tail != b'%s"}\n' % hashlib.sha256(body).hexdigest().encode():
+        raise CacheError(
+            "its checksum does not fit", "it is whole, and written by this tool alone"
+        )
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CacheError(f"no JSON: {str(error)[:200]}") from None

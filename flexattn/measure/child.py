@@ -1,0 +1,97 @@
+"""The child of a worker: serves its requests with a Lab, and ends with its parent."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from flexattn.cache.record import Failed
+from flexattn.errors import FlexAttnError
+from flexattn.measure.failures import failed, is_sticky
+from flexattn.measure.lab import Lab
+from flexattn.measure.timing import Left
+from flexattn.measure.wire import Answer, Begun, Request, Trouble, receive, send
+
+__all__ = ["main"]
+
+
+def main(handle: int, where: str) -> None:
+    """Serve the pipe with this handle until it closes; `where` is "package.module:LabClass"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable()
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    pipe: Connection[Any, Any] = Connection(handle)
+    try:
+        lab = _load(where)
+        send(pipe, Answer(lab.device))
+    except Exception as error:
+        send(pipe, _trouble(error))
+        return
+    while True:
+        try:
+            request = receive(pipe)
+        except (EOFError, OSError):
+            return
+        send(pipe, Begun())
+        answer = _served(lab, request, pipe)
+        send(pipe, answer)
+        if isinstance(answer, Trouble) and answer.lost:
+            # Not a normal exit: that would clean up in a CUDA context that is lost.
+            os._exit(1)
+
+
+def _served(lab: Lab, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+    try:
+        if request.method == "race":
+            return _race(lab, request, pipe)
+        return Answer(getattr(lab, request.method)(*request.args))
+    except Exception as error:
+        trouble = _trouble(error)
+    # What holds the tensors of a failed run is the exception's traceback, which has ended here.
+    lost = is_sticky(trouble.failed) or not lab.recover()
+    return Trouble(_crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error)
+
+
+def _race(lab: Lab, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+    for event in lab.race(*request.args):
+        if isinstance(event, Left) and event.failure is not None:
+            what = event.failure
+            found = failed(what.error, what.message, what.stage)
+            if is_sticky(found) or not lab.recover():
+                return Trouble(_crashed(found), lost=True, index=event.index)
+        send(pipe, event)
+    return Answer()
+
+
+def _trouble(error: Exception) -> Trouble:
+    told = error if isinstance(error, FlexAttnError) else None
+    return Trouble(failed(type(error).__name__, str(error), "run"), error=told)
+
+
+def _crashed(found: Failed) -> Failed:
+    return Failed("crash", found.error, found.message)
+
+
+def _load(where: str) -> Lab:
+    module, _, name = where.partition(":")
+    lab: Lab = getattr(importlib.import_module(module), name)()
+    return lab
+
+
+def _end_with_parent(handle: int) -> None:
+    """The parent holds the pipe's other end, and nothing else does: it closes when it dies."""
+    waiter = select.poll()
+    waiter.register(handle, 0)  # a hang-up is reported without being asked for
+    waiter.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,51 @@
+"""The tensors that a problem is measured on: seeded, and laid out as its Layout says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.problem import DTYPES, Problem
+
+__all__ = ["make_inputs"]
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def make_inputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """q [B, Hq, q_len, D], k [B, Hkv, kv_len, D], v [B, Hkv, kv_len, Dv], normal, equal each time.
+
+    A head dimension that is not contiguous has stride 2; tensors that are not aligned start
+    beside a 16-byte border.
+    """
+    s, p = problem.structure, problem
+    layout = s.layout
+    draw = torch.Generator(device).manual_seed(0)
+    sizes = (
+        (p.Hq, p.q_len, s.head_dim_qk, layout.q_contiguous),
+        (p.Hkv, p.kv_len, s.head_dim_qk, layout.k_contiguous),
+        (p.Hkv, p.kv_len, s.head_dim_v, layout.v_contiguous),
+    )
+    q, k, v = (
+        _normal((p.B, heads, length, dim), _TORCH[s.dtype], contiguous, layout.aligned, draw)
+        for heads, length, dim, contiguous in sizes
+    )
+    return q, k, v
+
+
+def _normal(
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    contiguous: bool,
+    aligned: bool,
+    draw: torch.Generator,
+) -> Tensor:
+    """A view of wider rows: whole 16 bytes each, or one element beside that."""
+    dim, step, per_line = shape[-1], 1 if contiguous else 2, 16 // dtype.itemsize
+    offset = 0 if aligned else 1
+    width = dim * step + offset
+    if aligned:
+        width = -(-width // per_line) * per_line
+    rows = torch.empty((*shape[:-1], width), dtype=dtype, device=draw.device)
+    rows.normal_(generator=draw)
+    return rows[..., offset : offset + dim * step : step]

@@ -1,0 +1,217 @@
+"""Lab: where a worker's child runs candidates, with the launches that serve users."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from flexattn.cache.record import Failed, Gated, Policy
+from flexattn.device import detect
+from flexattn.dispatch import dispatcher
+from flexattn.errors import InputError, UnsupportedError
+from flexattn.launch import Lists, Outputs, prepare
+from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
+from flexattn.measure.failures import clipped
+from flexattn.measure.gate import Verdict
+from flexattn.measure.inputs import make_inputs
+from flexattn.measure.oracle import Judge, oracle
+from flexattn.measure.task import Task
+from flexattn.measure.timing import Event, race
+from flexattn.mods import Bound
+from flexattn.options import Options
+from flexattn.settings import current
+from flexattn.space.config import Config
+
+__all__ = ["DeviceLab", "Lab"]
+
+
+class Lab(Protocol):
+    """What a worker's child needs of the place where it measures; all methods may raise."""
+
+    @property
+    def device(self) -> str:
+        """A name of the accelerator that every process of the host has for it."""
+
+    def open(self, task: Task) -> None:
+        """As Measurer.open."""
+
+    def gate(self, config: Config) -> Gated | Failed:
+        """As Measurer.gate."""
+
+    def race(
+        self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
+    ) -> Iterator[Event]:
+        """As timing.race."""
+
+    def recover(self) -> bool:
+        """Free what a failed candidate left behind; whether the device still answers."""
+
+
+class DeviceLab:
+    """The process's first GPU; with FLEXATTN_INTERPRET=1 Triton's interpreter, on the CPU."""
+
+    def __init__(self) -> None:
+        if current().interpret:
+            self._where = torch.device("cpu")
+        elif torch.cuda.is_available():
+            self._where = torch.device("cuda", 0)
+            torch.cuda.set_device(self._where)
+        else:
+            raise UnsupportedError(
+                "torch sees no GPU here",
+                "times come from a GPU, or from Triton's interpreter for tests of tiny problems",
+                "run this where a GPU is, or set FLEXATTN_INTERPRET=1",
+            )
+        self._calls: dict[Config, Callable[[], Outputs]] = {}
+        self._clock: Clock | None = None
+        self._judge: Judge | None = None
+        self._build: Callable[[Config], Callable[[], Outputs]] | None = None
+
+    @property
+    def device(self) -> str:
+        """As Lab.device: the GPU's own identity, whatever CUDA_VISIBLE_DEVICES calls it."""
+        if self._where.type == "cpu":
+            return "cpu"
+        properties = torch.cuda.get_device_properties(self._where)
+        return f"gpu-{getattr(properties, 'uuid', properties.name)}"
+
+    def open(self, task: Task) -> None:
+        """As Lab.open."""
+        self._calls.clear()
+        self._clock = self._judge = self._build = None
+        self._free()
+        here = detect(self._where)
+        if here.arch != task.device.arch:
+            raise InputError(
+                f"{task.title} is for {task.device.name}, this is {here.name}",
+                "a task is measured on the device that it names",
+            )
+        structure = task.problem.structure
+        if self._where.type == "cuda":
+            # What the reference run of float32 inputs looks at.
+            torch.backends.cuda.matmul.allow_tf32 = structure.tf32
+        q, k, v = make_inputs(task.problem, self._where)
+        score, mask = _moved(task.score, self._where), _moved(task.mask, self._where)
+        lists = None
+        if task.lists is not None:
+            lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
+        self._clock = _clock(task.policy, self._where)
+        self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity)
+
+        def build(config: Config) -> Callable[[], Outputs]:
+            launch = prepare(
+                task.problem,
+                task.device,
+                self._where,
+                dispatcher(),
+                Options(exact=config),
+                q,
+                k,
+                v,
+                lists,
+            )
+            return partial(launch.run, q, k, v, task.scale, lists, score, mask)
+
+        self._build = build
+
+    def gate(self, config: Config) -> Gated | Failed:
+        """As Lab.gate."""
+        assert self._judge is not None
+        call = self._call(config)
+        with _poisoned_memory():
+            outputs = call()
+        self._synchronize()
+        return _gated(self._judge(outputs))
+
+    def race(
+        self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
+    ) -> Iterator[Event]:
+        """As Lab.race."""
+        assert self._clock is not None
+        calls = _Calls(configs, self._call)
+        return race(calls, rounds=rounds, min_ms=min_ms, clock=self._clock, limit_us=limit_us)
+
+    def recover(self) -> bool:
+        """As Lab.recover."""
+        try:
+            self._synchronize()
+            self._free()
+        except RuntimeError:
+            return False
+        return True
+
+    def _call(self, config: Config) -> Callable[[], Outputs]:
+        assert self._build is not None
+        call = self._calls.get(config)
+        if call is None:
+            call = self._calls[config] = self._build(config)
+        return call
+
+    def _synchronize(self) -> None:
+        if self._where.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self._where.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class _Calls(Sequence[Call]):
+    """The calls of configs, each built when the race comes to it: what breaks then is its own."""
+
+    configs: Sequence[Config]
+    build: Callable[[Config], Call]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.build(self.configs[index])
+
+    def __len__(self) -> int:
+        return len(self.configs)
+
+
+def _clock(policy: Policy, where: torch.device) -> Clock:
+    if where.type == "cuda":
+        return CudaClock(policy.cold_l2, policy.graph)
+    if policy.graph or policy.cold_l2:
+        raise UnsupportedError(
+            f"{policy} in the interpreter",
+            "it has neither CUDA graphs nor an L2 cache",
+            "measure with graph=False and cold_l2=False",
+        )
+    return CpuClock()
+
+
+def _moved(bound: Bound | None, where: torch.device) -> Bound | None:
+    if bound is None:
+        return None
+    return bound._replace(tensors=tuple(tensor.to(where) for tensor in bound.tensors))
+
+
+@contextlib.contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty and its kin give NaN, so that an output that nobody wrote is seen.
+
+    torch's own `torch.utils.deterministic.fill_uninitialized_memory`, which is on unless switched
+    off, does so while deterministic algorithms are asked for.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _gated(verdict: Verdict) -> Gated | Failed:
+    if verdict.faults:
+        return Failed("gate", "Fault", clipped(verdict.message()))
+    row = max(verdict.rows, key=lambda row: row.error / row.budget if row.budget else row.error)
+    return Gated(row.name, row.error, row.budget, row.reference, verdict.passed)

@@ -1,0 +1,117 @@
+"""The oracle of a task: its mods as callables, its block lists, and what both make of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from flexattn.launch import Lists
+from flexattn.measure.gate import Triple, Verdict, judge
+from flexattn.measure.slices import MaskMod, ScoreMod, Slices
+from flexattn.mods import Bound
+from flexattn.problem import Sparsity
+from flexattn.reference import Precision, Reference, attention, dense_blocks
+from flexattn.render.torch_printer import evaluate
+
+__all__ = ["Judge", "kept", "mask_callable", "oracle", "score_callable"]
+
+Judge: TypeAlias = Callable[[Triple], Verdict]
+
+# Up to so many scores and elements of k and v everything is judged, above it slices.
+WHOLE_SCORES = 2**25
+WHOLE_KV = 2**27
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    score: Bound | None,
+    mask: Bound | None,
+    lists: Lists | None,
+    sparsity: Sparsity | None,
+) -> Judge:
+    """What judges attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev].
+
+    All of them where the oracle is affordable, else slices. It is computed here, once for all.
+    """
+    score_mod = None if score is None else score_callable(score)
+    mask_mod = None if mask is None else mask_callable(mask)
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if scores > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV:
+        if lists is not None and sparsity is not None:
+            mask_mod = kept(lists, sparsity, mask_mod, k.shape[2])
+        return Slices.of(q, k, v, score_mod, mask_mod, scale).judge_all
+    block_mask = None
+    if lists is not None and sparsity is not None:
+        block_mask = _block_mask(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
+
+    def run(precision: Precision) -> Reference:
+        return attention(
+            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, precision=precision
+        )
+
+    with torch.no_grad():
+        exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)
+    return lambda got: judge(got, exact, rounded, q.dtype)
+
+
+def score_callable(bound: Bound) -> ScoreMod:
+    """A score_mod as torch's callable; in float64 where the score is."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        env = {"score": score, "b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        wide = score.dtype == torch.float64
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
+
+    return score_mod
+
+
+def mask_callable(bound: Bound) -> MaskMod:
+    """A mask_mod as torch's callable, in the dtypes that the kernel has: it decides as it does."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        env = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
+
+    return mask_mod
+
+
+def kept(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int) -> MaskMod:
+    """Which lanes a kernel attends: full blocks whole, partial ones where mask_mod says so."""
+    cols = -(-kv_len // sparsity.kv_block)
+    partial = dense_blocks(lists.kv_num, lists.kv_idx, cols)
+    full = None
+    if lists.full_num is not None and lists.full_idx is not None:
+        full = dense_blocks(lists.full_num, lists.full_idx, cols)
+
+    def lane(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        place = [
+            b % partial.shape[0],
+            h % partial.shape[1],
+            q_idx // sparsity.q_block,
+            kv_idx // sparsity.kv_block,
+        ]
+        listed: Tensor = torch.ops.aten.index.Tensor(partial, place)
+        if mask_mod is not None:
+            listed = listed & mask_mod(b, h, q_idx, kv_idx)
+        return listed if full is None else listed | torch.ops.aten.index.Tensor(full, place)
+
+    return lane
+
+
+def _block_mask(
+    lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, lengths: tuple[int, int]
+) -> BlockMask:
+    fixed: dict[str, Any] = {
+        "BLOCK_SIZE": (sparsity.q_block, sparsity.kv_block),
+        "mask_mod": noop_mask if mask_mod is None else mask_mod,
+        "seq_lengths": lengths,
+    }
+    mask: BlockMask = BlockMask.from_kv_blocks(*lists, **fixed)
+    return mask

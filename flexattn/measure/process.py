@@ -1,0 +1,153 @@
+"""ChildProcess: a process of its own that measures, with a deadline on everything it is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
+from typing import IO, Any
+
+from flexattn.cache.record import Failed
+from flexattn.errors import MeasureError
+from flexattn.measure.failures import clipped
+from flexattn.measure.wire import Answer, Request, Trouble, receive, send
+from flexattn.settings import log, worker_environment
+
+__all__ = ["ChildProcess", "Died"]
+
+_KEPT_BYTES = 16 << 10
+# A process whose kernel spins is gone when the driver has stopped the kernel.
+_REAP_SECONDS = 30.0
+
+
+class Died(Exception):
+    """The child is gone, or was silent for too long and is killed; `failed` says how."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class ChildProcess:
+    """A child that serves requests with a Lab on one GPU; not for two threads at once.
+
+    Not multiprocessing's: that would import the caller's script a second time, and the GPU is
+    chosen by an environment that must stand before anything is imported.
+    """
+
+    def __init__(self, lab: str, gpu: int, patience: float) -> None:
+        """Start it, and wait until its lab is there. Raises MeasureError, or what the lab says."""
+        self._pipe: Connection[Any, Any]
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "flexattn.measure.child", str(theirs.fileno()), lab],
+                env=worker_environment(gpu),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        assert self._process.stdout is not None
+        self._words = _Words(self._process.stdout)
+        try:
+            hello = self._receive(patience)
+        except Died as died:
+            raise MeasureError(f"the worker's child did not start: {died}") from died
+        except BaseException:
+            self.end()
+            raise
+        if isinstance(hello, Trouble):
+            self.end()
+            if hello.error is not None:
+                raise hello.error
+            raise MeasureError(f"{lab} did not start: {hello.failed.message}")
+        self.device: str = hello.value
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def exchange(self, request: Request, patience: float) -> Iterator[Any]:
+        """Its messages about a request, the first Begun, the last an Answer or a Trouble.
+
+        patience: seconds it may be silent. Raises Died. Whoever stops before the last message
+        must end the child.
+        """
+        # A child that does not read blocks the writer of a large task.
+        watch = threading.Timer(patience, self._process.kill)
+        watch.start()
+        try:
+            send(self._pipe, request)
+        except OSError:
+            raise self._died() from None
+        finally:
+            watch.cancel()
+        while True:
+            message = self._receive(patience)
+            yield message
+            if isinstance(message, (Answer, Trouble)):
+                return
+
+    def end(self) -> None:
+        """Kill it and give everything back."""
+        self._process.kill()
+        self._pipe.close()
+        try:
+            self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d does not die; its GPU may stay busy", self.pid)
+
+    def _receive(self, patience: float) -> Any:
+        try:
+            if self._pipe.poll(patience):
+                return receive(self._pipe)
+        except (EOFError, OSError):
+            raise self._died() from None
+        self.end()
+        raise Died(Failed("hang", "Deadline", self._told(f"silent for {patience:g} s, killed")))
+
+    def _died(self) -> Died:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # the pipe closes a moment before the process is gone
+        self.end()
+        status = self._process.returncode or 0
+        name = f"exit status {status}"
+        if status < 0:
+            name = signal.Signals(-status).name
+        return Died(Failed("crash", name, self._told(f"the worker's child ended with {name}")))
+
+    def _told(self, what: str) -> str:
+        words = self._words.last()
+        return f"{what}; its last words:\n{words}" if words else what
+
+
+class _Words(threading.Thread):
+    """Reads what a child prints, so that it never blocks on it, and keeps the end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._stream = stream
+        self._kept = b""
+        self.start()
+
+    def run(self) -> None:
+        with self._stream:
+            while chunk := os.read(self._stream.fileno(), _KEPT_BYTES):
+                self._kept = (self._kept + chunk)[-_KEPT_BYTES:]
+
+    def last(self) -> str:
+        """The end of it; of a child that has ended, all that it still said."""
+        self.join(timeout=1.0)
+        return clipped(self._kept.decode(errors="replace"), 1500)

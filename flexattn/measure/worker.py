@@ -1,0 +1,261 @@
+"""Worker: measures in a child process of one GPU, and survives whatever a candidate does to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from flexattn.cache.record import Failed, Gated
+from flexattn.errors import MeasureError
+from flexattn.measure.failures import failed
+from flexattn.measure.lock import device_lock
+from flexattn.measure.process import ChildProcess, Died
+from flexattn.measure.task import Task
+from flexattn.measure.timing import Left, Takes, Took
+from flexattn.measure.wire import Answer, Begun, Request, Trouble
+from flexattn.problem import Problem
+from flexattn.settings import log
+from flexattn.space.config import Config
+
+__all__ = ["Deadlines", "Worker"]
+
+# Deaths of a child that no config can be blamed for, in one call.
+_UNEXPLAINED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that a child may be silent before it is killed.
+
+    start: until it has imported everything. open: until a task's oracle is there. gate: for one
+    config, which may have to be compiled. step: for one value of a race, or one warm-up.
+    """
+
+    start: float = 180.0
+    open: float = 300.0
+    gate: float = 120.0
+    step: float = 60.0
+
+
+class Worker:
+    """The Measurer of a GPU: asks a child process, kills it at a deadline, and starts another.
+
+    lab: "package.module:Class" of the child's Lab. gpu: index among the GPUs this process sees.
+    say: told when the worker waits for another tuner. A config whose child died or hung is a
+    typed failure and never tried again on its problem; the others go on in the next child.
+    """
+
+    def __init__(
+        self,
+        lab: str = "flexattn.measure.lab:DeviceLab",
+        gpu: int = 0,
+        deadlines: Deadlines | None = None,
+        say: Callable[[str], None] = log.warning,
+    ) -> None:
+        self._lab = lab
+        self._gpu = gpu
+        self._deadlines = deadlines or Deadlines()
+        self._say = say
+        self._task: Task | None = None
+        self._child: ChildProcess | None = None
+        self._is_open = False
+        self._fatal: dict[tuple[Problem, Config], Failed] = {}
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id, where there is one."""
+        return None if self._child is None else self._child.pid
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def open(self, task: Task) -> None:
+        """As Measurer.open."""
+        self._task = task
+        self._is_open = False
+        self._ready()
+
+    def gate(self, config: Config) -> Gated | Failed:
+        """As Measurer.gate."""
+        known = self._known(config)
+        if known is not None:
+            return known
+        got = self._ask(self._ready, Request("gate", (config,)), self._deadlines.gate)
+        if isinstance(got, Trouble):
+            return self._noted(config, got.failed)
+        verdict: Gated | Failed = got.value
+        return verdict
+
+    def sample(
+        self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float = math.inf
+    ) -> list[tuple[float, ...] | Failed]:
+        """As Measurer.sample.
+
+        A child that dies takes only the round it was in with it: the next one goes on with the
+        configs that are left, so that values of one index are still of one round.
+        """
+        found: dict[int, tuple[float, ...] | Failed] = {}
+        for i, config in enumerate(configs):
+            known = self._known(config)
+            if known is not None:
+                found[i] = known
+        running = [i for i in range(len(configs)) if i not in found]
+        taken: dict[int, tuple[float, ...]] = dict.fromkeys(running, ())
+        done = unexplained = 0
+        while running and done < rounds:
+            limit = math.inf if done else limit_us
+            asked = tuple(configs[i] for i in running), rounds - done, min_ms, limit
+            leg = _Leg(len(running))
+            trouble = self._race(Request("race", asked), leg)
+            if trouble is not None and trouble.index is not None:
+                culprit = configs[running[trouble.index]]
+                leg.out[trouble.index] = self._noted(culprit, trouble.failed)
+            elif trouble is not None:
+                unexplained += 1
+                if trouble.error is not None or unexplained > _UNEXPLAINED:
+                    raise trouble.error or _lost(trouble.failed)
+            complete = leg.complete()
+            for place, i in enumerate(running):
+                if place in leg.out:
+                    found[i] = leg.out[place] or tuple(leg.took[place])
+                else:
+                    taken[i] += tuple(leg.took[place][:complete])
+            running = [i for i in running if i not in found]
+            done += complete
+        return [found[i] if i in found else taken[i] for i in range(len(configs))]
+
+    def close(self) -> None:
+        """As Measurer.close: ends the child."""
+        self._task = None
+        self._end()
+
+    def _known(self, config: Config) -> Failed | None:
+        return None if self._task is None else self._fatal.get((self._task.problem, config))
+
+    def _noted(self, config: Config, failure: Failed) -> Failed:
+        if failure.stage in ("crash", "hang") and self._task is not None:
+            self._fatal[self._task.problem, config] = failure
+        return failure
+
+    def _ready(self) -> ChildProcess:
+        """A child that has opened the task. Raises MeasureError, or why the task is refused."""
+        if self._task is None:
+            raise MeasureError("no task is open", "open(task) comes first, and close() last")
+        child = self._started()
+        if self._is_open:
+            return child
+        got = self._ask(self._started, Request("open", (self._task,)), self._deadlines.open)
+        if isinstance(got, Trouble):
+            raise got.error if got.error is not None else _lost(got.failed)
+        self._is_open = True
+        assert self._child is not None
+        return self._child
+
+    def _started(self) -> ChildProcess:
+        if self._child is not None and not self._child.alive:
+            self._end()
+        if self._child is None:
+            self._child = ChildProcess(self._lab, self._gpu, self._deadlines.start)
+            self.starts += 1
+        return self._child
+
+    def _ask(
+        self, where: Callable[[], ChildProcess], request: Request, patience: float
+    ) -> Answer | Trouble:
+        """Once more, in another child, where one dies before it has the request."""
+        attempts = 1 + _UNEXPLAINED
+        while True:
+            child = where()
+            with device_lock(child.device, alone=False, say=self._say):
+                got = self._exchange(child, request, patience, _Leg(0))
+            attempts -= 1
+            if isinstance(got, Answer) or got.begun:
+                return got
+            if not attempts:
+                raise _lost(got.failed)
+
+    def _race(self, request: Request, leg: _Leg) -> Trouble | None:
+        child = self._ready()
+        with device_lock(child.device, alone=True, say=self._say):
+            got = self._exchange(child, request, self._deadlines.step, leg)
+        return got if isinstance(got, Trouble) else None
+
+    def _exchange(
+        self, child: ChildProcess, request: Request, patience: float, leg: _Leg
+    ) -> Answer | Trouble:
+        last: Answer | Trouble | None = None
+        begun = False
+        try:
+            for message in child.exchange(request, patience):
+                if isinstance(message, (Answer, Trouble)):
+                    last = message
+                elif isinstance(message, Begun):
+                    begun = True
+                else:
+                    leg.add(message)
+        except Died as died:
+            last = Trouble(died.failed, lost=True, index=leg.current, begun=begun)
+        except BaseException:
+            # Ctrl-C in the middle: an answer is still to come, which nobody would ask for.
+            self._end()
+            raise
+        assert last is not None
+        if isinstance(last, Trouble) and last.lost:
+            self._end()
+        return last
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+        self._child = None
+        self._is_open = False
+
+
+@dataclass
+class _Leg:
+    """A race as far as one child has run it.
+
+    current: who runs. out: who left, with the failure, or None for the hopelessly slow.
+    """
+
+    size: int
+    current: int | None = None
+    out: dict[int, Failed | None] = field(default_factory=dict)
+    took: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.took = [[] for _ in range(self.size)]
+
+    def add(self, event: Takes | Took | Left) -> None:
+        if isinstance(event, Takes):
+            self.current = event.index
+        elif isinstance(event, Took):
+            self.took[event.index].append(event.us)
+        else:
+            what = event.failure
+            self.out[event.index] = (
+                None if what is None else failed(what.error, what.message, what.stage)
+            )
+
+    def complete(self) -> int:
+        """Rounds that everyone who is left has finished."""
+        return min((len(took) for i, took in enumerate(self.took) if i not in self.out), default=0)
+
+
+def _lost(failure: Failed) -> MeasureError:
+    return MeasureError(
+        f"the worker's child failed ({failure.stage}, {failure.error}): {failure.message}",
+        "a fresh child can open the task, and lives until a config runs",
+        "look at the device (nvidia-smi, dmesg), then try again",
+    )

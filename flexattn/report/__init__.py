@@ -1,0 +1,1 @@
+"""report: records as numbers, pictures, and one page that needs nothing else."""

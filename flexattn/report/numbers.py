@@ -1,0 +1,236 @@
+"""What a record says once its samples are summed up: pure numbers, no pictures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+
+from flexattn.cache.record import Record, Trial
+from flexattn.measure.timing import Ratio, Samples, paired_ratio
+from flexattn.space.config import Config
+
+__all__ = [
+    "Effect",
+    "Landscape",
+    "Reason",
+    "Timed",
+    "axes",
+    "effects",
+    "gain",
+    "label",
+    "landscape",
+    "reasons",
+    "short",
+    "timed",
+]
+
+Value = int | str  # of one field of a config; switches are False and True
+
+# The plane of the landscape: the first pair of axes that both vary, else the first two that do.
+PLANES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "num_splits"))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One config's time in microseconds a call: the median of its rounds and their quartiles.
+
+    trial: its index in the record. final: the rounds are those of the finalists' race.
+    """
+
+    trial: int
+    config: Config
+    us: float
+    low: float
+    high: float
+    rounds: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Landscape:
+    """The best median, in microseconds, for each pair of values of two axes; None: no time there.
+
+    best[i][j] belongs to rows[i] and columns[j].
+    """
+
+    row_axis: str
+    column_axis: str
+    rows: tuple[Value, ...]
+    columns: tuple[Value, ...]
+    best: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One axis of the space: the best median each of its values reaches, other axes free.
+
+    values: (value, best microseconds, configs timed). cost: how much slower the best becomes when
+    the axis is held at its worst value, 0.1 for 10 %.
+    """
+
+    axis: str
+    values: tuple[tuple[Value, float, int], ...]
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Configs without a time: the stage that stopped them, why, how many, and an example."""
+
+    stage: str
+    name: str
+    count: int
+    example: str = ""
+
+
+def timed(record: Record) -> tuple[Timed, ...]:
+    """Every config with a time, the fastest first."""
+    found = []
+    for index, trial in enumerate(record.trials):
+        source = _source(record, trial)
+        samples = source.finals or source.screening
+        if trial.failed is None and source.failed is None and samples:
+            low, middle, high = _quartiles(samples)
+            found.append(
+                Timed(index, trial.config, middle, low, high, len(samples), bool(source.finals))
+            )
+    return tuple(sorted(found, key=lambda each: each.us))
+
+
+def axes(record: Record) -> tuple[str, ...]:
+    """The numbers of a config that differ among the timed ones, in the config's order."""
+    configs = [each.config for each in timed(record)]
+    if not configs:
+        return ()
+    names = [field.name for field in fields(configs[0])]
+    return tuple(n for n in names if len({getattr(config, n) for config in configs}) > 1)
+
+
+def landscape(record: Record) -> Landscape | None:
+    """The space seen from above along its two main axes; None where fewer than two vary."""
+    varying = axes(record)
+    if len(varying) < 2:
+        return None
+    plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
+    best: dict[tuple[Value, Value], float] = {}
+    for each in reversed(timed(record)):  # the fastest comes last and stays
+        best[getattr(each.config, plane[0]), getattr(each.config, plane[1])] = each.us
+    rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
+    return Landscape(
+        plane[0],
+        plane[1],
+        rows,
+        columns,
+        tuple(tuple(best.get((row, column)) for column in columns) for row in rows),
+    )
+
+
+def effects(record: Record) -> tuple[Effect, ...]:
+    """The axes that vary, the dearest first."""
+    found = []
+    times = timed(record)
+    for axis in axes(record):
+        by_value: dict[Value, list[float]] = {}
+        for each in times:
+            by_value.setdefault(getattr(each.config, axis), []).append(each.us)
+        found_values = _ordered(by_value)
+        values = tuple((v, min(by_value[v]), len(by_value[v])) for v in found_values)
+        best = [us for _, us, _ in values]
+        found.append(Effect(axis, values, max(best) / min(best) - 1))
+    return tuple(sorted(found, key=lambda effect: -effect.cost))
+
+
+def gain(record: Record) -> Ratio:
+    """Time of the static default over that of the winner, round by round, with its interval.
+
+    Rounds of the race where both ran it, else of the screening; NaN where no round is common.
+    """
+    default, winner = (
+        _source(record, record.trials[index])
+        for index in (record.decision.default, record.decision.winner)
+    )
+    screened = default.screening[winner.start :]
+    for pair in ((default.finals, winner.finals), (screened, winner.screening)):
+        common = min(map(len, pair))
+        if common:
+            a, b = (Samples(samples[:common]) for samples in pair)
+            return paired_ratio(a, b)
+    return Ratio(math.nan, math.nan, math.nan, 0)
+
+
+def reasons(record: Record) -> tuple[Reason, ...]:
+    """Why configs have no time: those not built by a rule or for want of time, then the others."""
+    rejected = [
+        Reason("not built", name, count) for name, count in sorted(record.rejected, key=_by_count)
+    ]
+    failed: dict[tuple[str, str], list[Trial]] = {}
+    for trial in record.trials:
+        stage = _stage(record, trial)
+        if stage is not None:
+            failed.setdefault(stage, []).append(trial)
+    rest = [
+        Reason(stage, name, len(trials), _example(trials[0]))
+        for (stage, name), trials in sorted(failed.items(), key=lambda item: -len(item[1]))
+    ]
+    return (*rejected, *rest)
+
+
+def short(config: Config) -> str:
+    """A config in a table's cell: `128x64 w4 s2`, then what differs from a field's own default."""
+    text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.default is not MISSING and value != field.default:
+            name = field.name.removeprefix("use_").removeprefix("num_")
+            text += f" {name}" if value is True else f" {name}={label(value)}"
+    return text
+
+
+def label(value: Value) -> str:
+    """An axis' value in words: switches are on or off."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
+
+def _source(record: Record, trial: Trial) -> Trial:
+    """The trial that was timed for this one: another where the machine code is the same."""
+    return trial if trial.same_code_as is None else record.trials[trial.same_code_as]
+
+
+def _stage(record: Record, trial: Trial) -> tuple[str, str] | None:
+    """Stage and reason of a trial without a time; None for a timed one."""
+    if trial.failed is not None:
+        return trial.failed.stage, trial.failed.error
+    source = _source(record, trial)
+    if source.failed is not None:
+        return source.failed.stage, source.failed.error
+    if source.finals or source.screening:
+        return None
+    if trial.gate is not None and not trial.gate.passed:
+        return "gate", "over budget"
+    return "not run", "left out by the search or the budget"
+
+
+def _example(trial: Trial) -> str:
+    text = short(trial.config)
+    if trial.failed is not None and trial.failed.message:
+        first = trial.failed.message.strip().splitlines()[0]
+        text += f": {first[:160]}"
+    return text
+
+
+def _ordered(values: Iterable[Value]) -> tuple[Value, ...]:
+    """Each value once; numbers by size, words by the alphabet."""
+    return tuple(sorted(set(values), key=lambda value: (isinstance(value, str), value)))
+
+
+def _by_count(item: tuple[str, int]) -> int:
+    return -item[1]
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    if len(samples) < 2:
+        return samples[0], samples[0], samples[0]
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, middle, high

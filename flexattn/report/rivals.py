@@ -1,0 +1,139 @@
+"""Ours beside torch: the rows of a bench's JSON, with paired ratios, as the report shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexattn.errors import InputError
+from flexattn.measure.timing import Ratio, Samples, paired_ratio
+
+__all__ = ["OURS", "Bench", "Rival", "Row", "geometric_mean", "read"]
+
+SCHEMA, OURS = 1, "flexattn"
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another kernel's time on a row: median microseconds, and its time over ours, paired."""
+
+    name: str
+    us: float
+    ratio: Ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a bench: our median in microseconds, NaN where ours has none, and the rivals'."""
+
+    name: str
+    us: float
+    rivals: tuple[Rival, ...]
+
+    def rival(self, name: str) -> Rival | None:
+        """The rival of a name, if it ran this row."""
+        return next((rival for rival in self.rivals if rival.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What one bench measured: its name, the machine in words, its rows."""
+
+    name: str
+    machine: str
+    rows: tuple[Row, ...]
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """Every rival's name once, in the order of the rows."""
+        return tuple(dict.fromkeys(rival.name for row in self.rows for rival in row.rivals))
+
+    def row(self, title: str) -> Row | None:
+        """The row of a problem of this title, however its words are joined."""
+        return next((row for row in self.rows if _plain(row.name) == _plain(title)), None)
+
+
+def read(path: Path) -> Bench:
+    """What `python -m bench.…` or `flexattn bench --json` wrote; else raises InputError."""
+    try:
+        data = json.loads(path.read_text())
+        return _from_verb(data) if "schema" not in data else _from_project(data)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", "--bench names a file") from error
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path} is no bench's result: {type(error).__name__}: {error}",
+            f"it is JSON of schema {SCHEMA}, or what `flexattn bench --json` prints",
+        ) from error
+
+
+def _from_project(data: dict[str, Any]) -> Bench:
+    """All samples of every row, as the scripts of bench/ save them."""
+    if data["schema"] != SCHEMA:
+        raise ValueError(f"schema {data['schema']!r}")
+    machine = ", ".join(f"{name} {value}" for name, value in data["environments"][0].items())
+    return Bench(str(data["bench"]), machine, tuple(_row(row) for row in data["rows"]))
+
+
+def _from_verb(data: dict[str, Any]) -> Bench:
+    """Medians and paired ratios of every row, as the verb prints them."""
+    return Bench("tuned workloads", str(data["device"]), tuple(map(_told, data["rows"])))
+
+
+def geometric_mean(bench: Bench, rival: str) -> float:
+    """Geometric mean of a rival's time over ours; NaN where no row has both."""
+    logs = [
+        math.log(each.ratio.value)
+        for row in bench.rows
+        for each in row.rivals
+        if each.name == rival and each.ratio.value > 0
+    ]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+
+
+def _row(data: dict[str, Any]) -> Row:
+    samples = {
+        str(name): Samples(tuple(float(us) for us in each["us"]))
+        for name, each in data["samples"].items()
+        if each["us"] and _green(data, name)
+    }
+    ours = samples.pop(OURS, Samples())
+    rivals = tuple(Rival(name, each.median, _ratio(each, ours)) for name, each in samples.items())
+    return Row(str(data["name"]), ours.median, rivals)
+
+
+def _told(data: dict[str, Any]) -> Row:
+    us, ratios = (
+        {str(name): float(value) for name, value in data[field].items() if value is not None}
+        for field in ("us", "ratio")
+    )
+    ours = us.pop(OURS, math.nan) if data["passed"] else math.nan
+    rivals = tuple(
+        Rival(name, each, _plain_ratio(math.nan if math.isnan(ours) else ratios.get(name)))
+        for name, each in us.items()
+        if name != OURS
+    )
+    return Row(str(data["title"]), ours, rivals)
+
+
+def _plain_ratio(value: float | None) -> Ratio:
+    """A ratio whose interval was not kept."""
+    return Ratio(math.nan if value is None else value, math.nan, math.nan, 0)
+
+
+def _green(data: dict[str, Any], name: str) -> bool:
+    gate = data.get("gates", {}).get(name)
+    return gate is None or bool(gate["passed"])
+
+
+def _ratio(rival: Samples, ours: Samples) -> Ratio:
+    if len(rival.us) != len(ours.us) or not ours.us:
+        return Ratio(math.nan, math.nan, math.nan, 0)
+    return paired_ratio(rival, ours)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,0 +1,98 @@
+"""Useful work of a problem, and how near a time comes to what the device can do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from flexattn.cache.record import Record
+from flexattn.problem import ITEMSIZE
+from flexattn.report.limits import Limits, limits_of
+
+__all__ = ["Density", "Reach", "Work", "reach", "work"]
+
+
+Density = Literal["exact", "class", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call must do: floating-point operations, and bytes of q, k, v and out, each once.
+
+    kept: the share of query and key pairs that the mask's listed blocks hold. density: "exact"
+    without a mask; "class" where the mask's class says it, to a factor of about 1.4; "unknown"
+    where nothing does and every pair is counted, so that rates are upper bounds.
+    """
+
+    flops: float
+    bytes: float
+    kept: float
+    density: Density
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte."""
+        return self.flops / self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A time as rates, in TFLOP/s and TB/s, and as a share of the limit that binds.
+
+    bound: "compute" or "memory", the lower of the two roofs at this intensity. share and bound
+    are None where the device's limits are not known.
+    """
+
+    tflops: float
+    bandwidth: float
+    share: float | None
+    bound: Literal["compute", "memory"] | None
+
+
+def work(record: Record) -> Work:
+    """The work of one call of a record's problem, at the sizes that were measured.
+
+    Two products of 2 x head dimension for each pair that is kept, as bench counts them. Keys
+    that no block lists are not read; decode reads each key once for all heads of a group.
+    """
+    key = record.key
+    B, q_len, kv_len = record.sizes
+    kept, density = _kept(key.mask_class)
+    dims = key.head_dim_qk + key.head_dim_v
+    flops = 2.0 * B * key.Hq * q_len * kv_len * dims * kept
+    # One query row reads the kept keys alone; many rows together read all of them.
+    read = kept if key.kind == "decode" else 1.0
+    elements = B * dims * (key.Hq * q_len + key.Hkv * kv_len * read)
+    return Work(flops, float(elements * ITEMSIZE[key.dtype]), kept, density)
+
+
+def reach(record: Record, us: float) -> Reach:
+    """What a call that takes `us` microseconds reaches of its device's limits."""
+    done = work(record)
+    tflops, bandwidth = done.flops / us / 1e6, done.bytes / us / 1e6
+    found = limits_of(record.environment.device)
+    if found is None:
+        return Reach(tflops, bandwidth, None, None)
+    roof = _roof(found, record, done.intensity)
+    bound: Literal["compute", "memory"] = (
+        "memory" if done.intensity < found.ridge(record.key.dtype, tf32(record)) else "compute"
+    )
+    return Reach(tflops, bandwidth, tflops / roof, bound)
+
+
+def tf32(record: Record) -> bool:
+    """Whether float32 products may round to tf32 in this record's problem."""
+    return "tf32" in record.key.precision.split()
+
+
+def _roof(limits: Limits, record: Record, intensity: float) -> float:
+    return min(limits.peak(record.key.dtype, tf32(record)), limits.bandwidth * intensity)
+
+
+def _kept(mask_class: str) -> tuple[float, Density]:
+    """The share of pairs that a mask's class names ("d1/8 i2 runs"), and how well it is known."""
+    if not mask_class:
+        return 1.0, "exact"
+    found = re.match(r"d1(?:/(\d+))?\b", mask_class)
+    return (1 / int(found.group(1) or 1), "class") if found else (1.0, "unknown")

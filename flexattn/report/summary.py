@@ -1,0 +1,175 @@
+"""Summary: one record as the report's tables and its JSON say it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flexattn.cache.key import Key
+from flexattn.cache.record import Record, Trial
+from flexattn.report.importance import Importance, importance
+from flexattn.report.numbers import Reason, effects, gain, reasons, short, timed
+from flexattn.report.occupancy import device_of, occupancy
+from flexattn.report.rivals import Bench, Row
+from flexattn.report.roofline import Density, Reach, reach, work
+
+__all__ = ["Side", "Summary", "sizes", "summarize"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The default or the winner: config, microseconds, resources; None where it is not known.
+
+    blocks: of an SM at once; limit: what is lacking for one more.
+    """
+
+    config: str
+    us: float | None
+    low: float | None
+    high: float | None
+    rounds: int
+    registers: int | None
+    spills: int | None
+    shared_memory: int | None
+    blocks: int | None
+    limit: str
+    error: float | None
+    budget: float | None
+    reach: Reach | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One problem's result. speedup, low, high: the default's time over the winner's, paired.
+
+    speedup is None where the default has no time. torch: the best rival of the bench whose name
+    starts with torch, and its time over ours. transfer: measured regret at other keys.
+    """
+
+    title: str
+    problem: str
+    device: str
+    provenance: str
+    made: str
+    seconds: float
+    default: Side
+    winner: Side
+    changed: bool
+    speedup: float | None
+    low: float | None
+    high: float | None
+    rounds: int
+    p_value: float
+    margin: float
+    confidence: float
+    why: str
+    kept: float
+    density: Density
+    intensity: float
+    timed: int
+    untimed: int
+    importance: Importance
+    costs: tuple[tuple[str, float], ...]
+    reasons: tuple[Reason, ...]
+    transfer: tuple[tuple[str, float], ...]
+    torch: tuple[str, float] | None
+    note: str
+
+
+def summarize(record: Record, benches: tuple[Bench, ...] = ()) -> Summary:
+    """Everything the page says about a record, but for the pictures."""
+    decision, done = record.decision, work(record)
+    ratio, untimed = gain(record), reasons(record)
+    known = not math.isnan(ratio.value)
+    return Summary(
+        title=record.title or record.key.digest(),
+        problem=_problem(record),
+        device=record.environment.device,
+        provenance=record.provenance,
+        made=record.made,
+        seconds=record.seconds,
+        default=_side(record, decision.default),
+        winner=_side(record, decision.winner),
+        changed=decision.winner != decision.default,
+        speedup=ratio.value if known else None,
+        low=ratio.low if known else None,
+        high=ratio.high if known else None,
+        rounds=ratio.rounds,
+        p_value=decision.p_value,
+        margin=decision.margin,
+        confidence=decision.confidence,
+        why=decision.why,
+        kept=done.kept,
+        density=done.density,
+        intensity=done.intensity,
+        timed=len(timed(record)),
+        untimed=sum(reason.count for reason in untimed),
+        importance=importance(record),
+        costs=tuple((effect.axis, effect.cost) for effect in effects(record)),
+        reasons=untimed,
+        transfer=record.transfer,
+        torch=_best_torch(record, benches),
+        note=record.note,
+    )
+
+
+def sizes(key: Key, measured: tuple[int, int, int]) -> str:
+    """Heads, sizes and head dimension in one line, the sizes as they were measured."""
+    B, q_len, kv_len = measured
+    dims = str(key.head_dim_qk)
+    if key.head_dim_v != key.head_dim_qk:
+        dims += f"/{key.head_dim_v}"
+    return f"B={B} Hq={key.Hq} Hkv={key.Hkv} q_len={q_len} kv_len={kv_len} D={dims}"
+
+
+def _problem(record: Record) -> str:
+    key = record.key
+    parts = [f"{key.kind} {key.dtype} {sizes(key, record.sizes)}"]
+    parts += ["score_mod"] * bool(key.score) + ["mask_mod"] * bool(key.mask)
+    if key.blocks:
+        parts.append(f"blocks {key.blocks}")
+    if key.mask_class:
+        parts.append(f"mask class {key.mask_class}")
+    if key.precision:
+        parts.append(key.precision)
+    return ", ".join(parts)
+
+
+def _side(record: Record, index: int) -> Side:
+    trial = record.trials[index]
+    found = next((each for each in timed(record) if each.trial == index), None)
+    built = bool(trial.registers)
+    device = device_of(record.environment.device, record.environment.arch)
+    held = None if device is None else occupancy(trial, device)
+    return Side(
+        config=short(trial.config),
+        us=found.us if found else None,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        rounds=found.rounds if found else 0,
+        registers=trial.registers if built else None,
+        spills=trial.spills if built else None,
+        shared_memory=trial.shared_memory if built else None,
+        blocks=held.blocks if held else None,
+        limit=held.limit if held else "",
+        error=_gate(trial)[0],
+        budget=_gate(trial)[1],
+        reach=reach(record, found.us) if found else None,
+    )
+
+
+def _gate(trial: Trial) -> tuple[float | None, float | None]:
+    return (trial.gate.error, trial.gate.budget) if trial.gate else (None, None)
+
+
+def _best_torch(record: Record, benches: tuple[Bench, ...]) -> tuple[str, float] | None:
+    """torch's own best on the bench's row of this title, with its time over ours."""
+    rows = [bench.row(record.title) for bench in benches if record.title]
+    found: list[tuple[str, float]] = [
+        (rival.name, rival.ratio.value)
+        for row in rows
+        if isinstance(row, Row)
+        for rival in row.rivals
+        if rival.name.startswith("torch") and not math.isnan(rival.ratio.value)
+    ]
+    return min(found, key=lambda each: each[1]) if found else None

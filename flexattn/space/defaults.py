@@ -1,0 +1,117 @@
+"""The static defaults: where to start, and what to fall back to, with nothing tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.problem import Problem
+from flexattn.space.config import Config, DecodeConfig, PrefillConfig
+from flexattn.space.rules import reasons
+from flexattn.space.tiles import suited
+
+__all__ = ["candidates", "default"]
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Config]:
+    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+
+    Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
+    between two tile heights. Raises ConfigError with the reasons when nothing can run.
+    """
+    structure = problem.structure
+    rejected: list[str] = []
+    offered = False
+    for candidate in _preferences(problem, device):
+        config = suited(candidate, structure)
+        found = reasons(config, structure, device)
+        if not found:
+            offered = True
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if not offered:
+        raise ConfigError(
+            f"no config of the {structure.kind} template fits {problem.describe()}",
+            "\n        ".join(rejected[-4:]),
+            "use smaller head dimensions",
+        )
+
+
+def default(problem: Problem, device: Device) -> Config:
+    """The static default: the first config of the arch's preferences that can run here."""
+    return next(candidates(problem, device))
+
+
+def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
+    structure = problem.structure
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    if structure.kind == "decode":
+        yield from _decode_preferences(problem, widest, device)
+        return
+    if structure.dtype == "float32":
+        # Without matrix instructions the tile lives in registers: small tiles.
+        for shape in ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1)):
+            yield PrefillConfig(*shape)
+        yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
+        return
+    table = _PREFILL.get(device.arch, _PREFILL["small"])
+    if device.backend == "hip":
+        table = _PREFILL["hip"]
+    for limit, configs in table:
+        if widest <= limit:
+            yield from configs
+            break
+    yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
+    yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
+    yield PrefillConfig(16, 16, 8, 1)
+
+
+# Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
+# fit 99 KiB of shared memory, or the LDS of CDNA, without spills.
+_PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
+    "sm_90": (
+        (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
+        (
+            128,
+            (
+                PrefillConfig(128, 64, 4, 2, True),
+                PrefillConfig(128, 128, 8, 3, True),
+                PrefillConfig(128, 128, 8, 2, True),
+                PrefillConfig(64, 64, 4, 2, True),
+                PrefillConfig(128, 128, 8, 2),
+                PrefillConfig(128, 64, 8, 2),
+            ),
+        ),
+        (256, (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2))),
+        (576, (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1))),
+    ),
+    "small": (
+        (64, (PrefillConfig(128, 64, 4, 3),)),
+        (128, (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 32, 8, 2))),
+        (256, (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))),
+        (576, (PrefillConfig(32, 16, 8, 1),)),
+    ),
+    "hip": (
+        (64, (PrefillConfig(128, 64, 4, 1),)),
+        (128, (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1))),
+        (256, (PrefillConfig(64, 32, 4, 1),)),
+        (576, (PrefillConfig(32, 16, 4, 1),)),
+    ),
+}
+
+
+def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterator[Config]:
+    rows = problem.q_len * problem.structure.packed_heads
+    heights = (16,) if rows <= 16 else (64, 32, 16)
+    wide = device.shared_memory > 160 * 1024 and problem.structure.dtype != "float32"
+    for height in heights:
+        warps = 8 if height * widest >= 64 * 256 else 4
+        if wide:
+            width = 128 if widest <= 128 else 64
+            yield DecodeConfig(height, width if height == 16 else 64, warps, 3)
+        if widest <= 128:
+            yield DecodeConfig(height, 64, warps, 2)
+        yield from (DecodeConfig(height, 32, warps, 2), DecodeConfig(height, 32, 8, 2))
+        yield DecodeConfig(height, 16, warps, 1)
+        yield DecodeConfig(height, 16, 8, 1)

@@ -1,0 +1,82 @@
+"""Tiles against a mask's blocks and a grid: how wide they may be, how many cover a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from flexattn.device import Device
+from flexattn.problem import Problem, Structure
+from flexattn.space.config import Config, DecodeConfig
+
+__all__ = ["Geometry", "geometry", "power_above", "suited", "tiles_per_q"]
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The grid of a launch: programs, row tiles, and splits of the keys (1 for prefill)."""
+
+    programs: int
+    num_tiles: int
+    num_splits: int
+
+
+def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
+    """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
+    num_tiles = _row_tiles(problem, config)
+    units = problem.B * (problem.Hq // problem.structure.packed_heads) * num_tiles
+    if not isinstance(config, DecodeConfig):
+        return Geometry(units, num_tiles, 1)
+    key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
+    # No unit where there is no row: nothing is launched then.
+    splits = config.num_splits or max(1, device.num_sms // max(1, units))
+    splits = min(splits, key_tiles)
+    return Geometry(units * splits, num_tiles, splits)
+
+
+def tiles_per_q(structure: Structure, config: Config) -> int:
+    """Row tiles of one sparse query block; 1 without a block mask."""
+    if structure.sparsity is None:
+        return 1
+    return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
+
+
+def suited(config: AnyConfig, structure: Structure) -> AnyConfig:
+    """The config with its tiles cut to the mask's blocks."""
+    sparsity = structure.sparsity
+    if sparsity is None:
+        return config
+    rows = sparsity.q_block * structure.packed_heads
+    return replace(
+        config,
+        BLOCK_M=_tile_for(config.BLOCK_M, rows),
+        BLOCK_N=_tile_for(config.BLOCK_N, sparsity.kv_block),
+    )
+
+
+def power_above(block: int) -> int:
+    """The narrowest tile that covers a block: a power of two of at least 16."""
+    return max(16, 1 << (block - 1).bit_length())
+
+
+def _tile_for(tile: int, block: int) -> int:
+    """The widest tile not above this one that divides the block, or else that covers it."""
+    dividing = block & -block
+    if dividing >= 16:
+        return min(tile, dividing)
+    return min(tile, power_above(block))
+
+
+def _row_tiles(problem: Problem, config: Config) -> int:
+    structure, sparsity = problem.structure, problem.structure.sparsity
+    rows = problem.q_len * structure.packed_heads
+    tiles = -(-rows // config.BLOCK_M)
+    if sparsity is None:
+        return tiles
+    if structure.kind == "decode" or sparsity.q_block % config.BLOCK_M:
+        blocks = -(-problem.q_len // sparsity.q_block)
+        per_block = tiles_per_q(structure, config)
+        return min(per_block, tiles) if blocks == 1 else blocks * per_block
+    return tiles

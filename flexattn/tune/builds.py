@@ -1,0 +1,190 @@
+"""Compile a problem's configs in parallel, on any machine, and say which are worth timing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from flexattn.build import compile_source
+from flexattn.cache.record import Failed
+from flexattn.device import Device
+from flexattn.errors import BuildError
+from flexattn.machine_code import code_hash
+from flexattn.problem import Problem, Structure
+from flexattn.render.source import Source, render, render_combine
+from flexattn.resources import Resources, resources
+from flexattn.settings import current, override
+from flexattn.space.config import Config, DecodeConfig
+from flexattn.tune.pool import Lost, Pool, default_jobs
+
+__all__ = ["DEADLINE", "Built", "Order", "build_all", "compile_one", "compilers", "twins", "unfit"]
+
+# Seconds that one config may compile for: most need one or two.
+DEADLINE = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What the compiler made of a config, or why it made nothing of it.
+
+    registers, stack, shared_memory: of a thread, of a thread in bytes, of a block in bytes.
+    spills, loop_spills, matrix_instructions: counted in the code. code_hash: of the machine code.
+    seconds: of compiling; 0 where another config has the same source. failed: also for a kernel
+    that compiles and is not worth timing, whose stage is then "resources".
+    """
+
+    config: Config
+    registers: int = 0
+    spills: int = 0
+    loop_spills: int = 0
+    stack: int = 0
+    shared_memory: int = 0
+    matrix_instructions: int = 0
+    code_hash: str = ""
+    seconds: float = 0.0
+    failed: Failed | None = None
+
+    @property
+    def code(self) -> str:
+        """Equal for configs that a device cannot tell apart: one code, launched in one way.
+
+        Empty where nothing was compiled.
+        """
+        if not self.code_hash:
+            return ""
+        config = self.config
+        splits = config.num_splits if isinstance(config, DecodeConfig) else 0
+        launch = (config.BLOCK_M, config.num_warps, splits, self.shared_memory)
+        return ":".join([self.code_hash[:32], *map(str, launch)])
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a building process receives: sources as text, for a device that need not be there."""
+
+    config: Config
+    source: Source
+    combine: Source | None
+    device: Device
+    cache_dir: Path
+
+
+Compiled: TypeAlias = tuple[Resources, str, float] | Failed
+
+
+def build_all(
+    problem: Problem,
+    configs: Sequence[Config],
+    device: Device,
+    jobs: int = 0,
+    *,
+    deadline: float = DEADLINE,
+    say: Callable[[Built], None] = lambda built: None,
+    work: Callable[[Order], Compiled] | None = None,
+    pool: Pool | None = None,
+) -> list[Built]:
+    """Compile configs in processes of their own; the results in the order of the configs.
+
+    jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
+    does. pool: one of `compilers`, that lives on and has its own jobs, deadline and work. Configs
+    with one source are compiled once. Triton's cache then has every kernel: another process of
+    this Triton compiles none again.
+    """
+    structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    orders: list[Order] = []
+    places: dict[str, list[int]] = {}
+    for index, config in enumerate(configs):
+        source = render(structure, config, device, title)
+        if source.hash not in places:
+            orders.append(Order(config, source, combine, device, current().cache_dir))
+        places.setdefault(source.hash, []).append(index)
+    found: list[Built] = [Built(config) for config in configs]
+    own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
+    try:
+        for number, result in own.run(orders):
+            for position, index in enumerate(places[orders[number].source.hash]):
+                built = _built(configs[index], result, structure, device)
+                found[index] = replace(built, seconds=0.0) if position else built
+                say(found[index])
+    except BaseException:
+        own.close()  # what still runs would answer the next call
+        raise
+    if pool is None:
+        own.close()
+    return found
+
+
+def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:
+    """Processes for many calls of build_all; they start when there is work. 0 jobs: one a core."""
+    return Pool(compile_one, jobs or default_jobs(), deadline)
+
+
+def compile_one(order: Order) -> Compiled:
+    """One kernel, and decode's second one, in this process: its resources, code hash, seconds."""
+    with override(cache_dir=order.cache_dir):
+        begin = time.perf_counter()
+        try:
+            compiled = compile_source(order.source, order.device)
+            if order.combine is not None:
+                compile_source(order.combine, order.device)
+            seconds = time.perf_counter() - begin
+            return resources(compiled, order.device), code_hash(compiled, order.device), seconds
+        except BuildError as error:
+            return Failed("build", type(error.__cause__ or error).__name__, str(error))
+
+
+def unfit(taken: Resources, structure: Structure, device: Device) -> Failed | None:
+    """Why a kernel that compiled is not worth timing; None where it is.
+
+    The one rule of ranking before there is a time: it must fit, work out of registers, and
+    multiply by matrix instructions where its dtype has them.
+    """
+    if taken.shared > device.shared_memory:
+        text = f"{taken.shared} bytes of shared memory, {device.name} has {device.shared_memory}"
+        return Failed("resources", "shared memory", text)
+    if taken.starved:
+        text = f"{taken.loop_spills} spills in loops, {taken.stack} bytes of stack a thread"
+        return Failed("resources", "spills", text)
+    matrix = structure.dtype != "float32" or structure.tf32
+    if matrix and not taken.matrix_instructions:
+        return Failed("resources", "no matrix instruction", "tiles are multiplied without one")
+    return None
+
+
+def twins(found: Sequence[Built]) -> list[int | None]:
+    """For each config, the earlier one that a device cannot tell from it; None for the first.
+
+    The same machine code, launched in the same way. Configs that failed have no twin.
+    """
+    first: dict[str, int] = {}
+    same: list[int | None] = []
+    for index, built in enumerate(found):
+        code = "" if built.failed is not None else built.code
+        earlier = first.setdefault(code, index) if code else index
+        same.append(None if earlier == index else earlier)
+    return same
+
+
+def _built(config: Config, result: Any, structure: Structure, device: Device) -> Built:
+    if isinstance(result, Lost):
+        stage = "build" if result.how == "raised" else result.how
+        return Built(config, failed=Failed(stage, result.error, result.message))
+    if isinstance(result, Failed):
+        return Built(config, failed=result)
+    taken, digest, seconds = result
+    return Built(
+        config,
+        registers=taken.registers,
+        spills=taken.spills,
+        loop_spills=taken.loop_spills,
+        stack=taken.stack,
+        shared_memory=taken.shared,
+        matrix_instructions=taken.matrix_instructions,
+        code_hash=digest,
+        seconds=seconds,
+        failed=unfit(taken, structure, device),
+    )

@@ -1,0 +1,141 @@
+"""Ledger: the trials of one problem while they grow, and what each costs beside the default."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from flexattn.cache.record import Decision, Failed, Gated, Trial
+from flexattn.space.config import Config
+from flexattn.tune.decide import decide
+
+__all__ = ["Ledger", "Sampled", "cost"]
+
+Sampled = tuple[float, ...] | Failed
+# Characters of a failure's message that a record keeps.
+SAID = 400
+
+
+def cost(trials: Sequence[Trial], index: int, default: int) -> float:
+    """Screened time over the default's in the same rounds, in the median; below 1 is faster.
+
+    Infinite for a failure, NaN for what was not screened. Without a default, microseconds.
+    """
+    trial = trials[index]
+    if trial.same_code_as is not None:
+        return cost(trials, trial.same_code_as, default)
+    if trial.failed is not None:
+        return math.inf
+    if not trial.screening:
+        return math.nan
+    base = trials[default]
+    if base.failed is not None:
+        return statistics.median(trial.screening)
+    if index == default:
+        return 1.0
+    paired = base.screening[trial.start : trial.start + len(trial.screening)]
+    return statistics.median(a / b for a, b in zip(trial.screening, paired, strict=False))
+
+
+class Ledger:
+    """Trials by index, the only thing of a tuning that changes; samples are kept to 0.1 ns."""
+
+    def __init__(self, configs: Iterable[Config], default: int) -> None:
+        self._trials = [Trial(config) for config in configs]
+        self.default = default
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All trials, in the order of the configs."""
+        return tuple(self._trials)
+
+    def __getitem__(self, index: int) -> Trial:
+        return self._trials[index]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def put(self, index: int, trial: Trial) -> None:
+        """Replace a trial by one that knows more."""
+        self._trials[index] = trial
+
+    def fail(self, index: int, failed: Failed) -> None:
+        """Say why this config has no time."""
+        short = replace(failed, message=failed.message[:SAID])
+        self._trials[index] = replace(self._trials[index], failed=short)
+
+    def gate(self, index: int, gated: Gated | Failed) -> None:
+        """Note the accuracy gate's verdict; a red one is a failure."""
+        if isinstance(gated, Failed):
+            self.fail(index, gated)
+            return
+        self._trials[index] = replace(self._trials[index], gate=gated)
+        if not gated.passed:
+            text = f"{gated.name}: error {gated.error:.3g}, budget {gated.budget:.3g}"
+            self.fail(index, Failed("gate", "Inaccurate", text))
+
+    def healthy(self, index: int) -> bool:
+        """Whether the config may still be timed itself: no failure, no twin that was timed."""
+        trial = self._trials[index]
+        return trial.failed is None and trial.same_code_as is None
+
+    def screened(self, indices: Sequence[int], samples: Sequence[Sampled], start: int) -> None:
+        """Note a batch's samples; `start` is how many rounds of the default there were before."""
+        for index, got in zip(indices, samples, strict=True):
+            if isinstance(got, Failed):
+                self.fail(index, got)
+                continue
+            taken = tuple(round(us, 4) for us in got)
+            trial = self._trials[index]
+            if index == self.default:
+                taken, first = (*trial.screening, *taken), 0
+            else:
+                first = start
+            self._trials[index] = replace(trial, screening=taken, start=first)
+
+    def raced(self, indices: Sequence[int], samples: Sequence[Sampled]) -> None:
+        """Append one look's samples of the finals."""
+        for index, got in zip(indices, samples, strict=True):
+            if isinstance(got, Failed):
+                self.fail(index, got)
+                continue
+            trial = self._trials[index]
+            taken = (*trial.finals, *(round(us, 4) for us in got))
+            self._trials[index] = replace(trial, finals=taken)
+
+    def cost(self, index: int) -> float:
+        """As the function of this name, for the trials as they stand."""
+        return cost(self._trials, index, self.default)
+
+    def ranked(self) -> list[int]:
+        """Indices that were screened and did not fail, the cheapest first; no twins."""
+        costs = {i: self.cost(i) for i in range(len(self)) if self.healthy(i)}
+        known = [i for i, cost in costs.items() if not math.isnan(cost)]
+        return sorted(known, key=lambda i: (costs[i], i))
+
+    def us(self, index: int) -> float | None:
+        """Median microseconds of a screening; None without one."""
+        samples = self._trials[index].screening
+        return statistics.median(samples) if samples else None
+
+    def best_us(self) -> float | None:
+        """Microseconds of the cheapest so far; None before anything was screened."""
+        ranked = self.ranked()
+        return self.us(ranked[0]) if ranked else None
+
+    def compact(
+        self, kept: Sequence[int], margin: float, confidence: float
+    ) -> tuple[tuple[Trial, ...], Decision, int]:
+        """The trials worth keeping, renumbered, with their decision; and how many others."""
+        place = {index: position for position, index in enumerate(kept)}
+        trials = tuple(self._renumbered(self._trials[index], place) for index in kept)
+        decision = decide(trials, place[self.default], margin, confidence)
+        return trials, decision, len(self._trials) - len(kept)
+
+    @staticmethod
+    def _renumbered(trial: Trial, place: dict[int, int]) -> Trial:
+        if trial.same_code_as is None:
+            return trial
+        return replace(trial, same_code_as=place[trial.same_code_as])

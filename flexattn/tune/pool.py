@@ -1,0 +1,204 @@
+"""Processes that do one task each at a time: one that dies or hangs costs its own task alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from types import TracebackType
+from typing import IO, Any, Literal
+
+from flexattn.measure.failures import clipped
+from flexattn.measure.wire import receive, send
+from flexattn.settings import compiler_environment
+
+__all__ = ["Lost", "Pool", "default_jobs", "serve"]
+
+# Seconds that a new process may take to import what its work needs, beside the task's own.
+STARTUP = 120.0
+_SERVE = "import sys; from flexattn.tune.pool import serve; serve(int(sys.argv[1]), sys.argv[2])"
+
+Work = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A task without a result: its process died, was killed at the deadline, or raised."""
+
+    how: Literal["crash", "hang", "raised"]
+    error: str
+    message: str
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    pipe: Connection[Any, Any]
+    words: IO[bytes]
+    task: int | None = None
+    until: float = 0.0
+    ready: bool = field(default=False)
+
+
+class Pool:
+    """At most `jobs` processes that call `work` on tasks, each within `deadline` seconds.
+
+    work: a function of a module that a new process can import; tasks and results are pickled.
+    Processes start when there is a task for them, and stay for the next `run` until `close`.
+    They compile and see no GPU. Not multiprocessing's: that would run the caller's script again.
+    """
+
+    def __init__(self, work: Work, jobs: int, deadline: float) -> None:
+        self._work = f"{work.__module__}:{work.__qualname__}"
+        self._jobs, self._deadline = max(1, jobs), deadline
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Index and result of each task as it ends; a task without a result gives a Lost.
+
+        Whoever stops before the last one must close the pool.
+        """
+        waiting = deque(range(len(tasks)))
+        while waiting or any(worker.task is not None for worker in self._workers):
+            while waiting and (worker := self._free()) is not None:
+                index = waiting.popleft()
+                worker.task, worker.until = index, time.monotonic() + self._deadline
+                if not worker.ready:
+                    worker.until += STARTUP
+                # A process that is already dead is found when its end of the pipe is read.
+                with contextlib.suppress(OSError):
+                    send(worker.pipe, tasks[index])
+            yield from self._ended()
+
+    def close(self) -> None:
+        """End every process, whatever it is doing."""
+        for worker in list(self._workers):
+            self._end(worker)
+
+    def _free(self) -> _Worker | None:
+        for worker in self._workers:
+            if worker.task is None:
+                return worker
+        if len(self._workers) >= self._jobs:
+            return None
+        self._workers.append(self._started())
+        return self._workers[-1]
+
+    def _started(self) -> _Worker:
+        ours, theirs = Pipe()
+        words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(theirs.fileno()), self._work],
+                env=compiler_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                pass_fds=[theirs.fileno()],
+                # A group of its own, with the compilers that it starts; Ctrl-C is for the parent.
+                start_new_session=True,
+            )
+        return _Worker(process, ours, words)
+
+    def _ended(self) -> Iterator[tuple[int, Any]]:
+        """Wait until a process says something or is late; what ended by then."""
+        busy = {worker.pipe: worker for worker in self._workers if worker.task is not None}
+        nearest = min(worker.until for worker in busy.values())
+        for pipe in wait(list(busy), max(0.0, nearest - time.monotonic())):
+            assert isinstance(pipe, Connection)
+            worker = busy[pipe]
+            task = worker.task
+            assert task is not None
+            try:
+                ready, result = receive(pipe)
+            except (EOFError, OSError):
+                yield task, self._crashed(worker)
+                continue
+            if ready:
+                worker.ready, worker.until = True, time.monotonic() + self._deadline
+            else:
+                worker.task = None
+                yield task, result
+        for worker in list(self._workers):
+            if worker.task is not None and time.monotonic() >= worker.until:
+                task = worker.task
+                self._end(worker)
+                message = f"no answer within {self._deadline:g} s, so its process was killed"
+                yield task, Lost("hang", "Deadline", message)
+
+    def _crashed(self, worker: _Worker) -> Lost:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(5.0)  # the pipe closes a moment before the process is gone
+        status = worker.process.poll() or 0
+        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        worker.words.seek(0)
+        words = clipped(worker.words.read().decode(errors="replace"))
+        self._end(worker)
+        said = f"; its last words:\n{words}" if words else ""
+        return Lost("crash", name, f"the compiler's process ended with {name}{said}")
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.pipe.close()
+        worker.words.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+
+
+def default_jobs() -> int:
+    """One process for each core that this one may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def serve(handle: int, where: str) -> None:
+    """A process's life: a result for each task from the pipe with this handle, until it closes.
+
+    where: "package.module:function", the work.
+    """
+    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    pipe: Connection[Any, Any] = Connection(handle)
+    module, _, name = where.partition(":")
+    work: Work = getattr(importlib.import_module(module), name)
+    with contextlib.suppress(EOFError, OSError):
+        send(pipe, (True, None))
+        while True:
+            send(pipe, (False, _done(work, receive(pipe))))
+
+
+def _done(work: Work, task: Any) -> Any:
+    try:
+        return work(task)
+    except Exception as error:  # whatever it was, the parent must hear of it
+        return Lost("raised", type(error).__name__, traceback.format_exc())
+
+
+def _end_with_parent(handle: int) -> None:
+    """The parent alone holds the pipe's other end: it closes when the parent dies."""
+    waiter = select.poll()
+    waiter.register(handle, 0)  # a hang-up is reported without being asked for
+    waiter.poll()
+    os.killpg(0, signal.SIGKILL)

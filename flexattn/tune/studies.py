@@ -1,0 +1,104 @@
+"""Study: every config of a problem with its samples, as a file; what a replay is made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flexattn.cache.codec import decode, encode
+from flexattn.cache.key import Key
+from flexattn.cache.record import SCHEMA, Environment, Policy, Trial
+from flexattn.errors import CacheError
+from flexattn.tune.subject import Subject
+
+__all__ = ["Study", "load", "loads", "save", "stored"]
+
+MAX_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Study:
+    """An exhaustive measurement: trials[i].screening pairs with the default's from `start` on.
+
+    A trial has samples or a failure; samples of a config that was stopped early are fewer.
+    """
+
+    schema: int
+    key: Key
+    sizes: tuple[int, int, int]
+    environment: Environment
+    policy: Policy
+    default: int
+    trials: tuple[Trial, ...]
+    rejected: tuple[tuple[str, int], ...] = ()
+    title: str = ""
+    made: str = ""
+    tool: str = ""
+
+    @property
+    def subject(self) -> Subject:
+        """The problem without its answers."""
+        return Subject(
+            self.key,
+            self.sizes,
+            self.environment,
+            self.policy,
+            tuple(trial.config for trial in self.trials),
+            self.default,
+            self.rejected,
+            self.title,
+        )
+
+
+def save(study: Study, path: Path) -> None:
+    """Write a study, a line for each config; fields at their default are left out."""
+    head = encode(study)
+    del head["trials"]
+    text = json.dumps(head, separators=(",", ":"))[:-1]
+    rows = ",\n".join(json.dumps(_told(t), separators=(",", ":")) for t in study.trials)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".part")
+    whole.write_text(f'{text},"trials":[\n{rows}\n]}}\n', encoding="utf-8")
+    whole.replace(path)
+
+
+def load(path: Path) -> Study:
+    """Read a study; raises CacheError for anything that is none."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CacheError(f"{path}: too large", f"a study has at most {MAX_BYTES} bytes")
+        return loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CacheError(f"{path}: {error}", "a study is a readable file") from error
+
+
+def loads(text: str) -> Study:
+    """A study from its text, every field checked; raises CacheError."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CacheError(f"no JSON: {str(error)[:200]}") from None
+    study: Study = decode(Study, data, "study")
+    if study.schema != SCHEMA:
+        raise CacheError(f"schema {study.schema}", f"this version reads schema {SCHEMA}")
+    if study.default >= len(study.trials) or not study.trials[study.default].screening:
+        raise CacheError("no samples of the default", "it is what the others are compared with")
+    for trial in study.trials:
+        twin = trial.same_code_as
+        if twin is not None and twin >= len(study.trials):
+            raise CacheError(f"same_code_as {twin}", "it is the index of a trial")
+    return study
+
+
+def stored(folder: Path) -> Iterator[Path]:
+    """The studies below a folder, in order."""
+    yield from sorted(folder.rglob("*.json"))
+
+
+def _told(trial: Trial) -> dict[str, Any]:
+    blank = {field.name: field.default for field in fields(trial)}
+    told = {name: getattr(trial, name) for name in blank}
+    return {name: encode(each) for name, each in told.items() if each != blank[name]}

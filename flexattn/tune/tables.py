@@ -1,0 +1,145 @@
+"""Tables of a TOML or YAML file, read with errors that name the file, the table and the key."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexattn.errors import InputError, UnsupportedError
+
+__all__ = ["Table", "read_file"]
+
+
+def read_file(path: Path) -> Mapping[str, Any]:
+    """The mapping in a .toml, .yaml or .yml file.
+
+    Raises InputError where it cannot be read, UnsupportedError where its reader is not installed.
+    """
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise InputError(f"{path}: suffix {path.suffix!r}", "it is .toml, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}", "a workload is a readable file") from error
+    try:
+        data = _toml(text) if path.suffix == ".toml" else _yaml(text)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}", f"the file is valid {path.suffix[1:]}") from error
+    if not isinstance(data, Mapping):
+        raise InputError(f"{path}: a {type(data).__name__}", "the file holds a table")
+    return data
+
+
+def _toml(text: str) -> Any:
+    for name in ("tomllib", "tomli"):  # tomllib comes with Python 3.11
+        try:
+            return importlib.import_module(name).loads(text)
+        except ModuleNotFoundError:
+            continue
+    raise UnsupportedError("a .toml file", "Python 3.10 reads none", "pip install tomli")
+
+
+def _yaml(text: str) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            "a .yaml file", "PyYAML reads it", "pip install pyyaml, or write it as .toml"
+        ) from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+class Table:
+    """One table with its place in the file; each getter checks what it gives."""
+
+    def __init__(self, data: object, where: str, keys: Sequence[str]) -> None:
+        self.where = where
+        if not isinstance(data, Mapping):
+            raise InputError(f"{where}: {data!r}", "it is a table")
+        self._data = data
+        for key in data:
+            if key not in keys:
+                close = difflib.get_close_matches(str(key), keys)
+                raise InputError(
+                    f"{where}: {key!r}",
+                    f"its keys are {', '.join(keys)}",
+                    f"did you mean {close[0]}?" if close else "",
+                )
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._data
+
+    def wrong(self, key: str, rule: str) -> InputError:
+        """The error for a key's value."""
+        return InputError(f"{self.where}: {key} = {self._data.get(key)!r}", rule)
+
+    def text(self, key: str, default: str = "") -> str:
+        """A string."""
+        value = self._data.get(key, default)
+        if not isinstance(value, str):
+            raise self.wrong(key, "it is a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings, or one of them."""
+        value = self._data.get(key, ())
+        found = (value,) if isinstance(value, str) else tuple(_listed(value))
+        if not all(isinstance(each, str) for each in found) or (key in self and not found):
+            raise self.wrong(key, "it is a string, or a list of strings")
+        return found
+
+    def numbers(self, key: str, least: int = 1) -> tuple[int, ...]:
+        """A list of integers, or one of them; () where the key is missing."""
+        value = self._data.get(key, ())
+        found = (value,) if isinstance(value, int) else tuple(_listed(value))
+        if not all(_integer(each, least) for each in found) or (key in self and not found):
+            raise self.wrong(key, f"it is an integer of at least {least}, or a list of them")
+        return found
+
+    def number(self, key: str) -> float | None:
+        """A number, or None where the key is missing."""
+        value = self._data.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.wrong(key, "it is a number")
+        return None if value is None else float(value)
+
+    def flag(self, key: str) -> bool | None:
+        """True, False, or None where the key is missing."""
+        value = self._data.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "it is true or false")
+        return value
+
+    def rows(self, key: str, width: int) -> tuple[tuple[int, ...], ...]:
+        """A list of lists of `width` integers."""
+        value = self._data.get(key, ())
+        found = tuple(tuple(_listed(row)) for row in _listed(value))
+        good = all(len(row) == width and all(_integer(n, 1) for n in row) for row in found)
+        if not good or (key in self and not found):
+            raise self.wrong(key, f"it is a list of lists of {width} integers above 0")
+        return found
+
+    def any(self, key: str, default: object = None) -> Any:
+        """The value as it stands in the file."""
+        return self._data.get(key, default)
+
+    def tables(self, key: str, keys: Sequence[str]) -> list[Table]:
+        """The tables of an array of tables."""
+        value = self._data.get(key, ())
+        if not isinstance(value, list) or not value:
+            raise self.wrong(key, f"it is an array of tables, [[{key}]]")
+        return [Table(each, f"{self.where}: {key}[{i}]", keys) for i, each in enumerate(value)]
+
+
+def _listed(value: object) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,131 @@
+"""A workload's rows as Tasks: mods traced, the real BlockMask made, the Problem as dispatch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn import checks
+from flexattn.block_kinds import block_kinds
+from flexattn.cache.key import Key, key_of
+from flexattn.device import Device
+from flexattn.errors import InputError
+from flexattn.launch import Lists
+from flexattn.mask_class import mask_class
+from flexattn.masks import from_kinds
+from flexattn.measure.task import Task
+from flexattn.mods import Bound, bind
+from flexattn.mods.bind import clear
+from flexattn.mods.expr import walk
+from flexattn.mods.path import load, role_of
+from flexattn.problem import kind_for, make_problem
+from flexattn.tune.workload import ModPath, Row, policy_for
+
+__all__ = ["distinct", "mods_of", "task_from", "task_of", "tasks"]
+
+
+def tasks(
+    rows: Iterable[Row], device: Device, where: torch.device | str = "cpu"
+) -> Iterator[Task]:
+    """A Task for each row, one after the other; `where` decides the blocks of its mask."""
+    for row in rows:
+        yield task_of(row, device, torch.device(where))
+
+
+def distinct(found: Iterable[Task]) -> tuple[list[Task], list[tuple[Task, Task]]]:
+    """The first task of each key, and the others, each with the one that stands for it."""
+    first: dict[Key, Task] = {}
+    others = []
+    for task in found:
+        kept = first.setdefault(key_of(task.problem), task)
+        if kept is not task:
+            others.append((task, kept))
+    return list(first.values()), others
+
+
+def task_of(row: Row, device: Device, where: torch.device) -> Task:
+    """Import a row's mods, trace them as a fresh process would, and list its mask's blocks.
+
+    Raises InputError for a mod that cannot be imported, ModError for one that cannot be read.
+    """
+    return task_from(row, *mods_of(row), device, where)
+
+
+def mods_of(row: Row) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+    """A row's score_mod and mask_mod, imported and called with their arguments."""
+    return _made(row.score, "score", row), _made(row.mask, "mask", row)
+
+
+def task_from(
+    row: Row,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | None,
+    device: Device,
+    where: torch.device,
+) -> Task:
+    """The task of a row's sizes with these mods, whatever the row says of mods."""
+    shape = row.shape
+    # What was traced before decides whether a number is a constant or an argument, and so the
+    # key: a server that sees this model first has constants.
+    clear()
+    score, mask = _on_cpu(bind(score_mod, "score")), _on_cpu(bind(mask_mod, "mask"))
+    block_mask = lists = sparsity = None
+    if mask_mod is not None and mask is not None:
+        block_mask = _block_mask(mask_mod, mask, row, where)
+        lists = Lists.of(block_mask)
+        sparsity = lists.sparsity(row.block_size, shape.Hq // shape.Hkv)
+    kind = row.kind or kind_for(shape.q_len, shape.kv_len, shape.B, shape.Hq, device.num_sms)[0]
+    scale = checks.check_scale(row.scale, shape.D)
+    tf32 = row.dtype == "float32" and device.backend == "cuda"
+    problem = make_problem(
+        kind,
+        row.dtype,
+        shape,
+        score,
+        mask,
+        sparsity,
+        mask_class="" if block_mask is None else mask_class(block_mask),
+        tf32=tf32 and torch.backends.cuda.matmul.allow_tf32,
+        positive_scale=scale > 0,
+    )
+    return Task(
+        row.title, problem, device, policy_for(kind, device, row.policy), scale, score, mask, lists
+    )
+
+
+def _block_mask(
+    mask_mod: Callable[..., Any], mask: Bound, row: Row, where: torch.device
+) -> BlockMask:
+    """The mask's lists on the CPU, whichever device found them."""
+    names = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
+    shape, lengths = row.shape, (row.shape.q_len, row.shape.kv_len)
+    sizes = (shape.B if "b" in names else 1, shape.Hq if "h" in names else 1, *lengths)
+    there = mask._replace(tensors=tuple(each.to(where) for each in mask.tensors))
+    kinds = block_kinds(there, sizes, row.block_size, where).cpu()
+    return from_kinds(kinds, mask_mod, row.block_size, lengths)
+
+
+def _on_cpu(bound: Bound | None) -> Bound | None:
+    if bound is None:
+        return None
+    return bound._replace(tensors=tuple(each.cpu() for each in bound.tensors))
+
+
+def _made(mod: ModPath | None, role: str, row: Row) -> Callable[..., Any] | None:
+    if mod is None:
+        return None
+    found = load(mod.path, _filled(mod.args, row))
+    hint = "name the factory's arguments: { mod = …, args = […] }"
+    if (is_role := role_of(mod.path, found, hint)) != role:
+        raise InputError(f"{row.title}: {role} = {mod.path!r}", f"it is a {is_role}_mod")
+    return found
+
+
+def _filled(args: Sequence[object], row: Row) -> list[object]:
+    return [
+        getattr(row.shape, arg[1:]) if isinstance(arg, str) and arg.startswith("$") else arg
+        for arg in args
+    ]

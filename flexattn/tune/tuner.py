@@ -1,0 +1,154 @@
+"""tune(): survey, build, gate, screen, search, race, decide: one problem becomes one Record."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from flexattn.cache.environment import environment as environment_of
+from flexattn.cache.record import Decision, Environment, Record, Trial
+from flexattn.errors import MeasureError
+from flexattn.measure.protocol import Measurer
+from flexattn.measure.task import Task
+from flexattn.space.config import Config
+from flexattn.tune.journal import Journal
+from flexattn.tune.method import FOR_SCREENING, Method
+from flexattn.tune.progress import SILENT, Progress
+from flexattn.tune.search import Everything, Guided, Search
+from flexattn.tune.subject import Subject, subject_of
+from flexattn.tune.workbench import Build, Workbench
+
+__all__ = ["record_of", "tune", "tune_subject"]
+
+NOT_TRIED = "not tried"
+USUAL = Method()
+
+
+def tune(
+    task: Task,
+    measurer: Measurer,
+    build: Build,
+    method: Method = USUAL,
+    *,
+    seeds: Sequence[Config] = (),
+    environment: Environment | None = None,
+    journals: Path | None = None,
+    progress: Progress = SILENT,
+) -> Record:
+    """Tune one problem.
+
+    build: configs to what their builds tell. seeds: configs to look at first, such as the
+    neighbours' winners and the shipped ones. environment: the record's; this process's if None.
+    journals: a folder that keeps finished batches until the record is made, so that the same
+    call goes on after an interrupt.
+    Raises MeasureError where no config of the space runs.
+    """
+    where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
+    subject = subject_of(task, where, method.effort, seeds)
+    journal = None if journals is None else Journal(journals, subject)
+    # Its clock starts before the oracle is made, which the budget pays for.
+    bench = Workbench(subject, measurer, build, method, progress)
+    measurer.open(task)
+    record = _tuned(bench, seeds, journal)
+    if journal:
+        journal.drop()
+    return record
+
+
+def tune_subject(
+    subject: Subject,
+    measurer: Measurer,
+    build: Build,
+    method: Method = USUAL,
+    *,
+    seeds: Sequence[Config] = (),
+    journal: Journal | None = None,
+    progress: Progress = SILENT,
+) -> Record:
+    """As `tune`, for a subject whose task the measurer has open already."""
+    return _tuned(Workbench(subject, measurer, build, method, progress), seeds, journal)
+
+
+def _tuned(bench: Workbench, seeds: Sequence[Config], journal: Journal | None) -> Record:
+    subject, method, progress = bench.subject, bench.method, bench.progress
+    search = _search(subject, method, seeds)
+    for entries in journal.batches() if journal else ():
+        for index in bench.restore(entries):
+            search.known(index, bench.ledger.cost(index))
+    whole = isinstance(search, Everything)
+    if whole:
+        bench.build(range(len(subject.configs)))
+    progress.stage("measure", search.total)
+    while bench.left(FOR_SCREENING) > 0 or not bench.ledger.ranked():
+        batch = search.ask(min(method.batch, search.batch))
+        if not batch:
+            break
+        screened = bench.screen(batch)
+        if journal:
+            journal.append(screened)
+        for index in batch:
+            search.tell(index, bench.ledger.cost(index))
+    else:
+        progress.note("the time budget ended the search")
+    trials, decision, untried = bench.finals()
+    seconds = time.monotonic() - bench.begin
+    return record_of(subject, method, trials, decision, untried, seconds)
+
+
+def record_of(
+    subject: Subject,
+    method: Method,
+    trials: Sequence[Trial],
+    decision: Decision,
+    untried: int,
+    seconds: float,
+) -> Record:
+    """The record of a finished race; raises MeasureError where the winner has no time."""
+    winner = trials[decision.winner]
+    if winner.failed is not None or not (winner.screening or winner.finals):
+        stages = Counter(
+            f"{t.failed.stage}: {t.failed.error}" for t in trials if t.failed is not None
+        )
+        counted = ", ".join(f"{count} x {text}" for text, count in stages.most_common(5))
+        raise MeasureError(
+            f"no config of {subject.title or subject.key.kind} has a time",
+            f"{len(trials)} were tried: {counted or 'none was timed'}",
+            "see the first message: " + (winner.failed.message if winner.failed else ""),
+        )
+    rejected = subject.rejected + (((NOT_TRIED, untried),) if untried else ())
+    return Record(
+        key=subject.key,
+        environment=subject.environment,
+        policy=subject.policy,
+        provenance=method.provenance,
+        sizes=subject.sizes,
+        trials=tuple(trials),
+        decision=decision,
+        rejected=rejected,
+        seconds=round(seconds, 3),
+        made=datetime.now(timezone.utc).date().isoformat(),
+        tool=_tool(),
+        title=subject.title,
+        note=method.note,
+    )
+
+
+def _search(subject: Subject, method: Method, seeds: Sequence[Config]) -> Search:
+    """All of a small space, the default first; of a large one what Optuna asks for."""
+    first = [subject.default, *subject.index(seeds)]
+    if len(subject.configs) <= method.all_up_to:
+        return Everything(len(subject.configs), first)
+    return Guided(
+        subject.configs, first, limit=method.limit, sampler=method.sampler, seed=method.seed
+    )
+
+
+def _tool() -> str:
+    try:
+        return f"flexattn {metadata.version('flexattn')}"
+    except metadata.PackageNotFoundError:
+        return "flexattn"

@@ -1,0 +1,72 @@
+"""Tasks for the problems that dispatch listed as untuned: their mods' expressions, masks alike."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import noop_mask
+
+from flexattn.block_kinds import EMPTY, FULL, PARTIAL
+from flexattn.cache.untuned import Untuned, bound_of, read
+from flexattn.device import Device
+from flexattn.launch import Lists
+from flexattn.mask_class import representative
+from flexattn.masks import from_kinds
+from flexattn.measure.task import Task
+from flexattn.problem import Sparsity
+from flexattn.tune.workload import policy_for
+
+__all__ = ["NOTE", "untuned_tasks"]
+
+NOTE = "rebuilt from a list of untuned problems: made-up captures, a mask of the same class"
+
+
+def untuned_tasks(path: Path, device: Device) -> list[Task]:
+    """A task for each problem of the list that was met on this device.
+
+    The tensors that mods captured are made up in the shapes they had, and the mask's lists are
+    those of a typical mask of its class.
+    """
+    return [_task(each, device) for each in read(path) if each.device == device.name]
+
+
+def _task(untuned: Untuned, device: Device) -> Task:
+    problem = untuned.problem
+    structure = problem.structure
+    sign = 1 if structure.positive_scale else -1
+    lists = None
+    if structure.sparsity is not None:
+        heads = problem.Hq if structure.sparsity.per_head else 1
+        lengths = problem.q_len, problem.kv_len
+        lists = _lists(problem.mask_class, structure.sparsity, heads, lengths)
+    return Task(
+        f"untuned {problem.describe()}",
+        problem,
+        device,
+        policy_for(structure.kind, device),
+        sign / math.sqrt(structure.head_dim_qk),
+        None if untuned.score is None else bound_of(untuned.score),
+        None if untuned.mask is None else bound_of(untuned.mask),
+        lists,
+    )
+
+
+def _lists(name: str, sparsity: Sparsity, heads: int, lengths: tuple[int, int]) -> Lists:
+    block = sparsity.q_block, sparsity.kv_block
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
+    kinds = _kinds(representative(name, rows, columns), sparsity.has_full)
+    mask = from_kinds(
+        kinds.expand(1, heads, rows, columns), noop_mask, block, lengths, sparsity.has_full
+    )
+    return Lists.of(mask)
+
+
+def _kinds(listed: Tensor, has_full: bool) -> Tensor:
+    """Where full blocks are listed apart, the last block of each row alone is partial."""
+    if not has_full:
+        return torch.where(listed, PARTIAL, EMPTY).to(torch.int8)
+    last = listed & (listed.flip(-1).cumsum(-1).flip(-1) == 1)
+    return torch.where(last, PARTIAL, torch.where(listed, FULL, EMPTY)).to(torch.int8)

@@ -1,0 +1,213 @@
+"""A workload file: what a deployment computes, as rows of shapes, mods and policies.
+
+Its layers name heads, head dimensions and mods by import path; each has calls with batch mixes:
+
+    title = "My model"
+    [[layers]]
+    heads = [32, 8]                                   # of the query, of the keys
+    head_dim = 128                                    # or [192, 128]: of q and k, of v
+    score = { mod = "my_model.mods:softcap", args = [50.0] }
+    [[layers.calls]]
+    name = "prefill"
+    mask = "flexattn.catalogue:causal"
+    batch = [1, 4]                                    # x q_len (x kv_len): the product
+    q_len = [2048, 8192]
+    [[layers.calls]]
+    name = "decode"
+    mixes = [[8, 1, 8192], [64, 1, 4096]]             # or batch, q_len, kv_len one by one
+
+What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
+"$q_len" and "$kv_len" stand for the sizes of the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flexattn.cache.environment import serving_policy
+from flexattn.cache.record import Policy
+from flexattn.device import Device
+from flexattn.errors import InputError, UnsupportedError
+from flexattn.problem import ITEMSIZE, Kind, Shape
+from flexattn.tune.tables import Table, read_file
+
+__all__ = ["ModPath", "Row", "Workload", "parse", "policy_for", "read"]
+
+SHARED = ("dtype", "score", "mask", "block_size", "page_size", "scale", "policy")
+TOP = ("title", "models", "note", "dtype", "layers")
+LAYER = ("name", "heads", "head_dim", *SHARED, "calls")
+CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *SHARED)
+POLICY = ("graph", "cold_l2", "rounds", "min_ms")
+SIZES = ("B", "Hq", "Hkv", "q_len", "kv_len")
+
+
+@dataclass(frozen=True, slots=True)
+class ModPath:
+    """A mod by import path; args call it where it is a factory, "$B" and the like filled in."""
+
+    path: str
+    args: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call of a workload. kind: None lets the lengths decide, as dispatch does."""
+
+    title: str
+    kind: Kind | None
+    dtype: str
+    shape: Shape
+    score: ModPath | None
+    mask: ModPath | None
+    block_size: tuple[int, int]
+    scale: float | None
+    policy: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A file's rows, with what it says of itself. models: whose public configs it follows."""
+
+    name: str
+    title: str
+    models: tuple[str, ...]
+    note: str
+    rows: tuple[Row, ...]
+
+
+def policy_for(kind: Kind, device: Device, changes: tuple[tuple[str, float], ...] = ()) -> Policy:
+    """How times are taken unless a workload says otherwise: as dispatch will look for them."""
+    graph, cold_l2 = serving_policy(kind, device)
+    base = Policy(graph, cold_l2, rounds=20, min_ms=5.0)
+    return replace(base, **dict(changes))  # type: ignore[arg-type]
+
+
+def read(path: Path) -> Workload:
+    """A workload file; raises InputError that names the file, the table and the key."""
+    return parse(read_file(path), path.stem, str(path))
+
+
+def parse(data: Mapping[str, Any], name: str, where: str) -> Workload:
+    """The workload in a mapping; `where` begins every error."""
+    top = Table(data, where, TOP)
+    rows = []
+    for layer in top.tables("layers", LAYER):
+        for call in layer.tables("calls", CALL):
+            rows += list(_rows(name, top, layer, call))
+    seen: dict[str, Row] = {}
+    for row in rows:
+        if seen.setdefault(row.title, row) is not row:
+            raise InputError(f"{where}: two rows are called {row.title!r}", "names are unique")
+    return Workload(
+        name, top.text("title", name), top.texts("models"), top.text("note"), tuple(rows)
+    )
+
+
+def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
+    def said(key: str) -> Table:
+        """The innermost table that has the key."""
+        return next((t for t in (call, layer) if key in t), top if key in TOP else call)
+
+    heads = layer.numbers("heads")
+    if len(heads) not in (1, 2) or heads[0] % heads[-1]:
+        raise layer.wrong("heads", "it is [query heads, key heads], the first a multiple")
+    dims = layer.numbers("head_dim")
+    if len(dims) not in (1, 2):
+        raise layer.wrong("head_dim", "it is one number, or [of q and k, of v]")
+    if any(said("page_size").numbers("page_size", 0)):
+        raise UnsupportedError(
+            f"{said('page_size').where}: page_size above 0",
+            "kernels read contiguous keys; paged ones come with the serving step",
+            "leave page_size out, or set it to 0",
+        )
+    blocks = said("block_size").numbers("block_size") or (128,)
+    if len(blocks) > 2:
+        raise said("block_size").wrong("block_size", "it is one number, or [query rows, keys]")
+    dtypes = said("dtype").texts("dtype") or ("bfloat16",)
+    for dtype in dtypes:
+        if dtype not in ITEMSIZE:
+            raise said("dtype").wrong("dtype", f"it is one of {', '.join(ITEMSIZE)}")
+    named = " ".join(filter(None, [name, layer.text("name"), call.text("name")]))
+    for dtype, (B, q_len, kv_len) in product(dtypes, _mixes(call)):
+        title = f"{named} B{B} {_lengths(q_len, kv_len)}"
+        yield Row(
+            title if len(dtypes) == 1 else f"{title} {dtype}",
+            _kind(call),
+            dtype,
+            Shape(B, heads[0], heads[-1], q_len, kv_len, dims[0], dims[-1]),
+            _mod(said("score"), "score"),
+            _mod(said("mask"), "mask"),
+            (blocks[0], blocks[-1]),
+            said("scale").number("scale"),
+            _policy(said("policy")),
+        )
+
+
+def _lengths(q_len: int, kv_len: int) -> str:
+    if q_len == 1:
+        return f"{kv_len}"
+    return f"{q_len}x{kv_len}"
+
+
+def _mixes(call: Table) -> list[tuple[int, ...]]:
+    mixes = list(call.rows("mixes", 3))
+    batch, q_len, kv_len = (call.numbers(key) for key in ("batch", "q_len", "kv_len"))
+    if mixes and (batch or q_len or kv_len):
+        raise call.wrong("mixes", "it stands instead of batch, q_len and kv_len")
+    if not mixes and not q_len:
+        raise call.wrong("q_len", "a call has q_len, or mixes of [batch, q_len, kv_len]")
+    if kv_len:
+        return mixes + list(product(batch or (1,), q_len, kv_len))
+    return mixes + [(B, length, length) for B, length in product(batch or (1,), q_len)]
+
+
+def _kind(call: Table) -> Kind | None:
+    kind = call.text("kind")
+    if kind == "prefill":
+        return "prefill"
+    if kind == "decode":
+        return "decode"
+    if kind:
+        raise call.wrong("kind", "it is prefill or decode; without it the lengths decide")
+    return None
+
+
+def _mod(table: Table, role: str) -> ModPath | None:
+    value = table.any(role, "")
+    args: object = []
+    if isinstance(value, Mapping):
+        inner = Table(value, f"{table.where}: {role}", ("mod", "args"))
+        value, args = inner.text("mod"), inner.any("args", [])
+    if value == "" and role in table and not args:
+        return None  # takes back what the layer said
+    if not isinstance(value, str) or not isinstance(args, list):
+        raise table.wrong(role, 'it is "package.module:function", or { mod = …, args = […] }')
+    if not value:
+        return None
+    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise table.wrong(role, 'a mod is named "package.module:function"')
+    for arg in args:
+        if isinstance(arg, str) and arg.startswith("$") and arg[1:] not in SIZES:
+            raise table.wrong(role, f"sizes are {', '.join('$' + each for each in SIZES)}")
+    return ModPath(value, tuple(_frozen(arg) for arg in args))
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+
+
+def _policy(table: Table) -> tuple[tuple[str, float], ...]:
+    value = table.any("policy", {})
+    inner = Table(value, f"{table.where}: policy", POLICY)
+    found: dict[str, float | None] = {
+        "graph": inner.flag("graph"),
+        "cold_l2": inner.flag("cold_l2"),
+        "rounds": next(iter(inner.numbers("rounds")), None),
+        "min_ms": inner.number("min_ms"),
+    }
+    return tuple((key, value) for key, value in found.items() if value is not None)

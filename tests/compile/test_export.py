@@ -1,0 +1,96 @@
+"""A directory for a GPU that is not here: all its kernels, its block masks, and its mods."""
+
+import pytest
+
+from flexattn.binaries import export
+from flexattn.binary import binary_of
+from flexattn.binary_store import Binaries
+from flexattn.build import compile_source
+from flexattn.cache.record import Policy
+from flexattn.catalogue import causal, softcap
+from flexattn.device import named
+from flexattn.dispatch import choices
+from flexattn.errors import UnsupportedError
+from flexattn.measure.task import Task
+from flexattn.mods import bind
+from flexattn.mods.bind import clear, stats
+from flexattn.options import NONE
+from flexattn.problem import Captures
+from flexattn.render.source import render_block_mask, render_combine
+from flexattn.settings import override
+from tests.problems import problem
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+STRUCTURE = problem("decode", 64).structure
+POLICY = Policy(graph=False, cold_l2=True, rounds=4, min_ms=1.0)
+
+
+def task(device, **wanted):
+    found = problem(D=64, lse=False, **wanted)
+    score, mask = (bind(wanted.get(f"{kind}_mod"), kind) for kind in ("score", "mask"))
+    return Task("test", found, device, POLICY, 0.125, score, mask)
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """No record of this machine decides what is compiled."""
+    with override(cache_dir=tmp_path / "cache"):
+        yield tmp_path / "out"
+
+
+@pytest.mark.parametrize("name", ["nvidia-h200", "nvidia-a100"])
+def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
+    device, cap = named(name), softcap(30.0)
+    tasks = [
+        task(device, score_mod=cap, mask_mod=causal),
+        task(device, kind="decode", score_mod=cap),
+    ]
+    found = export(
+        tasks, device, quiet, mods=[(cap, "score"), (causal, "mask")], outputs=[(True, False)]
+    )
+    # Prefill, decode, and what merges decode's splits.
+    assert (found.kernels, found.block_masks, found.mods, found.traced) == (3, 1, 2, ())
+    store = Binaries(quiet)
+    for each in tasks:
+        structure = each.problem.structure
+        asked = problem(
+            structure.kind, 64, score_mod=cap, mask_mod=causal if structure.mask else None
+        )
+        choice = next(choices(asked, device, NONE))
+        for source in filter(None, (choice.source, choice.combine)):
+            binary = store.find(source, device)
+            assert binary is not None and binary.name == "kernel"
+            described = [a for a in source.arguments if a.type[0] == "t"]
+            assert binary.parameters == len(source.arguments) + 8 * len(described) + 2
+            assert len(binary.maps) == len(described)
+    captures = Captures(bind(causal, "mask").mod, ())
+    assert store.find(render_block_mask(captures, 128, 128, device), device) is not None
+    clear()
+    with override(binaries=quiet):
+        assert bind(softcap(30.0), "score").mod == tasks[0].score.mod
+    assert stats().traces == 0
+
+
+def test_both_kinds_of_calls_by_default_and_nothing_twice(quiet):
+    device = named("nvidia-h200")
+    found = export([task(device)] * 2, device, quiet)
+    assert (found.kernels, found.block_masks, found.mods) == (2, 0, 0)
+    assert len(list((quiet / "kernels").iterdir())) == 2
+
+
+def test_a_mod_that_nobody_else_can_recognise_is_named(quiet):
+    state = {1, 2}
+
+    def odd(score, b, h, q_idx, kv_idx):
+        return score + len(state)
+
+    found = export([], named("nvidia-h200"), quiet, mods=[(odd, "score")])
+    assert (found.mods, found.traced) == (0, ("odd",))
+
+
+def test_amd_is_refused_with_what_to_do(quiet):
+    device = named("amd-mi300x")
+    assert binary_of(compile_source(render_combine(STRUCTURE, device), device), "gfx942") is None
+    with pytest.raises(UnsupportedError, match="without binaries"):
+        export([], device, quiet)
+    assert not quiet.exists()

@@ -1,0 +1,57 @@
+"""Orders of the tiles, and loads before or after the scores: configs that no option can force."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+from flexattn.attention import make_call
+from flexattn.catalogue import causal, sliding_window
+from flexattn.dispatch import dispatcher
+from flexattn.launch import prepare
+from flexattn.options import Options
+from flexattn.plan import plan
+from flexattn.reference import Reference
+from flexattn.space.config import ORDERS
+from tests.support import KINDS, assert_judged, block_mask, inputs
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+
+
+def check(q, k, v, kind, score_mod=None, mask=None, **fields):
+    """Run the default config with some fields changed, and hold it to the oracle."""
+    aux = AuxRequest(lse=True, max_scores=True)
+    with torch.no_grad():
+        usual = plan(make_call(q, k, v, score_mod, mask, None, True, False, KINDS[kind], aux))
+        launch, call = usual.launch, usual.call
+        config = replace(launch.choice.config, **fields)
+        changed = prepare(
+            launch.problem, launch.choice.device, q.device, dispatcher(), Options(exact=config),
+            q, k, v, usual.lists,
+        )  # fmt: skip
+        assert changed.choice.config == config != launch.choice.config
+        got = changed.run(q, k, v, call.scale, usual.lists, call.score, usual.mask)
+        assert_judged(Reference(*got), q, k, v, score_mod=score_mod, block_mask=mask)
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "last"])
+@pytest.mark.parametrize("block", [None, (40, 24)], ids=str)
+def test_every_order_covers_every_tile(order, block):
+    """Two batches, two groups of heads, three tiles of each, blocks that tiles do not divide."""
+    q, k, v = inputs(2, 6, 2, 41, 27)
+    mask = None if block is None else block_mask(sliding_window(9), q, k, block, False, False)
+    check(q, k, v, "prefill", mask=mask, order=order, BLOCK_M=16, BLOCK_N=16)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_loads_after_the_scores(kind):
+    bias = torch.linspace(-3, 3, 45)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[kv_idx]
+
+    q, k, v = inputs(2, 4, 2, 7, 45)
+    mask = block_mask(causal, q, k, 16)
+    check(q, k, v, kind, score_mod, mask, early_loads=False)

@@ -1,0 +1,118 @@
+"""The environment of a record: what changes it, what does not, and that it is found once."""
+
+from dataclasses import replace
+
+import pytest
+
+from flexattn.cache import environment as module
+from flexattn.cache.environment import bare, environment, serving_policy, source_hash
+from flexattn.cache.record import SCHEMA, Policy, slug
+from flexattn.device import named
+
+H200 = named("nvidia-h200")
+
+
+def test_the_fields_are_this_processs():
+    import torch
+    import triton
+
+    found = environment("decode", H200)
+    assert (found.schema, found.torch, found.triton) == (
+        SCHEMA, str(torch.__version__), triton.__version__
+    )  # fmt: skip
+    assert (found.device, found.arch, found.num_sms) == ("nvidia-h200", "sm_90", 132)
+    assert (found.graph, found.cold_l2) == serving_policy("decode", H200) == (True, True)
+    assert all(type(getattr(found, name)) in (str, int, bool) for name in found.__slots__)
+
+
+def test_a_kind_a_device_and_a_policy_have_folders_of_their_own():
+    base = environment("decode", H200)
+    warm = Policy(graph=False, cold_l2=False, rounds=3, min_ms=1.0)
+    folders = {
+        base.folder,
+        environment("prefill", H200).folder,
+        environment("decode", named("nvidia-h100")).folder,
+        environment("decode", H200, warm).folder,
+        *(replace(base, **{name: "x"}).folder for name in ("template", "triton", "torch")),
+        replace(base, driver="x").folder,
+    }
+    assert len(folders) == 8
+    more = replace(warm, rounds=99, min_ms=9.0)
+    assert environment("decode", H200, warm) == environment("decode", H200, more)
+    assert base.folder.startswith("nvidia-h200-") and base.differing(base) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nvidia-h200", "nvidia-h200"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("a\x00b/..", "a-b"),
+        ("", "unnamed"),
+        ("x" * 300, "x" * 64),
+    ],
+)
+def test_a_devices_name_is_a_plain_file_name(name, expected):
+    assert slug(name) == expected
+
+
+def test_it_is_found_once(monkeypatch):
+    first = environment("prefill", H200)
+    monkeypatch.setattr(module, "source_hash", None)
+    assert environment("prefill", H200) is first
+
+
+def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
+    plain = {kind: source_hash(kind) for kind in ("prefill", "decode")}
+    hashes = module.template_hash
+
+    def changed(name):
+        return "0" * 16 if "combine" in name else hashes(name)
+
+    monkeypatch.setattr(module, "template_hash", changed)
+    source_hash.cache_clear()
+    assert source_hash("prefill") == plain["prefill"]
+    assert source_hash("decode") != plain["decode"]
+    source_hash.cache_clear()
+
+
+SOURCE = '''
+"""A module."""
+
+# why
+def f(x):
+    """One line."""
+    y = x + 1  # a reason
+    return f"# {y}  # not a comment"
+
+
+class C:
+    """Two
+    lines."""
+
+    text = """kept"""
+'''
+
+
+def test_comments_and_docstrings_do_not_count():
+    lines = bare(SOURCE).splitlines()
+    assert lines == [
+        "def f(x):", "    y = x + 1", '    return f"# {y}  # not a comment"', "class C:",
+        '    text = """kept"""',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("# why", "# another reason, in\n# two lines", True),
+        ("One line.", "Other words.", True),
+        ("# a reason", "# an effect", True),
+        ("x + 1", "x + 2", False),
+        ("# not a comment", "# not a remark", False),
+        ("kept", "changed", False),
+    ],
+)
+def test_what_changes_the_hash(old, new, same):
+    assert (bare(SOURCE) == bare(SOURCE.replace(old, new))) == same

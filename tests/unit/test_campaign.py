@@ -1,0 +1,97 @@
+"""A campaign keeps each record as it is made, whatever becomes of the problems after it."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.cache.key import key_of, sizes_of
+from flexattn.cache.store import Store
+from flexattn.device import named
+from flexattn.errors import MeasureError
+from flexattn.tune.campaign import campaign, environment_of, pending
+from flexattn.tune.decide import replay_study
+from flexattn.tune.tasks import task_of
+from flexattn.tune.workload import parse
+from tests import records
+
+H200 = named("nvidia-h200")
+LENGTHS = [64, 128, 256, 512]
+
+
+@pytest.fixture
+def tasks():
+    mixes = [[1, 1, length] for length in LENGTHS]
+    layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"mixes": mixes}]}
+    rows = parse({"layers": [layer]}, "x", "x").rows
+    return [task_of(row, H200, torch.device("cpu")) for row in rows]
+
+
+def record_of(task):
+    record = replace(
+        records.decode_record(),
+        key=key_of(task.problem),
+        sizes=tuple(sizes_of(task.problem)),
+        environment=environment_of(task),
+        provenance="measured",
+        title=task.title,
+    )
+    return replace(record, decision=replay_study(record))
+
+
+def test_what_is_there_is_kept_and_the_rest_is_tuned(tasks, tmp_path):
+    store = Store(tmp_path)
+    store.write(record_of(tasks[1]))
+    assert pending(tasks, store, False) == [tasks[0], tasks[2], tasks[3]]
+    found = {each.title: each for each in campaign(tasks, store, [record_of])}
+    assert [found[task.title].status for task in tasks] == ["tuned", "kept", "tuned", "tuned"]
+    assert len(list(store.paths())) == 4 and not pending(tasks, store, False)
+    again = list(campaign(tasks, store, [record_of], again=True))
+    assert [each.status for each in again] == ["tuned"] * 4
+
+
+def test_a_problem_that_fails_does_not_end_the_others(tasks, tmp_path):
+    def tune(task):
+        if task is tasks[1]:
+            raise MeasureError("nothing ran", "something runs")
+        return record_of(task)
+
+    found = list(campaign(tasks, Store(tmp_path), [tune]))
+    assert [each.status for each in found] == ["tuned", "failed", "tuned", "tuned"]
+    assert "nothing ran" in found[1].message and found[1].answer is None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupt_keeps_what_was_finished(tasks, tmp_path, workers):
+    def tune(task):
+        if task is tasks[2]:
+            raise KeyboardInterrupt
+        return record_of(task)
+
+    store, found = Store(tmp_path), []
+    with pytest.raises(KeyboardInterrupt):
+        for each in campaign(tasks, store, [tune] * workers):
+            found.append(each)
+    assert {each.status for each in found} == {"tuned"}
+    for each in found:
+        assert store.read(each.answer.environment, each.key) is not None
+    assert pending(tasks, store, False)
+
+
+def test_workers_take_the_next_problem_when_they_are_free(tasks, tmp_path):
+    """Two workers at once: neither could go on without the other."""
+    meeting = threading.Barrier(2, timeout=20)
+    seen = {0: 0, 1: 0}
+
+    def worker(number):
+        def tune(task):
+            seen[number] += 1
+            meeting.wait()
+            return record_of(task)
+
+        return tune
+
+    found = list(campaign(tasks, Store(tmp_path), [worker(0), worker(1)]))
+    assert sorted(each.title for each in found) == sorted(task.title for task in tasks)
+    assert seen == {0: 2, 1: 2}

@@ -1,0 +1,129 @@
+"""What the driver is handed: every argument where the kernel's parameters point, packed once."""
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexattn import cuda_driver
+from flexattn.binary import Binary, TensorMap
+from flexattn.cuda_launch import CudaLaunch, loaded
+from flexattn.errors import BuildError
+from flexattn.launch import Box
+from flexattn.render.arguments import Argument
+
+BOX = Box((2, 3, 40, 64), (7680, 2560, 64, 1))
+FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+
+
+class Driver:
+    """Stands for libcuda: it reads each launch's parameters as the GPU would."""
+
+    def __init__(self, types):
+        self.types, self.seen, self.maps, self.fails = types, [], [], []
+
+    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        if self.fails:
+            return self.fails.pop()
+        found = []
+        pointers = iter(params)
+        for kind in self.types:
+            at = next(pointers)
+            if kind[0] == "t":
+                box = [
+                    struct.unpack("q", ctypes.string_at(next(pointers), 8))[0] for _ in range(8)
+                ]
+                assert at % 128 == 0
+                found.append(box)
+            else:
+                form = FORMATS.get(kind, "Q")
+                raw = ctypes.string_at(at, struct.calcsize(form))
+                found.append(struct.unpack(form, raw)[0])
+        scratch = [ctypes.string_at(next(pointers), 8) for _ in range(2)]
+        assert scratch == [bytes(8)] * 2 and next(pointers, None) is None
+        self.seen.append(SimpleNamespace(grid=(gx, gy, gz), block=bx, stream=stream, args=found))
+        return 0
+
+    def encode(self, at, element, address, shape, strides, block, swizzle):
+        self.maps.append((element, address, shape, strides, block, swizzle))
+        return 0
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    def make(types, fixed, boxes=(), maps=(), parameters=None):
+        driver = Driver(types)
+        monkeypatch.setattr(cuda_driver, "load", lambda *args: 42)
+        monkeypatch.setattr(cuda_driver, "launch_kernel", lambda: driver.launch)
+        monkeypatch.setattr(cuda_driver, "encode", driver.encode)
+        count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
+        binary = Binary(b"", "kernel", "sm_90", 100, 4, count, maps)
+        arguments = [Argument(f"a{i}", kind) for i, kind in enumerate(types)]
+        return CudaLaunch(binary, arguments, 0, 6, fixed, boxes), driver
+
+    yield make
+    loaded.cache_clear()
+
+
+def test_arguments_arrive_in_order(drive):
+    types = ["*bf16", "i32", "fp32", "i64", "*fp32", "fp64", "fp32", "i32", "*i32"]
+    launch, driver = drive(types, [None, -7, None, 2**40, 0, None, 0.5, None, None])
+    first, second = torch.zeros(4), torch.zeros(5)
+    launch.launch(9, [first, 0.25, 0.1, -3, second])
+    launch.launch(9, [second, -1.5, 1e300, 2**31 - 1, first])
+    a, b = first.data_ptr(), second.data_ptr()
+    assert driver.seen[0].args == [a, -7, 0.25, 2**40, 0, 0.1, 0.5, -3, b]
+    assert driver.seen[1].args == [b, -7, -1.5, 2**40, 0, 1e300, 0.5, 2**31 - 1, a]
+    assert (driver.seen[0].grid, driver.seen[0].block, driver.seen[0].stream) == (
+        (6, 1, 1),
+        128,
+        9,
+    )
+
+
+def test_a_descriptor_is_encoded_when_its_address_changes(drive):
+    types = ["tensordesc<bf16[1, 1, 64, 64]>", "*bf16", "i32"]
+    launch, driver = drive(types, [None, None, 5], [BOX], (TensorMap((1, 1, 64, 64), 3),))
+    q, other, out = (torch.zeros(8) for _ in range(3))
+    for tensor in (q, q, other):
+        launch.launch(0, [tensor, out])
+    box = [*BOX.shape, *BOX.strides]
+    assert [seen.args for seen in driver.seen] == [[box, out.data_ptr(), 5]] * 3
+    assert [each[1] for each in driver.maps] == [q.data_ptr(), other.data_ptr()]
+    assert driver.maps[0][0] == "bf16" and driver.maps[0][2:] == (*BOX, (1, 1, 64, 64), 3)
+
+
+@pytest.mark.parametrize(
+    ("types", "fixed", "boxes", "parameters"),
+    [
+        (["*bf16", "i32"], [None, None], (), 5),
+        (["*bf16"], [None], (BOX,), None),
+        (["tensordesc<bf16[1, 1, 64, 64]>"], [None], (BOX,), None),
+    ],
+    ids=["one more parameter", "a box too many", "no tensor map"],
+)
+def test_another_calling_convention_is_refused(drive, types, fixed, boxes, parameters):
+    with pytest.raises(BuildError, match="parameters"):
+        drive(types, fixed, boxes, (), parameters)
+
+
+def test_a_value_too_many_or_too_few_is_refused(drive):
+    launch, driver = drive(["i32", "i32"], [None, None])
+    for given in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="zip"):
+            launch.launch(0, given)
+    assert not driver.seen
+
+
+def test_a_thread_without_a_context_gets_torchs(drive, monkeypatch):
+    launch, driver = drive(["i32"], [None])
+    current = []
+    monkeypatch.setattr(cuda_driver, "make_current", current.append)
+    driver.fails = [cuda_driver.INVALID_CONTEXT]
+    launch.launch(0, [1])
+    assert current == [0] and len(driver.seen) == 1
+    driver.fails = [700]
+    with pytest.raises(BuildError, match="700"):
+        launch.launch(0, [1])

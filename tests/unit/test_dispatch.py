@@ -1,0 +1,315 @@
+"""What dispatch takes from the cache, when it says so, and what it writes down for the tuner."""
+
+import importlib
+import json
+import logging
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexattn import create_block_mask
+from flexattn.attention import make_call
+from flexattn.cache import layers as layers_module
+from flexattn.cache import untuned
+from flexattn.cache.environment import environment
+from flexattn.cache.key import key_of, sizes_of
+from flexattn.cache.layers import find
+from flexattn.cache.store import Store
+from flexattn.cache.untuned import bound_of, note, read, untuned_path
+from flexattn.device import INTERPRETER, named
+from flexattn.dispatch import Dispatcher, choices
+from flexattn.errors import CacheError
+from flexattn.mods import bind
+from flexattn.options import NONE, Options
+from flexattn.problem import fingerprint
+from flexattn.settings import override, say_once
+from flexattn.space.config import DecodeConfig
+from tests.problems import problem
+from tests.records import decode_record
+
+plan = importlib.import_module("flexattn.plan")
+H200 = named("nvidia-h200")
+DECODE = problem("decode")
+TUNED = DecodeConfig(16, 32, 4, 2, 7)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A user's directory of this test's own, and nothing shipped."""
+    say_once.cache_clear()
+    untuned._noted.clear()
+    monkeypatch.setattr(layers_module, "configs_folder", lambda: None)
+    layers_module._layers.cache_clear()
+    with override(cache_dir=tmp_path, cache=(), mode="replay"):
+        yield tmp_path
+    layers_module._layers.cache_clear()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "flexattn")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def tune(wanted=DECODE, config=TUNED, root=None, **environment_changes):
+    record = decode_record(
+        provenance="measured",
+        environment=replace(environment("decode", H200), **environment_changes),
+    )
+    winner = record.decision.winner
+    trials = list(record.trials)
+    trials[winner] = replace(trials[winner], config=config)
+    record = replace(
+        record, key=key_of(wanted), sizes=tuple(sizes_of(wanted)), trials=tuple(trials)
+    )
+    place = untuned_path().parent / "records" if root is None else root
+    assert Store(place).write(record, replace=True)
+
+
+class Builder:
+    """Compiles nothing; the kernel with this hash needs too much shared memory."""
+
+    def __init__(self, too_big=""):
+        self.too_big = too_big
+
+    def kernel(self, source, device, index):
+        return SimpleNamespace(shared_memory=2**20 * (source.hash == self.too_big))
+
+
+def chosen(wanted=DECODE, options=NONE, too_big=""):
+    return Dispatcher(Builder(too_big)).kernels(wanted, H200, 0, options)[0]
+
+
+def test_a_record_decides_the_config():
+    assert chosen().how == "default"
+    tune()
+    found = chosen()
+    assert (found.how, found.config) == ("hit", TUNED)
+    assert found.origin.startswith("tuned: ") and "user record" in found.origin
+    assert "BLOCK_N=32" in found.source.text.splitlines()[1]
+
+
+def test_hints_and_neighbours_say_so():
+    tune(torch="2.0.0")
+    assert chosen().how == "hint" and "torch" in chosen().origin
+    other = replace(DECODE, kv_len=2 * DECODE.kv_len)
+    assert chosen(other).how == "nearest" and "nearest" in chosen(other).origin
+
+
+def test_off_takes_no_record(said):
+    tune()
+    dispatcher = Dispatcher(Builder())
+    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "hit"
+    with override(mode="off"):
+        assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+        note(DECODE, H200, "default", None, None)
+    assert not said() and not untuned_path().exists()
+
+
+def test_an_explicit_directory_comes_first(tmp_path):
+    tune()
+    mine = replace(TUNED, num_splits=3)
+    tune(config=mine, root=tmp_path / "mine")
+    with override(cache=(tmp_path / "mine",)):
+        assert chosen().config == mine
+    assert chosen().config == TUNED
+
+
+def test_the_callers_numbers_come_before_a_record():
+    tune()
+    found = chosen(options=Options(num_stages=3))
+    assert (found.how, found.origin) == ("forced", "kernel_options")
+
+
+def test_a_record_that_needs_too_much_shared_memory_falls_through():
+    tune()
+    first, second = list(choices(DECODE, H200, NONE))[:2]
+    assert (first.how, second.how) == ("hit", "default") and "shared memory" in second.origin
+    found = chosen(too_big=first.source.hash)
+    assert (found.how, found.config) == ("default", second.config)
+
+
+def test_a_record_that_is_none_is_a_miss_with_a_warning(said):
+    tune()
+    path = find(DECODE, H200).stored.path
+    path.write_text(path.read_text()[:1000])
+    layers_module._memory.clear()
+    assert chosen().how == "default"
+    assert len(said()) == 1 and str(path) in said()[0]
+
+
+def test_a_repeated_problem_looks_nothing_up(monkeypatch):
+    tune()
+    dispatcher = Dispatcher(Builder())
+    first = dispatcher.kernels(DECODE, H200, 0, NONE)
+    monkeypatch.setattr("flexattn.dispatch.find", None)
+    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0] is first[0]
+
+
+# what is said and listed
+
+
+def softcap(score, b, h, q_idx, kv_idx):
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+def biased():
+    bias, slopes = torch.randn(8, 700), torch.ones(8, dtype=torch.bfloat16)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * 0.5 + bias[h, kv_idx] * slopes[h]
+
+    return mod
+
+
+def padded():
+    lengths = torch.tensor([700, 20, 300])
+    return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
+
+
+def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700):
+    """A decode call as far as its plan, on a machine that says it has an H200."""
+    launch = SimpleNamespace(choice=SimpleNamespace(how=how))
+    seen = []
+    monkeypatch.setattr(plan, "prepare", lambda wanted, *args: seen.append(wanted) or launch)
+    monkeypatch.setattr(plan, "detect", lambda device: H200)
+    plan._launches.clear()
+    q = torch.zeros(3, 8, 1, 64, dtype=torch.bfloat16)
+    k = torch.zeros(3, 2, kv_len, 64, dtype=torch.bfloat16)
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, 3, None, 1, kv_len, "cpu")
+    plan.plan(make_call(q, k, k, score_mod, mask, None, True, False, None, None))
+    return seen[0]
+
+
+def test_a_miss_is_said_and_listed_once(monkeypatch, said):
+    for length in (700, 701, 1024):  # one bucket
+        call(monkeypatch, kv_len=length)
+    assert len(said()) == 1 and "\n" not in said()[0]
+    assert "flexattn tune --from-untuned" in said()[0] and "static default" in said()[0]
+    assert len(untuned_path().read_text().splitlines()) == 1
+    call(monkeypatch, kv_len=5000, how="nearest")
+    assert len(said()) == 2 and "nearest" in said()[1]
+    assert [each.how for each in read(untuned_path())] == ["default", "nearest"]
+
+
+@pytest.mark.parametrize("how", ["hit", "forced", "hint"])
+def test_what_is_no_miss_is_not_said(monkeypatch, said, how):
+    call(monkeypatch, how=how)
+    assert not said() and not untuned_path().exists()
+
+
+def test_mode_tune_lists_hints_without_a_word(monkeypatch, said):
+    with override(mode="tune"):
+        call(monkeypatch, how="hint")
+    assert not said() and read(untuned_path())[0].how == "hint"
+
+
+def test_the_interpreter_is_silent(said):
+    note(DECODE, INTERPRETER, "default", None, None)
+    assert not said() and not untuned_path().exists()
+    assert next(choices(DECODE, INTERPRETER, NONE)).how == "default"
+
+
+def test_a_list_that_cannot_be_written_stops_nothing(monkeypatch, said, place):
+    untuned_path().mkdir()
+    call(monkeypatch)
+    assert len(said()) == 2 and "cannot be written" in said()[1]
+
+
+def test_a_list_has_an_end(monkeypatch):
+    monkeypatch.setattr(untuned, "MAX_FILE", 100)
+    call(monkeypatch)
+    assert untuned_path().read_bytes() == b""
+
+
+@pytest.mark.parametrize("mods", [{}, {"score": softcap}, {"score": biased(), "mask": padded()}])
+def test_a_listed_problem_is_rebuilt(monkeypatch, mods):
+    score_mod, mask_mod = mods.get("score"), mods.get("mask")
+    met = call(monkeypatch, score_mod=score_mod, mask_mod=mask_mod)
+    (listed,) = read(untuned_path())
+    assert listed.problem == met and key_of(listed.problem) == key_of(met)
+    assert fingerprint(listed.problem.structure) == fingerprint(met.structure)
+    assert listed.device == "nvidia-h200" and listed.problem.mask_class == met.mask_class
+    for captured, fn, kind in (
+        (listed.score, score_mod, "score"),
+        (listed.mask, mask_mod, "mask"),
+    ):
+        if fn is None:
+            assert captured is None
+            continue
+        bound, rebuilt = bind(fn, kind), bound_of(captured)
+        assert rebuilt.mod == bound.mod and rebuilt.mod.expr is bound.mod.expr
+        assert [(t.shape, t.dtype) for t in rebuilt.tensors] == [
+            (t.shape, t.dtype) for t in bound.tensors
+        ]
+        assert rebuilt.scalars == bound.scalars
+
+
+def test_numbers_that_became_arguments_are_kept(monkeypatch):
+    def scaled(factor):
+        return lambda score, b, h, q_idx, kv_idx: score * factor
+
+    for factor in (0.25, 0.5, 0.75):
+        call(monkeypatch, score_mod=scaled(factor))
+    assert [each.score.scalars for each in read(untuned_path())] == [(), (0.5,)]
+
+
+def test_contents_of_tensors_are_not_listed(monkeypatch):
+    secret = torch.full((700,), 1234.5)
+    call(monkeypatch, score_mod=lambda score, b, h, q_idx, kv_idx: score + secret[kv_idx])
+    assert "1234" not in untuned_path().read_text()
+
+
+def lines(change):
+    def write(path):
+        data = json.loads(path.read_text())
+        change(data)
+        path.write_text(json.dumps(data) + "\n")
+
+    return write
+
+
+HOSTILE = {
+    "no JSON": lambda path: path.write_text("{]\n"),
+    "no object": lambda path: path.write_text("[1, 2]\n"),
+    "deep": lambda path: path.write_text("[" * 100000 + "\n"),
+    "bytes": lambda path: path.write_bytes(b"\xff\x00\xfe\n"),
+    "another schema": lines(lambda data: data.update(schema=9)),
+    "a field too many": lines(lambda data: data.update(run="me")),
+    "a field too few": lines(lambda data: data.pop("kv_len")),
+    "an absurd size": lines(lambda data: data.update(kv_len=10**30)),
+    "no heads": lines(lambda data: data.update(Hkv=0)),
+    "another dtype": lines(lambda data: data.update(dtype="object")),
+    "another fingerprint": lines(lambda data: data["score"]["mod"].update(fingerprint="0")),
+    "other shapes": lines(lambda data: data["score"].update(tensors=[])),
+    "huge shapes": lines(lambda data: data["score"]["tensors"][0].__setitem__(1, [2**40, 2**7])),
+    "numbers nobody asked for": lines(lambda data: data["score"].update(scalars=[1])),
+    "a mask for a score": lines(lambda data: data["score"]["mod"].update(kind="mask")),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_lines_are_skipped_with_a_warning(monkeypatch, said, name):
+    call(monkeypatch, score_mod=biased())
+    assert len(read(untuned_path())) == 1
+    HOSTILE[name](untuned_path())
+    before = len(said())
+    assert read(untuned_path()) == [] and len(said()) == before + 1
+    assert "not used" in said()[-1] and len(said()[-1]) < 1000
+
+
+def test_good_lines_beside_bad_ones_are_read_and_a_pipe_is_refused(monkeypatch, tmp_path):
+    call(monkeypatch)
+    with untuned_path().open("a") as file:
+        file.write("garbage\n")
+        file.write(untuned_path().read_text().splitlines()[0] + "\n")
+    assert len(read(untuned_path())) == 1
+    assert read(tmp_path / "nothing") == []
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CacheError):
+        read(tmp_path / "pipe")

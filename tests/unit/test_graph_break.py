@@ -1,0 +1,54 @@
+"""torch.compile breaks its graph at flex_attention, and an import of flexattn stays cheap."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal
+from tests.support import block_mask, inputs
+
+
+def test_import_does_not_load_the_compiler():
+    code = (
+        "import sys, flexattn; sys.exit('torch._dynamo' in sys.modules or 'triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def counter():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    yield CompileCounter()
+    torch._dynamo.reset()
+
+
+def test_a_compiled_function_calls_it_outside_of_its_graphs(counter):
+    q, k, v = inputs(1, 4, 2, 64, 64, 16)
+    mask = block_mask(causal, q, k)
+
+    def layer(q, k, v):
+        def shifted(score, b, h, q_idx, kv_idx):
+            return score + q_idx
+
+        call = {"score_mod": shifted, "block_mask": mask, "enable_gqa": True}
+        return 2 * flexattn.flex_attention(2 * q, k, v, **call)
+
+    compiled = torch.compile(layer, backend=counter)
+    assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    # One graph before the call and one after it: nothing of ours is traced.
+    assert (counter.frame_count, counter.op_count) == (2, 2)
+
+
+def test_compiled_by_itself_it_is_no_graph_at_all(counter):
+    q, k, v = inputs(1, 4, 2, 64, 64, 16)
+    out, lse = torch.compile(flexattn.flex_attention, backend=counter)(
+        q, k, v, enable_gqa=True, return_lse=True
+    )
+    wanted = flexattn.flex_attention(q, k, v, enable_gqa=True, return_lse=True)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert counter.frame_count == 0
