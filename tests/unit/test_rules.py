@@ -89,7 +89,7 @@ configs = st.builds(
 @pytest.mark.parametrize(
     ("name", "config", "about", "device"),
     BREAKS,
-    ids=lambda each: str(getattr(each, "arch", each)),
+    ids=[f"{name}-{device.arch}-{number}" for number, (name, _, _, device) in enumerate(BREAKS)],
 )
 def test_each_rule_breaks_alone(name, config, about, device):
     structure = problem(**about).structure
@@ -183,7 +183,7 @@ def test_splits_differ_and_have_keys(B, kv_len, width):
         ({"mask_mod": causal, "group": 1}, {"last", "heads"}),
         ({"mask_mod": causal, "q_len": 64}, {"last"}),
     ],
-    ids=str,
+    ids=["dense", "one_head_a_group", "masked", "masked_one_head_a_group", "one_tile"],
 )
 def test_orders_are_tried_where_they_differ(about, expected):
     wanted = problem(**about)
