@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -33,7 +33,9 @@ from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
-TORCH_MODE = "max-autotune-no-cudagraphs"
+# How torch's kernel is compiled, where it is timed at all.
+Rival = Literal["none", "compiled", "tuned"]
+TORCH_MODES = {"compiled": None, "tuned": "max-autotune-no-cudagraphs"}
 Call = Callable[..., Any]
 
 
@@ -41,7 +43,8 @@ Call = Callable[..., Any]
 class Benched:
     """One row: medians in microseconds and the paired ratio of each rival to ours.
 
-    how: which record served, as dispatch says it. note: why something is missing.
+    how: which record served, as dispatch says it. error, budget: the largest of `out`, and what it
+    may be. note: why something is missing.
     """
 
     title: str
@@ -50,6 +53,8 @@ class Benched:
     us: dict[str, float | None]
     ratio: dict[str, float | None]
     passed: bool
+    error: float
+    budget: float
     note: str = ""
 
 
@@ -85,7 +90,7 @@ def bench(
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         console.print(f"{number}/{len(rows)} {row.title}", markup=False, highlight=False)
-        done.append(run(row, here, rounds, min_ms, rivals))
+        done.append(run(row, here, rounds, min_ms, "tuned" if rivals else "none"))
     if as_json:
         told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
         typer.echo(json.dumps(told, indent=1))
@@ -95,7 +100,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def run(row: Row, where: torch.device, rounds: int, min_ms: float, rivals: bool) -> Benched:
+def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival) -> Benched:
     """One row's race on a GPU, or on the CPU's clock in the interpreter."""
     target = detect(where)
     with torch.device(where):
@@ -114,8 +119,8 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rivals: bool)
     static = kernel_options(default(choice.problem, target))
     ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True)
     calls: dict[str, Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
-    if rivals:
-        calls[TORCH] = partial(_torchs(), q, k, v, **common, enable_gqa=True)
+    if rival != "none":
+        calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
     score, bound = bind(score_mod, "score"), bind(mask_mod, "mask")
     lists = None if mask is None else Lists.of(mask)
     sparsity = choice.problem.structure.sparsity
@@ -140,16 +145,21 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rivals: bool)
         {name: _number(each.median) for name, each in samples.items()},
         {name: _ratio(samples[name], samples[OURS]) for name in samples if name != OURS},
         verdict.passed,
+        *(
+            (verdict.rows[0].error, verdict.rows[0].budget)
+            if verdict.rows
+            else (math.nan, math.nan)
+        ),
         "; ".join(notes),
     )
 
 
-def _torchs() -> Call:
+def _torchs(mode: str | None) -> Call:
     from torch.nn.attention.flex_attention import flex_attention as torchs
 
     torch.compiler.reset()  # else the limit of recompilations is reached after a few rows
     rival: Call = torchs
-    return torch.compile(rival, dynamic=False, mode=TORCH_MODE)
+    return torch.compile(rival, dynamic=False, mode=mode)
 
 
 def _number(us: float) -> float | None:

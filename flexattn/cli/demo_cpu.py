@@ -22,7 +22,8 @@ def show(console: Console, out: Path) -> bool:
         drawn = [picture.window_blocks(FULL, "cpu", out / "mask.png")]
     table = verdicts.table("Run by Triton's interpreter: float16, small shapes")
     for trial in found.trials:
-        table.add_row(*verdicts.cells(trial))
+        seen = (trial.workload, trial.shape, trial.error, trial.budget, trial.passed)
+        table.add_row(*verdicts.cells(*seen))
     console.print(table)
     verdicts.print_notes(console, found.trials)
     console.print(_built(found.compiled))

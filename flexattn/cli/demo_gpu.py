@@ -1,4 +1,4 @@
-"""The demo on a GPU: times beside torch's compiled flex_attention, in one race a workload."""
+"""The demo on a GPU: a small space of each workload tuned, then raced with torch's kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from flexattn.cache.store import Store
 from flexattn.cli import picture, verdicts
-from flexattn.cli.trial import TORCH, Effort, Trial, run
+from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, Rival, run
+from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import FULL, Workload
+from flexattn.device import detect
+from flexattn.settings import override
+from flexattn.tune.campaign import campaign
+from flexattn.tune.crew import Crew
+from flexattn.tune.method import Method, method_for
+from flexattn.tune.tasks import tasks
 
-EFFORT = Effort(configs=5, seconds=4.0, clock="cuda")
+METHOD = method_for("quick", 3.0)
+ROUNDS, MIN_MS = 10, 4.0
 
 
 def show(
@@ -21,40 +30,74 @@ def show(
     out: Path,
     workloads: Sequence[Workload] = FULL,
     device: str = "cuda",
-    effort: Effort = EFFORT,
+    rival: Rival = "compiled",
+    method: Method = METHOD,
 ) -> bool:
-    """Run the workloads, print the table, draw the pictures; whether every gate is green."""
-    trials = []
-    with console.status("starting") as status:
+    """Tune into `out`, run as dispatch then serves, print the table, draw the pictures.
+
+    Whether every workload was tuned and every gate is green; a second run keeps the records.
+    """
+    where = torch.empty(0, device=device).device  # "cuda" with its index
+    store = Store(out / "records")
+    failed = _tune(store, workloads, where, method, console)
+    with override(cache=(store.root,), mode="replay"), console.status("racing") as status:
+        done = []
         for workload in workloads:
-            trials.append(run(workload, device, torch.bfloat16, effort, status.update))
-    where = torch.cuda.get_device_name() if device == "cuda" else device
-    table = verdicts.table(f"{where}, bfloat16: median microseconds of one race a workload")
-    for name in ("torch", "ours", "torch/ours", "best"):
-        table.add_column(name, justify="right")
-    table.add_column("best config")
-    for trial in trials:
-        ours, best = trial.variants[0].us, trial.best
-        cells = _number(trial.torch_us), _number(ours), _ratio(trial.torch_us, ours)
-        table.add_row(*verdicts.cells(trial), *cells, _number(best.us), best.config)
+            status.update(f"{workload.name}: torch compiles its kernel, then the race")
+            done.append(run(workload.row(), where, ROUNDS, MIN_MS, rival))
+    name = torch.cuda.get_device_name() if where.type == "cuda" else device
+    table = verdicts.table(f"{name}, bfloat16: median microseconds of one race a workload")
+    for column in (TORCH, DEFAULT, "tuned", f"{TORCH}/tuned"):
+        table.add_column(column, justify="right")
+    table.add_column("config")
+    for workload, row in zip(workloads, done, strict=True):
+        seen = verdicts.cells(
+            workload.name, workload.describe(), row.error, row.budget, row.passed
+        )
+        times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
+        ratio = row.ratio.get(TORCH)
+        table.add_row(*seen, *times, "-" if ratio is None else f"{ratio:.2f}x", row.config)
     console.print(table)
-    verdicts.print_notes(console, trials)
-    times = {trial.workload: _times(trial) for trial in trials}
+    for row in done:
+        if row.note:
+            console.print(
+                f"{row.title}: {row.note}", style="" if row.passed else "red", markup=False
+            )
     drawn = [picture.window_blocks(workloads, device, out / "mask.png")]
-    drawn += picture.bars(times, "microseconds", out / "timings.png")
-    console.print("Pictures: " + ", ".join(map(str, drawn)))
-    return all(trial.passed for trial in trials)
+    drawn += picture.bars(
+        {row.title: _times(row) for row in done}, "microseconds", out / "timings.png"
+    )
+    console.print(f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
+    return not failed and all(row.passed for row in done)
 
 
-def _times(trial: Trial) -> dict[str, float]:
-    named = {f"{TORCH}, compiled": trial.torch_us}
-    named |= {variant.config: variant.us for variant in trial.variants}
-    return {label: us for label, us in named.items() if not math.isnan(us)}
+def _tune(
+    store: Store,
+    workloads: Sequence[Workload],
+    where: torch.device,
+    method: Method,
+    console: Console,
+) -> int:
+    """Tune what the store lacks; how many workloads failed."""
+    todo = list(tasks((workload.row() for workload in workloads), detect(where), where))
+    with (
+        Watch(len(todo), console) as watch,
+        Crew(method, 0, None, watch.lane(), gpu=where.index or 0) as crew,
+    ):
+        failed = 0
+        for outcome in campaign(todo, store, [crew.tune]):
+            if outcome.status == "failed":
+                failed += 1
+                watch.finished(f"{outcome.title}: {outcome.message}")
+            else:
+                watch.finished(f"{outcome.title}: {outcome.status} in {outcome.seconds:.0f} s")
+    return failed
 
 
-def _number(us: float) -> str:
-    return "-" if math.isnan(us) else f"{us:.1f}"
+def _times(row: Benched) -> dict[str, float]:
+    labels = {TORCH: "torch, compiled", DEFAULT: "static default", OURS: f"tuned: {row.config}"}
+    return {label: us for name, label in labels.items() if (us := row.us.get(name)) is not None}
 
 
-def _ratio(theirs: float, ours: float) -> str:
-    return "-" if math.isnan(theirs / ours) else f"{theirs / ours:.2f}x"
+def _number(us: float | None) -> str:
+    return "-" if us is None or math.isnan(us) else f"{us:.1f}"

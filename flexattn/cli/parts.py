@@ -15,7 +15,7 @@ import torch
 
 from flexattn import options
 from flexattn.cli.offline import compiled, kernel_options, nearest, short
-from flexattn.cli.trial import Effort, Trial, Variant, run
+from flexattn.cli.trial import Trial, Variant, run
 from flexattn.cli.workloads import FULL, SMALL, Workload
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
@@ -28,9 +28,9 @@ from flexattn.space.triton import default
 Part = Literal["interpret", "compile"]
 
 DEVICE = "nvidia-h200"
-INTERPRETED = Effort(configs=2, seconds=20.0, clock=None)
+INTERPRETED = 2
 CONFIGS = 3
-PATIENCE = 20.0  # seconds after which each workload gets its first config alone
+PATIENCE = 20.0  # seconds after which a workload gets its first config alone
 DEADLINE = 300
 
 
@@ -58,7 +58,7 @@ class Parts:
 
 def interpret(workloads: Sequence[Workload] = SMALL) -> str:
     """Run the rendered kernels in Triton's interpreter and judge them; a line of JSON."""
-    trials = [run(w, "cpu", torch.float16, INTERPRETED, lambda text: None) for w in workloads]
+    trials = [run(w, torch.float16, INTERPRETED, PATIENCE) for w in workloads]
     return json.dumps([asdict(trial) for trial in trials])
 
 

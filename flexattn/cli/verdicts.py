@@ -23,10 +23,10 @@ def table(title: str) -> Table:
     return found
 
 
-def cells(trial: Trial) -> tuple[str, ...]:
-    """Name, shape, error, budget and verdict of a trial."""
-    verdict = "[green]passed" if trial.passed else "[red]FAILED"
-    return trial.workload, trial.shape, f"{trial.error:.1e}", f"{trial.budget:.1e}", verdict
+def cells(name: str, shape: str, error: float, budget: float, passed: bool) -> tuple[str, ...]:
+    """Name, shape, error, budget and verdict of a workload."""
+    verdict = "[green]passed" if passed else "[red]FAILED"
+    return name, shape, f"{error:.1e}", f"{budget:.1e}", verdict
 
 
 def print_notes(console: Console, trials: Iterable[Trial]) -> None:
@@ -36,5 +36,3 @@ def print_notes(console: Console, trials: Iterable[Trial]) -> None:
             if variant.note:
                 text = f"{trial.workload}, {variant.config}: {variant.note}"
                 console.print(text, style="" if variant.passed else "red", markup=False)
-        if trial.torch_note:
-            console.print(f"{trial.workload}, torch: {trial.torch_note}", markup=False)

@@ -13,6 +13,7 @@ from flexattn.catalogue.scores import ScoreMod, softcap
 from flexattn.cli.offline import problem_of
 from flexattn.masks import create_block_mask
 from flexattn.problem import Kind, Problem, Shape
+from flexattn.tune.workload import ModPath, Row
 
 __all__ = ["FULL", "SMALL", "Inputs", "Workload"]
 
@@ -88,6 +89,17 @@ class Workload:
             )
         )
         return Inputs(q, k, v, self.score_mod(), mask_mod, mask)
+
+    def row(self) -> Row:
+        """The call as a workload file would say it, in bfloat16."""
+        scored = ModPath("flexattn.catalogue:softcap", (self.softcap,)) if self.softcap else None
+        masked = None
+        if not self.decodes:
+            masked = ModPath("flexattn.catalogue:causal")
+        if self.window:
+            masked = ModPath("flexattn.catalogue:sliding_window", (self.window,))
+        shape = Shape(self.B, self.Hq, self.Hkv, self.q_len, self.kv_len, self.D, self.D)
+        return Row(self.name, None, "bfloat16", shape, scored, masked, (128, 128), None, ())
 
     def problem(self, dtype: str) -> Problem:
         """The key of the call, made without a tensor."""
