@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,10 +51,15 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
     A config that is too large for the device is left out; only its note remains.
     """
     x = workload.make("cpu", dtype)
-    attend: Callable[..., Tensor] = partial(
-        flex_attention, x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask,
-        enable_gqa=True,
-    )  # fmt: skip
+
+    def attend(options: dict[str, int | bool] | None) -> Tensor:
+        out = flex_attention(
+            x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask, enable_gqa=True,
+            kernel_options=options,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
     variants: list[Variant] = []
     worst = (math.nan, math.nan)
     begin = time.perf_counter()
@@ -70,9 +73,7 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
             name = short(config)
             try:
                 torch.full_like(x.q, math.nan)  # unwritten output then shows as NaN
-                verdict = slices.judge(
-                    attend(kernel_options=kernel_options(config) if variants else None)
-                )
+                verdict = slices.judge(attend(kernel_options(config) if variants else None))
             except FlexAttnError as error:
                 # Only the plain call must run; a variant may be too large for this device.
                 variants.append(Variant(name, bool(variants), error.got))
