@@ -2,6 +2,7 @@
 
 import pytest
 
+from flexattn.mods.bind import clear
 from tests.support import poison
 
 
@@ -15,3 +16,9 @@ def pytest_addoption(parser):
 def poisoned(monkeypatch):
     """Memory that torch.empty hands out holds NaN, so an output that nobody wrote is seen."""
     poison(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_traced():
+    """A number that another test traced with another value would be an argument."""
+    clear()

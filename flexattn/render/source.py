@@ -113,7 +113,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "use_tma": isinstance(config, PrefillConfig) and config.use_tma,
         "order": config.order if isinstance(config, PrefillConfig) else "",
         "early_loads": config.early_loads,
-        "gathers": loads_tiles(structure),
+        "licm": _moves_out_of_loops(structure, config, device),
         "fold_scale": score is None and structure.positive_scale,
         "element": triton_type(structure.dtype),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
@@ -130,6 +130,16 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         config.num_warps,
         config.num_stages,
     )
+
+
+def _moves_out_of_loops(structure: Structure, config: Config, device: Device) -> bool:
+    """Whether LLVM may move what does not change out of the loop over keys.
+
+    There it stays in registers, which a warpgroup's accumulator and scores have filled. A mod that
+    gathers a value for every score loses more by computing its addresses anew.
+    """
+    warpgroups = device.has_wgmma and structure.itemsize == 2 and structure.kind == "prefill"
+    return not warpgroups or config.BLOCK_M < 64 or loads_tiles(structure)
 
 
 def render_combine(structure: Structure, device: Device) -> Source:
