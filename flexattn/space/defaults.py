@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.problem import Problem
+from flexattn.problem import Problem, Structure
 from flexattn.space.config import Config, DecodeConfig, PrefillConfig
 from flexattn.space.rules import reasons
+from flexattn.space.terms import loads_by_key, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["candidates", "default"]
@@ -24,7 +26,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Config]:
     rejected: list[str] = []
     offered = False
     for candidate in _preferences(problem, device):
-        config = suited(candidate, structure)
+        config = suited(_ordered(candidate, structure), structure)
         found = reasons(config, structure, device)
         if not found:
             offered = True
@@ -55,6 +57,8 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
             yield PrefillConfig(*shape)
         yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
         return
+    if device.has_wgmma and widest <= 128:
+        yield from _gathering(structure, widest)
     table = _PREFILL.get(device.arch, _PREFILL["small"])
     if device.backend == "hip":
         table = _PREFILL["hip"]
@@ -67,6 +71,24 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
     yield PrefillConfig(16, 16, 8, 1)
 
 
+def _ordered(config: Config, structure: Structure) -> Config:
+    """The same tiles, those of all heads side by side where a mask makes some of them longer.
+
+    On an H200 that takes 2 to 15 % off masked calls, and changes nothing without a mask.
+    """
+    if isinstance(config, PrefillConfig) and structure.sparsity is not None:
+        return replace(config, order="heads")
+    return config
+
+
+def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
+    """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
+    if loads_tiles(structure):
+        yield PrefillConfig(64, 64, 4, 2, True)
+    elif loads_by_key(structure):
+        yield PrefillConfig(128 if widest <= 64 else 64, 64, 4, 3, True)
+
+
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
 # fit 99 KiB of shared memory, or the LDS of CDNA, without spills.
 _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
@@ -77,8 +99,6 @@ _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
             (
                 PrefillConfig(128, 64, 4, 2, True),
                 PrefillConfig(128, 128, 8, 3, True),
-                PrefillConfig(128, 128, 8, 2, True),
-                PrefillConfig(64, 64, 4, 2, True),
                 PrefillConfig(128, 128, 8, 2),
                 PrefillConfig(128, 64, 8, 2),
             ),
