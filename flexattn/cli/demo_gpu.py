@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from flexattn.cache.store import Store
 from flexattn.cli import picture, verdicts
@@ -46,18 +47,12 @@ def show(
             status.update(f"{workload.name}: torch compiles its kernel, then the race")
             done.append(run(workload.row(), where, ROUNDS, MIN_MS, rival))
     name = torch.cuda.get_device_name() if where.type == "cuda" else device
-    table = verdicts.table(f"{name}, bfloat16: median microseconds of one race a workload")
-    for column in (TORCH, DEFAULT, "tuned", f"{TORCH}/tuned"):
-        table.add_column(column, justify="right")
-    table.add_column("config")
+    gates = verdicts.table(f"Run on {name} in bfloat16, against the float64 oracle")
     for workload, row in zip(workloads, done, strict=True):
-        seen = verdicts.cells(
-            workload.name, workload.describe(), row.error, row.budget, row.passed
-        )
-        times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
-        ratio = row.ratio.get(TORCH)
-        table.add_row(*seen, *times, "-" if ratio is None else f"{ratio:.2f}x", row.config)
-    console.print(table)
+        seen = (workload.name, workload.describe(), row.error, row.budget, row.passed)
+        gates.add_row(*verdicts.cells(*seen))
+    console.print(gates)
+    console.print(_raced(done))
     for row in done:
         if row.note:
             console.print(
@@ -69,6 +64,19 @@ def show(
     )
     console.print(f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
     return not failed and all(row.passed for row in done)
+
+
+def _raced(done: Sequence[Benched]) -> Table:
+    table = Table(title="Median microseconds of one race a workload")
+    table.add_column("workload", no_wrap=True)
+    for column in (TORCH, DEFAULT, "tuned", f"{TORCH}/tuned"):
+        table.add_column(column, justify="right")
+    table.add_column("tuned config")
+    for row in done:
+        times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
+        ratio = row.ratio.get(TORCH)
+        table.add_row(row.title, *times, "-" if ratio is None else f"{ratio:.2f}x", row.config)
+    return table
 
 
 def _tune(

@@ -20,7 +20,7 @@ SCREENING_MS = 2.0
 
 @dataclass(frozen=True)
 class Method:
-    """How a problem is tuned. budget_s: of measuring; building is not counted.
+    """How a problem is tuned. budget_s: of measuring; building and the first run are not.
 
     rounds: of the screening. batch: configs that are screened in one race, each of which holds its
     outputs and maybe a CUDA graph. all_up_to: spaces up to this size are measured whole, larger

@@ -25,7 +25,10 @@ Build = Callable[[Sequence[Config]], Iterable[Built]]
 
 @dataclass
 class Workbench:
-    """One subject's ledger with the hands that fill it, and a clock that stands while building."""
+    """One subject's ledger with the hands that fill it.
+
+    Its clock stands while configs are built and while the default passes the gate.
+    """
 
     subject: Subject
     measurer: Measurer
@@ -36,13 +39,13 @@ class Workbench:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.subject.configs, self.subject.default)
         self.begin = time.monotonic()
-        self._building = 0.0
+        self._uncounted = 0.0
         self._codes: dict[str, int] = {}
         self._code_of: dict[int, str] = {}
 
     def left(self, share: float = 1.0) -> float:
         """Seconds of the budget, or of a share of it, that are left."""
-        measuring = time.monotonic() - self.begin - self._building
+        measuring = time.monotonic() - self.begin - self._uncounted
         return share * self.method.budget_s - measuring
 
     def built(self, index: int) -> bool:
@@ -59,7 +62,7 @@ class Workbench:
         found = {b.config: b for b in self.builder([self.ledger[i].config for i in missing])}
         for index in missing:
             self._note(index, found.get(self.ledger[index].config))
-        self._building += time.monotonic() - begin
+        self._uncounted += time.monotonic() - begin
 
     def _note(self, index: int, built: Built | None) -> None:
         if built is None:
@@ -107,7 +110,11 @@ class Workbench:
         if not self.ledger.healthy(index):
             return False
         if trial.gate is None and (index == self.subject.default or self.left(FOR_SCREENING) > 0):
+            begin = time.monotonic()
             self.ledger.gate(index, self.measurer.gate(trial.config))
+            if index == self.subject.default:
+                # A worker's first run imports and loads what every later one finds there.
+                self._uncounted += time.monotonic() - begin
         return self.ledger.healthy(index) and self.ledger[index].gate is not None
 
     def _touched(self, index: int) -> bool:
