@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.neuroncore import CORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ KNOWN: dict[str, Device] = {
         Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
         Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
     )
+}
+# Offline targets of another kind, whose kernels are NKI: shared_memory is SBUF, num_sms the
+# NeuronCores of a chip; registers mean nothing there. flexattn/neuroncore.py has what they can do.
+NEURON: dict[str, Device] = {
+    core.name: Device(core.name, "neuron", core.name, core.cores, 128 * core.sbuf_bytes)
+    for core in CORES.values()
 }
 # Its tiles are arrays in memory: no number of registers is too many.
 INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, 2**24, 2**16)

@@ -21,10 +21,14 @@ from flexattn.cache.key import Sizes
 from flexattn.cache.record import SCHEMA, Answer, Record, Trial
 from flexattn.errors import CacheError
 from flexattn.space.config import Config
+from flexattn.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
 
 __all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
 
 T = TypeVar("T")
+
+# What a record may hold; dispatch to a GPU never meets the last two, whose devices are Neuron's.
+CONFIGS = (*get_args(Config), NkiPrefillConfig, NkiDecodeConfig)
 
 MAX_BYTES = 8 * 2**20
 MAX_TEXT, MAX_INT = 4096, 2**48
@@ -43,7 +47,7 @@ def encode(value: Any) -> Any:
     """A frozen dataclass, or what it is made of, as JSON data; configs name their class."""
     if is_dataclass(value):
         data = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-        if isinstance(value, get_args(Config)):
+        if isinstance(value, CONFIGS):
             return {"type": type(value).__name__, **data}
         return data
     if isinstance(value, tuple):
@@ -182,9 +186,11 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     if origin is tuple:
         return _list(_decoder(args[0]), most) if args[1:] == (...,) else _fixed(args)
     if origin in (Union, UnionType):
+        if args == get_args(Config):
+            return _tagged(CONFIGS)
         return _optional(args) if NoneType in args else _tagged(args)
     if is_dataclass(kind) and isinstance(kind, type):
-        return _tagged((kind,)) if kind in get_args(Config) else _fields(kind)
+        return _tagged((kind,)) if kind in CONFIGS else _fields(kind)
     raise TypeError(f"{kind} has no decoder")
 
 
@@ -288,7 +294,7 @@ def _tagged(classes: tuple[type, ...]) -> Decoder:
     return read
 
 
-_POWERS = {"BLOCK_M": (16, 1024), "BLOCK_N": (16, 1024), "num_warps": (1, 32)}
+_POWERS = {"BLOCK_M": (16, 1024), "BLOCK_N": (16, 2048), "num_warps": (1, 32)}
 _OTHER_RANGE = (0, 65536)
 
 

@@ -19,17 +19,18 @@ EDGES = {
     "lru": set(),
     "files": {"errors"},
     "mods": set(),
-    "device": {"mods"},
+    # What AWS documents of its cores, as numbers: the device table and the space both read it.
+    "neuroncore": set(),
+    "device": {"mods", "neuroncore"},
     "problem": {"mods", "device"},
-    "neuron": {"problem"},
-    "space": {"problem", "neuron"},
-    "render": {"space", "neuron"},
+    "space": {"problem"},
+    "render": {"space"},
     "binary": set(),
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
     "binary_store": {"binary", "cache"},
     "cuda_launch": {"render", "binary", "cuda_driver"},
-    "build": {"cuda_launch", "binary_store", "neuron"},
+    "build": {"cuda_launch", "binary_store"},
     # The environment of a record hashes the renderer that its config was measured with.
     "cache": {"space", "render"},
     "mask_class": set(),
@@ -49,6 +50,8 @@ EDGES = {
     # What a kernel takes and whose code it shares is known before it is timed.
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
+    # Its interpreter takes the place of a device, so it stands where measure and tune do.
+    "neuron": {"measure", "cache"},
     "serving": {"dispatch"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),

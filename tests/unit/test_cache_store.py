@@ -1,8 +1,8 @@
 """A directory of records: whole files whoever dies, and misses for all that is no record."""
 
+import errno
 import json
 import logging
-import errno
 import os
 import signal
 import subprocess

@@ -1,0 +1,1 @@
+"""What only AWS Neuron needs: an interpreter of NKI, a lint, a cost model, and a runner."""

@@ -1,0 +1,44 @@
+"""Feasibility on a named target, with what the problem's mods ask of a kernel there."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from flexattn.errors import UnsupportedError
+from flexattn.neuroncore import CORES
+from flexattn.problem import Problem
+from flexattn.render.nki.source import print_mods
+from flexattn.space import nki
+from flexattn.space.nki_config import MaskForm, NkiConfig, NkiDecodeConfig, NkiPrefillConfig
+
+__all__ = ["default", "needs", "reasons", "survey"]
+
+
+@lru_cache(maxsize=256)
+def needs(problem: Problem, target: str, form: MaskForm) -> nki.Needs:
+    """What the mods need in one form of masks; `refused` says why they cannot be expressed."""
+    decode = problem.structure.kind == "decode"
+    config: NkiConfig = (
+        NkiDecodeConfig(128, 128, mask=form) if decode else NkiPrefillConfig(128, 128, mask=form)
+    )
+    try:
+        mods = print_mods(problem, config, target)
+    except UnsupportedError as error:
+        return nki.Needs(refused=str(error))
+    ranged = mods.mask is not None and mods.mask.reduces
+    return nki.Needs(tuple(sorted(mods.tiles.items())), ranged)
+
+
+def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
+    """Why a config cannot run for a problem on a target such as "trn2"."""
+    return nki.reasons(config, problem, CORES[target], needs(problem, target, config.mask))
+
+
+def default(problem: Problem, target: str) -> NkiConfig:
+    """The config to start from; raises ConfigError with the reasons where none fits."""
+    return nki.default(problem, CORES[target], lambda form: needs(problem, target, form))
+
+
+def survey(problem: Problem, target: str, effort: nki.Effort = "full") -> nki.NkiSurvey:
+    """The configs that fit, and the others counted by reason."""
+    return nki.survey(problem, CORES[target], lambda form: needs(problem, target, form), effort)

@@ -1,0 +1,140 @@
+"""The cost model: what a config would take on a NeuronCore, from counts and AWS's published costs.
+
+Two numbers, and neither is a measurement. `bound` is the busiest engine's time: what remains if
+everything else overlaps. `time` places each instruction when its engine, in the order of the
+source, and the memory that it touches are free; the compiler may order them better. Configs are
+ranked by `time`. Costs and their sources: flexattn/neuron/nki/costs.py; clocks: neuroncore.py.
+Nothing models the compiler, the allocator, power limits, or the other cores' share of HBM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flexattn.measure.task import Task
+from flexattn.neuron.nki.interpret import Interpreted, interpret
+from flexattn.neuron.run import Prepared, prepare
+from flexattn.neuron.schedule import Schedule
+from flexattn.neuroncore import CORES
+from flexattn.problem import DTYPES
+from flexattn.space.nki_config import NkiConfig
+
+__all__ = ["Estimate", "estimate"]
+
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+# Of a longer schedule a sample is walked, and scaled.
+MOST_TILES, MOST_SECTIONS = 160, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the model says of one config, in microseconds of one core for the whole problem.
+
+    busy: of each engine. sbuf_bytes: of a partition. counts: of the walked sample.
+    """
+
+    time: float
+    bound: float
+    busy: tuple[tuple[str, float], ...]
+    sbuf_bytes: int
+    psum_banks: int
+    counts: tuple[tuple[str, int], ...]
+
+
+def estimate(task: Task, config: NkiConfig, target: str) -> Estimate:
+    """The model's estimate for a config; raises as `prepare` does.
+
+    One batch and key head stands for all: the first of each.
+    """
+    problem = task.problem
+    one = replace(problem, B=1, Hkv=1, Hq=problem.Hq // problem.Hkv)
+    prepared = prepare(
+        one, config, target, scale=task.scale, score=task.score, mask=task.mask, lists=task.lists
+    )
+    schedule: Schedule = prepared.extra[1]
+    kept = _sampled(schedule)
+    loads = _run(prepared, tuple(_with_visits(section, ()) for section in kept))
+    walked = _run(prepared, kept)
+    share = _chunks(schedule) / max(_chunks(kept), 1), _work(schedule) / max(_work(kept), 1)
+    times = {
+        name: _scaled(loads.busy.get(name, 0.0), walked.busy.get(name, 0.0), share)
+        for name in {*loads.busy, *walked.busy}
+    }
+    total = _scaled(loads.nanoseconds, walked.nanoseconds, share)
+    if prepared.combine is not None:
+        total += _combined(prepared).nanoseconds
+    units = problem.B * problem.Hkv / 1000
+    return Estimate(
+        time=total * units,
+        bound=max(times.values()) * units,
+        busy=tuple(sorted((name, time * units) for name, time in times.items())),
+        sbuf_bytes=walked.sbuf_bytes,
+        psum_banks=walked.psum_banks,
+        counts=tuple(sorted(walked.counts.items())),
+    )
+
+
+def _run(prepared: Prepared, schedule: Schedule) -> Interpreted:
+    problem, s = prepared.problem, prepared.problem.structure
+    dtype = _TORCH[s.dtype]
+    q = torch.empty(problem.B, problem.Hq, problem.q_len, s.head_dim_qk, dtype=dtype)
+    k = torch.empty(problem.B, problem.Hkv, problem.kv_len, s.head_dim_qk, dtype=dtype)
+    v = torch.empty(problem.B, problem.Hkv, problem.kv_len, s.head_dim_v, dtype=dtype)
+    given = list(prepared.arguments(q, k, v))
+    given[4] = schedule
+    core = CORES[prepared.target]
+    return interpret(prepared.source.text, given, core, numerics=False)
+
+
+def _combined(prepared: Prepared) -> Interpreted:
+    problem, s = prepared.problem, prepared.problem.structure
+    dtype = _TORCH[s.dtype]
+    q = torch.empty(problem.B, problem.Hq, problem.q_len, s.head_dim_qk, dtype=dtype)
+    return prepared.merge(q)
+
+
+def _scaled(loads: float, all_of_it: float, share: tuple[float, float]) -> float:
+    """A sample's time for the whole: its loads by their chunks, the rest by rows times keys."""
+    return loads * share[0] + (all_of_it - loads) * share[1]
+
+
+def _sampled(schedule: Schedule) -> Schedule:
+    """A few sections, evenly spaced, and of each as many visits, so as to walk few tiles."""
+    step = max(1, -(-len(schedule) // MOST_SECTIONS))
+    sections = schedule[step // 2 :: step]
+    tiles = sum(len(visit[6]) for visit in _visits(sections))
+    thin = max(1, tiles // MOST_TILES)
+    return tuple(
+        _with_visits(section, _spaced(section[5], thin))  # type: ignore[arg-type]
+        for section in sections
+    )
+
+
+def _spaced(visits: tuple[Any, ...], step: int) -> tuple[Any, ...]:
+    """Every step-th visit, and one at least."""
+    return visits[min(step // 2, len(visits) // 2) :: step]
+
+
+def _chunks(schedule: Schedule) -> int:
+    """Chunks of keys that are loaded."""
+    loads: list[Any] = [section[4] for section in schedule]
+    return sum(len(each) for each in loads)
+
+
+def _work(schedule: Schedule) -> int:
+    """Rows times keys of all tiles."""
+    return sum(visit[2] * tile[1] for visit in _visits(schedule) for tile in visit[6])
+
+
+def _visits(schedule: Schedule) -> list[Any]:
+    visits: list[Any] = []
+    for section in schedule:
+        visits += section[5]  # type: ignore[arg-type]
+    return visits
+
+
+def _with_visits(section: tuple[object, ...], visits: object) -> tuple[object, ...]:
+    return (*section[:5], visits, *section[6:])

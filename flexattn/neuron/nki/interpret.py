@@ -1,0 +1,188 @@
+"""interpret(): run the source of an NKI kernel on tensors, under the rules of a NeuronCore."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from flexattn.errors import KernelError
+from flexattn.neuron.nki import data, matrix, scalar, vector
+from flexattn.neuron.nki.machine import DTYPES, Machine, Storage, current, fault, running
+from flexattn.neuron.nki.operators import OPERATORS
+from flexattn.neuron.nki.tensor import Tensor
+from flexattn.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
+
+__all__ = ["Interpreted", "interpret", "load"]
+
+Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
+ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")
+BUFFERS = ("sbuf", "psum", "hbm", "shared_hbm", "private_hbm")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """What a run gave: its results as tensors, and what it took of the machine.
+
+    counts: instructions by name, "<engine> instructions", "matmul cycles", "dma bytes". busy: each
+    engine's nanoseconds. nanoseconds: the timeline's end, where every instruction waited for what
+    it reads. sbuf_bytes: of one partition. psum_banks: of eight.
+    """
+
+    results: tuple[torch.Tensor, ...]
+    counts: Mapping[str, int]
+    busy: Mapping[str, float]
+    nanoseconds: float
+    sbuf_bytes: int
+    psum_banks: int
+
+
+def interpret(
+    source: str,
+    arguments: Sequence[Any],
+    core: NeuronCore,
+    *,
+    numerics: bool = True,
+    function: str = "kernel",
+) -> Interpreted:
+    """Run `function` of the source with these arguments; tensors become HBM tensors.
+
+    numerics: False counts and checks without computing; results are empty then.
+    Raises KernelError for whatever breaks a rule.
+    """
+    kernel = load(source)[function]
+    machine = Machine(core, numerics)
+    with running(machine), _one_thread():
+        try:
+            given = kernel(*(_hbm(each, numerics) for each in arguments))
+        except (TypeError, AttributeError, NameError) as error:
+            raise KernelError(
+                f"{type(error).__name__}: {error}", "this subset has no such thing"
+            ) from error
+    outputs = given if isinstance(given, tuple) else (given,)
+    for each in outputs:
+        if not isinstance(each, Tensor) or each.buffer != "shared_hbm":
+            raise fault(f"the result {each!r}", "results are tensors in nl.shared_hbm")
+    results = tuple(each.array().clone() for each in outputs) if numerics else ()
+    timeline = machine.timeline
+    return Interpreted(
+        results,
+        dict(machine.counts),
+        {name: busy for name, busy in timeline.busy.items() if " " not in name},
+        timeline.end,
+        machine.live["sbuf"],
+        machine.live["psum"] // BANK_BYTES,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles are small: a second thread waits more than it works."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def load(source: str) -> dict[str, Any]:
+    """A kernel source's names, with this interpreter in the place of the package nki."""
+    nki = _package()
+    modules = {"nki": nki, "nki.isa": nki.isa, "nki.language": nki.language}
+
+    def importing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in modules:
+            raise fault(f"import {name}", f"a kernel imports {', '.join(modules)} alone")
+        return modules[name] if args and len(args) > 2 and args[2] else nki
+
+    scope: dict[str, Any] = {
+        "__builtins__": {**vars(builtins), "__import__": importing},
+        "__name__": "kernel",
+    }
+    exec(compile(source, "<nki kernel>", "exec"), scope)
+    return scope
+
+
+def _package() -> Any:
+    language: dict[str, Any] = {name: name for name in DTYPES}
+    language |= {name: name for name in BUFFERS} | dict(OPERATORS)
+    language |= {"ndarray": _ndarray, "tile_size": _TileSize()}
+    isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd}
+    for module in (data, matrix, scalar, vector):
+        isa |= {name: _keywords(getattr(module, name)) for name in module.__all__}
+    return SimpleNamespace(
+        jit=_jit, language=SimpleNamespace(**language), isa=SimpleNamespace(**isa)
+    )
+
+
+class _TileSize:
+    """nl.tile_size: the numbers a kernel may ask for."""
+
+    pmax = PARTITIONS
+    psum_num_banks = PSUM_BANKS
+    psum_bank_fmax = BANK_BYTES // 4
+    gemm_stationary_fmax = 128
+
+    @property
+    def gemm_moving_fmax(self) -> int:
+        return current().core.moving_max
+
+
+def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """nki.jit takes no options; keyword-only parameters are not supported by the compiler."""
+    if not callable(function):
+        raise fault("nki.jit with options", "since 0.3 it takes none")
+    return function
+
+
+def _keywords(instruction: Callable[..., Any]) -> Callable[..., Any]:
+    """The instruction, if it is called by keyword, with tensors where it wants them."""
+    needed = [
+        name
+        for name, parameter in inspect.signature(instruction).parameters.items()
+        if parameter.annotation == "Tensor"
+    ]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            raise fault(f"nisa.{instruction.__name__} with positional arguments", "name them all")
+        for name in needed:
+            if name in kwargs and not isinstance(kwargs[name], Tensor):
+                got = f"nisa.{instruction.__name__}: {name}={kwargs[name]!r}"
+                raise fault(got, "it is a tensor")
+        return instruction(**kwargs)
+
+    return call
+
+
+def _ndarray(
+    shape: Sequence[int], dtype: str, buffer: str = "sbuf", name: str = "", address: Any = None
+) -> Tensor:
+    if buffer not in BUFFERS:
+        raise fault(f"the buffer {buffer!r}", f"it is one of {BUFFERS}")
+    if address is not None:
+        raise fault(f"address={address}", "this subset leaves addresses to the allocator")
+    return Tensor.whole(current().allocate(tuple(int(size) for size in shape), dtype, buffer))
+
+
+def _hbm(value: Any, numerics: bool) -> Any:
+    if isinstance(value, list | dict | set):
+        raise fault(f"a {type(value).__name__} as argument", "compile-time arguments are tuples")
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype not in _NAMES:
+        raise fault(f"a tensor of {value.dtype}", f"kernels take {', '.join(DTYPES)}")
+    if value.numel() == 0:
+        raise fault(f"a tensor of shape {tuple(value.shape)}", "kernels take no empty tensors")
+    shape = tuple(value.shape) or (1,)
+    stored = value.contiguous().reshape(-1) if numerics else None
+    return Tensor.whole(Storage(shape, _NAMES[value.dtype], "hbm", stored))

@@ -1,0 +1,176 @@
+"""Attention through an NKI kernel, off the device: our interpreter, or AWS's simulator."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.launch import Lists
+from flexattn.mods import Bound
+from flexattn.neuron import feasible
+from flexattn.neuron.lint import lint
+from flexattn.neuron.nki.interpret import Interpreted, interpret
+from flexattn.neuron.schedule import decode_schedule, prefill_schedule
+from flexattn.neuron.tables import make_table
+from flexattn.neuroncore import CORES
+from flexattn.problem import Problem
+from flexattn.render.nki.printer import TABLE_LIMIT
+from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
+from flexattn.settings import current
+from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, described
+
+__all__ = ["Outputs", "Prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """out [B, Hq, L, Dv]; lse and max_scores [B, Hq, L] where the structure asks for them.
+
+    runs: what the interpreter counted of each kernel; empty where something else ran them.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+    runs: tuple[Interpreted, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel with all that it is called with but q, k and v."""
+
+    problem: Problem
+    config: NkiConfig
+    target: str
+    source: NkiSource
+    combine: NkiSource | None
+    extra: tuple[Any, ...]
+
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+        """What the kernel is called with; decode's rows are packed head by head."""
+        return (self._packed(q), k.contiguous(), v.contiguous(), *self.extra)
+
+    def _packed(self, q: Tensor) -> Tensor:
+        heads = self.problem.structure.packed_heads
+        B, Hq, L, D = q.shape
+        return q.contiguous().view(B, Hq // heads, heads * L, D)
+
+    def interpret(self, q: Tensor, k: Tensor, v: Tensor, *, numerics: bool = True) -> Outputs:
+        """Run it in the strict interpreter; raises KernelError for a broken rule."""
+        core, given = CORES[self.target], self.arguments(q, k, v)
+        run = interpret(self.source.text, given, core, numerics=numerics)
+        merged = None
+        if self.combine is not None:
+            merged = self.merge(q, run.results)
+        return self._outputs((merged or run).results, (run,) if merged is None else (run, merged))
+
+    def merge(self, q: Tensor, parts: Sequence[Tensor] = ()) -> Interpreted:
+        """Run combine on what the splits left; count it by shape alone where that is nothing."""
+        assert self.combine is not None
+        packed = self._packed(q)
+        given = (packed, *(parts or self._parts(packed)))
+        core = CORES[self.target]
+        return interpret(self.combine.text, given, core, numerics=bool(parts))
+
+    def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
+        """What combine reads, of the right shapes."""
+        B, units, rows, _ = q.shape
+        assert isinstance(self.config, NkiDecodeConfig)
+        shape = (B, units, self.config.num_splits, rows)
+        partial = torch.empty(*shape, self.problem.structure.head_dim_v)
+        return partial, torch.empty(shape), torch.empty(shape)
+
+    def simulate(self, q: Tensor, k: Tensor, v: Tensor, simulate: Callable[..., Any]) -> Outputs:
+        """Run it in AWS's simulator, `nki.simulate`, for the target its environment names."""
+        given = self.arguments(q, k, v)
+        results = simulate(_function(self.source))(*given)
+        results = results if isinstance(results, tuple) else (results,)
+        if self.combine is not None:
+            results = simulate(_function(self.combine))(given[0], *results)
+            results = results if isinstance(results, tuple) else (results,)
+        return self._outputs([torch.as_tensor(each) for each in results], ())
+
+    def _outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...]) -> Outputs:
+        names = (self.combine or self.source).results
+        problem = self.problem
+        rows = (problem.B, problem.Hq, problem.q_len)
+        found = {
+            name: value.reshape(*rows, *([-1] if name == "out" else []))
+            for name, value in zip(names, results, strict=False)
+        }
+        empty = torch.empty(0)
+        return Outputs(found.get("out", empty), found.get("lse"), found.get("max_scores"), runs)
+
+
+def _exact(value: float, target: str) -> float:
+    """A captured number, if it is no integer that float32 might round."""
+    if isinstance(value, int) and abs(value) > TABLE_LIMIT:
+        raise UnsupportedError(
+            f"the captured number {value}",
+            f"{target} computes in float32: captured integers are at most {TABLE_LIMIT}",
+        )
+    return value
+
+
+def _function(source: NkiSource) -> Any:
+    """The kernel of a source, as the real package decorates it; it must come from a file."""
+    folder = current().cache_dir / "kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"nki_{source.hash[:24]}.py"
+    path.write_text(source.text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+def prepare(
+    problem: Problem,
+    config: NkiConfig,
+    target: str,
+    *,
+    scale: float,
+    score: Bound | None = None,
+    mask: Bound | None = None,
+    lists: Lists | None = None,
+    force: bool = False,
+) -> Prepared:
+    """Render and lint the kernel, and make its schedule and tables from the mods as they are now.
+
+    force: try a config that cannot run. Raises ConfigError with the reasons for such a one,
+    UnsupportedError for what the target cannot express, KernelError where lint refuses.
+    """
+    if min(problem.B, problem.Hq, problem.q_len, problem.kv_len) < 1:
+        raise UnsupportedError(problem.describe(), "NKI kernels take no empty tensors")
+    found = [] if force else feasible.reasons(config, problem, target)
+    if found:
+        raise ConfigError(described(config), "\n        ".join(found))
+    source = render_nki(problem, config, target, f"{problem.describe()} for {target}")
+    lint(source.text)
+    bound = {"score": score, "mask": mask}
+    tables = []
+    for table in source.tables:
+        mod = bound[table.mod.kind]
+        assert mod is not None
+        tables.append(make_table(table, mod, problem, config.BLOCK_M, target))
+    numbers = []
+    for kind, each in bound.items():
+        named = [name for name in source.arguments if name.startswith(f"{kind}_scalar")]
+        numbers += [_exact(value, target) for value in (each.scalars if each and named else ())]
+    combine = None
+    if isinstance(config, NkiDecodeConfig):
+        schedule = decode_schedule(problem, config, lists)
+        if config.num_splits > 1:
+            combine = render_nki_combine(problem, target)
+            lint(combine.text)
+    else:
+        schedule = prefill_schedule(problem, config, lists)
+    given = (scale, schedule, *tables, *numbers)
+    return Prepared(problem, config, target, source, combine, given)

@@ -1,0 +1,226 @@
+"""Which parts of a mod become tables before an NKI kernel runs, and what is left for the chip.
+
+NKI engines cannot gather by a computed index: a captured tensor is read by DMA, along rows, keys
+or the difference of the two. What a mod loads, and what depends on rows alone or keys alone, is
+therefore evaluated on the host, into a table that the kernel reads in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flexattn.errors import UnsupportedError
+from flexattn.mods import Mod
+from flexattn.mods.expr import Expr, fingerprint, walk
+from flexattn.mods.ops import is_int
+
+__all__ = ["Affine", "Table", "Tabulated", "affine_forms", "is_static", "tabulate"]
+
+TableKind = Literal["uniform", "row", "key", "relative", "pair"]
+# What engines compute on whole tiles; the printer spells each of these.
+ON_CHIP = frozenset(
+    "add sub mul neg abs minimum maximum eq ne lt le gt ge and or xor not where cast div "
+    "floor_div floor_mod exp exp2 log log2 sqrt rsqrt tanh sigmoid erf sign reciprocal pow "
+    "isnan floor ceil round".split()
+)
+# What Python computes when a kernel is specialised.
+STATIC = frozenset("add sub mul neg floor_div floor_mod".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """q * q_idx + kv * kv_idx + rest, where `rest` is an expression of numbers, b and h alone."""
+
+    q: int
+    kv: int
+    rest: Expr | None
+
+    @property
+    def relative(self) -> bool:
+        """It depends on kv_idx - q_idx alone."""
+        return self.q + self.kv == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An expression that is evaluated on the host for every index it depends on.
+
+    kind: uniform [B, H], row [B, H, L], key [B, H, S], relative [B, H, over kv_idx - q_idx] or
+    pair [B, H, L, S]; B and H are 1 where it does not depend on them. name: the kernel's argument.
+    """
+
+    name: str
+    kind: TableKind
+    mod: Mod
+    per_batch: bool
+    per_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tabulated:
+    """Parts of a mod, with a `table` node, by name, for each that became one."""
+
+    parts: tuple[Expr, ...]
+    tables: tuple[Table, ...]
+
+
+def tabulate(mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> Tabulated:
+    """Cut parts of a mod into tables and what the engines compute.
+
+    packed: query heads lie along the rows, as in decode, so `h` is a row's. Raises
+    UnsupportedError naming the operation and the target where neither can take a node.
+    """
+    cutter = _Cutter(mod, parts, target, packed)
+    return Tabulated(tuple(map(cutter.cut, parts)), tuple(cutter.tables))
+
+
+def affine_forms(parts: tuple[Expr, ...]) -> dict[Expr, Affine]:
+    """The integer nodes that are affine in q_idx and kv_idx."""
+    found: dict[Expr, Affine] = {}
+    for node in walk(*parts):
+        form = _affine(node, [found.get(arg) for arg in node.args])
+        if form is not None:
+            found[node] = form
+    return found
+
+
+def _affine(node: Expr, args: list[Affine | None]) -> Affine | None:
+    if not is_int(node.dtype):
+        return None
+    if node.op == "var" and node.value in ("q_idx", "kv_idx"):
+        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), None)
+    if is_static(node):
+        return Affine(0, 0, node)
+    if any(arg is None for arg in args):
+        return None
+    forms = [arg for arg in args if arg is not None]
+    if node.op == "cast" and is_int(node.args[0].dtype):
+        return forms[0]
+    if node.op == "neg":
+        return _scaled(forms[0], -1, node.dtype)
+    if node.op in ("add", "sub"):
+        other = _scaled(forms[1], -1, node.dtype) if node.op == "sub" else forms[1]
+        return _sum(forms[0], other, node.dtype)
+    if node.op == "mul":
+        for place, factor in enumerate(node.args):
+            if factor.op == "const":
+                return _scaled(forms[1 - place], int(factor.value or 0), node.dtype)
+    return None
+
+
+def _scaled(form: Affine, factor: int, dtype: str) -> Affine:
+    rest = form.rest
+    if rest is not None:
+        rest = Expr("mul", dtype, (rest, Expr("const", dtype, (), factor)))
+    return Affine(form.q * factor, form.kv * factor, rest)
+
+
+def _sum(one: Affine, other: Affine, dtype: str) -> Affine:
+    rest = one.rest or other.rest
+    if one.rest is not None and other.rest is not None:
+        rest = Expr("add", dtype, (one.rest, other.rest))
+    return Affine(one.q + other.q, one.kv + other.kv, rest)
+
+
+def is_static(node: Expr) -> bool:
+    """Whether Python knows its value when the kernel is specialised."""
+    if node.op in ("const", "scalar") or (node.op == "var" and node.value in ("b", "h")):
+        return True
+    return node.op in STATIC and all(is_static(arg) for arg in node.args)
+
+
+class _Cutter:
+    def __init__(self, mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> None:
+        self.mod, self.target, self.packed = mod, target, packed
+        self.tables: list[Table] = []
+        self.made: dict[Expr, Expr] = {}
+        self.names: dict[Expr, frozenset[str]] = {}
+        self.relative: dict[Expr, bool] = {}
+        self.affine = forms = affine_forms(parts)
+        for node in walk(*parts):
+            own = {str(node.value)} if node.op == "var" else set()
+            self.names[node] = frozenset(own.union(*(self.names[arg] for arg in node.args)))
+            form = forms.get(node)
+            inner = all(self.relative[arg] for arg in node.args)
+            position = node.op == "var" and node.value in ("q_idx", "kv_idx")
+            self.relative[node] = form.relative if form else inner and not position
+
+    def cut(self, node: Expr) -> Expr:
+        if node not in self.made:
+            self.made[node] = self._new(node)
+        return self.made[node]
+
+    def _new(self, node: Expr) -> Expr:
+        if node.op in ("const", "scalar") or (node.op == "var" and node.value == "score"):
+            return node
+        names = self.names[node]
+        if node.op == "cast" and _keeps(node):
+            return self.cut(node.args[0])
+        if "score" in names:
+            self._check_on_chip(node)
+            return self._rebuilt(node)
+        kind = self._kind(names)
+        if self._easy(node):
+            return node
+        if kind in ("uniform", "row", "key"):
+            return self._table(node, kind)
+        joint: TableKind = "relative" if self.relative[node] and not self.packed else "pair"
+        if node.op == "load" or node.op not in ON_CHIP:
+            return self._table(node, joint)
+        return self._rebuilt(node)
+
+    def _kind(self, names: frozenset[str]) -> TableKind:
+        """By what varies within a tile: rows, keys, both or neither."""
+        rows = bool(names & ({"q_idx", "h"} if self.packed else {"q_idx"}))
+        if "kv_idx" in names:
+            return "pair" if rows else "key"
+        return "row" if rows else "uniform"
+
+    def _easy(self, node: Expr) -> bool:
+        """What costs the chip an iota, or nothing: affine indices, and numbers Python knows."""
+        form = self.affine.get(node)
+        if form is None:
+            return is_static(node) and not (self.packed and "h" in self.names[node])
+        if not self.packed:
+            return True
+        # Packed rows are query heads and positions: neither is affine in the row's number.
+        rest = frozenset() if form.rest is None else _variables(form.rest)
+        return form.q == 0 and "h" not in rest
+
+    def _rebuilt(self, node: Expr) -> Expr:
+        args = tuple(self.cut(arg) for arg in node.args)
+        return Expr(node.op, node.dtype, args, node.value)
+
+    def _table(self, node: Expr, kind: TableKind) -> Expr:
+        name = f"{self.mod.kind}_t{len(self.tables)}"
+        mod = self.mod
+        stamp = fingerprint(mod.kind, node, mod.buffers, mod.scalars)
+        part = Mod(mod.kind, node, mod.buffers, mod.scalars, stamp)
+        names = self.names[node]
+        head = "h" in names or (self.packed and kind in ("row", "pair"))
+        self.tables.append(Table(name, kind, part, "b" in names, head))
+        return Expr("table", node.dtype, (), name)
+
+    def _check_on_chip(self, node: Expr) -> None:
+        if node.op not in ON_CHIP:
+            raise UnsupportedError(
+                f"{node.op} of {node.dtype}, on the score",
+                f"no engine of {self.target} computes it",
+                "write it with exp, log, tanh, sigmoid, erf or arithmetic",
+            )
+
+
+def _keeps(node: Expr) -> bool:
+    """A cast that changes no value on engines that compute in float32 whatever the dtype."""
+    source, target = node.args[0].dtype, node.dtype
+    wide = ("float32", "float64")
+    if target == "bool":
+        return source == "bool"
+    if is_int(target):
+        return is_int(source) or source == "bool"
+    return target in wide
+
+
+def _variables(expr: Expr) -> frozenset[str]:
+    return frozenset(str(node.value) for node in walk(expr) if node.op == "var")

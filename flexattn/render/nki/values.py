@@ -1,0 +1,53 @@
+"""Values of an NKI kernel's mods: where they lie, and the memory they take while needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Pools", "Value"]
+
+Place = Literal["static", "column", "tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A printed operand.
+
+    place: a number that Python knows, a column of one float32 a row, or a tile. text: how the
+    kernel writes it. slot: of a tile or column in its pool, -1 for what the template owns.
+    """
+
+    place: Place
+    text: str
+    pool: str = ""
+    slot: int = -1
+
+
+@dataclass
+class Pools:
+    """Tiles and columns by dtype, each handed out again when its value is no longer needed.
+
+    used: how many of each pool the kernel must allocate.
+    """
+
+    free: dict[str, list[int]] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+
+    def take(self, pool: str) -> Value:
+        """A place in a pool: "tile_f32", _bf16, _f16, _i32 or _u8, "column" or "column_i32"."""
+        spare = self.free.setdefault(pool, [])
+        if spare:
+            slot = spare.pop()
+        else:
+            slot = self.used.get(pool, 0)
+            self.used[pool] = slot + 1
+        if pool.startswith("column"):
+            name = pool.replace("column", "columns")
+            return Value("column", f"{name}[:rows, {slot}:{slot + 1}]", pool, slot)
+        return Value("tile", f"{pool}[:rows, {slot}, :cols]", pool, slot)
+
+    def give(self, value: Value) -> None:
+        """The value is no longer needed. Columns stay: they are made once, before all tiles."""
+        if value.slot >= 0 and value.place == "tile":
+            self.free[value.pool].append(value.slot)
