@@ -12,6 +12,9 @@ from flexattn.settings import current
 
 __all__ = ["places", "users"]
 
+# Beside the folders of devices: whole spaces as they were measured, which are no records.
+STUDIES = "studies"
+
 
 def users() -> Path:
     """The user's own directory of records, which `tune` writes to unless told otherwise."""
@@ -33,6 +36,7 @@ def places(folders: Sequence[Path] = ()) -> list[Layer]:
     found.append(Layer("user", Store(users())))
     shipped = configs_folder()
     if shipped is not None:
-        devices = sorted(each for each in shipped.iterdir() if each.is_dir())
+        there = (each for each in shipped.iterdir() if each.is_dir())
+        devices = sorted(each for each in there if each.name != STUDIES)
         found += [Layer("shipped", Store(each)) for each in devices]
     return found

@@ -4,31 +4,17 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from flexattn.cache.codec import decode_record, encode_record
 from flexattn.cache.environment import environment
 from flexattn.cache.record import Failed
 from flexattn.cache.store import Store
-from flexattn.cli.app import app
 from flexattn.device import named
-from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from tests import records
 
 H200 = named("nvidia-h200")
 DECODE = ("why", "noop", "--B", "8", "--q-len", "1", "--kv-len", "8192")
-
-
-@pytest.fixture
-def flexattn(tmp_path):
-    def call(*arguments, status=0):
-        with override(cache_dir=tmp_path / "cache", cache=()):
-            result = CliRunner().invoke(app, list(map(str, arguments)))
-        assert result.exit_code == status, result.output
-        return result
-
-    return call
 
 
 def real(record, **changes):

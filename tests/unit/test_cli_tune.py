@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from flexattn.cache.key import key_of
 from flexattn.cache.store import Store
-from flexattn.cli.app import app
+from flexattn.cli import selection
+from flexattn.cli.selection import gpus_like
 from flexattn.device import named
 from flexattn.presets import files
 from flexattn.settings import child_environment, override
@@ -36,21 +36,18 @@ mixes = [[1, 1, 70], [1, 1, 150], [1, 1, 300], [1, 1, 600]]
 
 
 @pytest.fixture
-def flexattn(tmp_path):
-    def call(*arguments, status=0):
-        with override(cache_dir=tmp_path / "cache", cache=()):
-            result = CliRunner().invoke(app, list(map(str, arguments)))
-        assert result.exit_code == status, result.output
-        return result
-
-    return call
-
-
-@pytest.fixture
 def tiny(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+def test_a_host_s_other_gpus_measure_nothing(monkeypatch):
+    names = ["nvidia-h200", "nvidia-a100", "nvidia-h200"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr(selection, "detect", lambda where: named(names[where.index]))
+    assert gpus_like(named("nvidia-h200")) == [0, 2]
+    assert gpus_like(named("nvidia-h100")) == []
 
 
 def test_presets_are_listed(flexattn):

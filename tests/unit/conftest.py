@@ -1,0 +1,32 @@
+"""What tests of the command line share."""
+
+import pytest
+from typer.testing import CliRunner
+
+from flexattn.cache import layers
+from flexattn.cli import places
+from flexattn.cli.app import app
+from flexattn.settings import override
+
+
+@pytest.fixture
+def nothing_shipped(monkeypatch):
+    """Only the records that a test writes: those that ship change with every tuning."""
+    for module in (layers, places):
+        monkeypatch.setattr(module, "configs_folder", lambda: None)
+    layers._layers.cache_clear()
+    yield
+    layers._layers.cache_clear()
+
+
+@pytest.fixture
+def flexattn(tmp_path, nothing_shipped):
+    """Run the command line in this process; the user's directory is below tmp_path."""
+
+    def call(*arguments, status=0):
+        with override(cache_dir=tmp_path / "cache", cache=()):
+            result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == status, result.output
+        return result
+
+    return call
