@@ -1,4 +1,4 @@
-"""The calls of the CUDA driver that a launch needs: load a kernel, launch it, describe a tensor.
+"""The CUDA driver's calls made here: its version, load a kernel, launch it, describe a tensor.
 
 Triton's own driver module is compiled by a C compiler on first use; these need nothing.
 """
@@ -80,6 +80,19 @@ def encode(
         0, swizzle, _L2_PROMOTION_128B, 0,
     )  # fmt: skip
     return status
+
+
+def version() -> int:
+    """The CUDA version that the driver speaks, 1000 major + 10 minor; 0 without a driver.
+
+    It asks the library alone: no context is made, and no GPU needs to be there.
+    """
+    found = ctypes.c_int()
+    try:
+        status = _cuda().cuDriverGetVersion(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if status else found.value
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from typing import Any
 
 from flexattn import cuda_driver
 from flexattn.binary import Binary
-from flexattn.errors import BuildError
+from flexattn.errors import BuildError, InputError
 from flexattn.render.arguments import Argument
 
 MAP_BYTES = 128
 RANK = 4
-# Every argument has 8 bytes: an integer's low half is the integer of 32 bits.
-_FORMATS = {"fp32": "f4x", "fp64": "d"}
+# Every argument has 8 bytes, of which a shorter one takes the first.
+_FORMATS = {"fp32": "f4x", "fp64": "d", "i32": "i4x"}
 
 
 class Frame:
@@ -98,7 +98,10 @@ class CudaLaunch:
         for which, place in enumerate(self._described):
             if frame.mapped[which] != values[place]:
                 self._encode(frame, which, values[place])
-        self._pack(frame.slots, 0, *values)
+        try:
+            self._pack(frame.slots, 0, *values)
+        except struct.error as error:
+            raise _too_large(values) from error
         status = self._start(stream, frame)
         if status == cuda_driver.INVALID_CONTEXT:  # a thread that never worked on this GPU
             cuda_driver.make_current(self._index)
@@ -150,6 +153,16 @@ class CudaLaunch:
                 'pass kernel_options={"USE_TMA": False} and report this',
             )
         frame.mapped[which] = address
+
+
+def _too_large(values: Sequence[Any]) -> InputError:
+    """Why values do not fit their slots: of what a call gives, sizes have 32 bits, numbers 64."""
+    numbers = [value for value in values if isinstance(value, int)]
+    return InputError(
+        f"a kernel's arguments {numbers}",
+        "each dimension of a captured tensor is below 2**31, and a captured number below 2**63",
+        "view the tensor in more dimensions",
+    )
 
 
 def _packer(types: Iterable[str]) -> struct.Struct:

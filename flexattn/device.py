@@ -80,6 +80,12 @@ def named(name: str) -> Device:
 
     Raises InputError, listing the names there are.
     """
+    if name in NEURON:
+        raise InputError(
+            f"{name} is a Neuron device",
+            "this works on Triton's kernels",
+            "flexattn tune and flexattn render take it",
+        )
     if name not in KNOWN:
         raise InputError(
             f"no device is called {name!r}", "it must be in the table", f"use one of {list(KNOWN)}"

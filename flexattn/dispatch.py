@@ -9,6 +9,7 @@ from typing import Literal
 
 from flexattn.build import Builder, Kernel, builder
 from flexattn.cache.layers import Found, find
+from flexattn.cache.store import generation
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.lru import Lru
@@ -110,7 +111,8 @@ class Dispatcher:
     ) -> tuple[Choice, Kernel, Kernel | None]:
         """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
         settings = current()
-        key = (problem, device, index, options, settings.mode, settings.cache)
+        places = settings.mode, settings.cache, settings.cache_dir, generation()
+        key = (problem, device, index, options, places)
         found = self._table.get(key)
         if found is not None:
             return found

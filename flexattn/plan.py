@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import checks, options
+from flexattn.cache.store import generation
 from flexattn.cache.untuned import note
 from flexattn.device import detect
 from flexattn.dispatch import dispatcher
@@ -91,7 +92,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         _identity(call.score), _identity(mask),
         _mask_identity(call, lists),
         repr(call.kernel_options) if call.kernel_options else None,
-        settings.mode, settings.cache,
+        settings.mode, settings.cache, settings.cache_dir, generation(),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from flexattn.cache.key import Sizes
 from flexattn.cache.record import SCHEMA, Answer, Record, Trial
 from flexattn.errors import CacheError
+from flexattn.neuroncore import CORES
 from flexattn.space.config import Config
 from flexattn.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
 
@@ -123,8 +124,11 @@ def _answer(data: Any) -> Answer:
         raise CacheError("environment.schema", "it is the record's schema")
     if Sizes(*answer.sizes).rounded() != answer.key.sizes:
         raise CacheError(f"sizes {answer.sizes}", "rounded, they are those of the key")
-    if not type(answer.config).__name__.lower().endswith(f"{answer.key.kind}config"):
-        raise CacheError(f"a {type(answer.config).__name__}", "it is of the key's kind")
+    name = type(answer.config).__name__
+    if not name.lower().endswith(f"{answer.key.kind}config"):
+        raise CacheError(f"a {name}", "it is of the key's kind")
+    if isinstance(answer.config, Config) == (answer.environment.arch in CORES):
+        raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
 
 

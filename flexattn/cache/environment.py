@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexattn import render
+from flexattn import cuda_driver, render
 from flexattn.cache.record import SCHEMA, Environment, Policy
 from flexattn.device import Device
 from flexattn.problem import Kind
@@ -30,9 +30,9 @@ def serving_policy(kind: Kind, device: Device) -> tuple[bool, bool]:
 
     Servers replay decode as CUDA graphs and launch prefill eagerly; in both the rest of a model
     has run since the same layer's last call, so the L2 cache holds nothing of it. The interpreter
-    has neither.
+    and Neuron have neither.
     """
-    if device.backend == "interpreter":
+    if device.backend in ("interpreter", "neuron"):
         return False, False
     return kind == "decode", True
 
@@ -105,6 +105,6 @@ def _driver() -> str:
     """The major version of CUDA that the driver speaks, or HIP's; "" without either."""
     if torch.version.hip:
         return torch.version.hip.split(".")[0]
-    ask = getattr(torch._C, "_cuda_getDriverVersion", None)
-    version = int(ask()) if ask else 0
+    # The driver's own word: not every torch that runs on it passes it on.
+    version = cuda_driver.version()
     return str(version // 1000) if version else ""

@@ -220,7 +220,9 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
         return config
     measured = geometry(replace(problem, **sizes._asdict()), config, device)
     single = geometry(problem, replace(config, num_splits=1), device)
-    return replace(config, num_splits=max(1, round(measured.programs / single.programs)))
+    # Nothing is launched where there is no row.
+    splits = measured.programs / max(1, single.programs)
+    return replace(config, num_splits=max(1, round(splits)))
 
 
 def _origin(stored: Stored, wanted: Sizes) -> str:

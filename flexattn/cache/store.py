@@ -24,18 +24,30 @@ from flexattn.cache.key import Key, Sizes
 from flexattn.cache.record import SCHEMA, Answer, Environment, Record, slug
 from flexattn.errors import CacheError
 from flexattn.files import publish, read_regular
+from flexattn.neuroncore import CORES
 from flexattn.settings import say_once
 
 __all__ = ["Store", "generation"]
 
 T = TypeVar("T", Answer, Record)
 
-# Only what the tuner timed on a device enters a cache; a root with this file takes the rest alone.
+# A root with this file takes replays alone; the others take what was timed on a device.
 REPLAY_MARK = "REPLAY"
+# What dispatch takes.
 REAL = ("measured", "untuned")
 _NAME = re.compile(r"b(\d{1,15})-q(\d{1,15})-k(\d{1,15})\.json")
 _written = count()
 _generation = [0]
+
+
+def _is_real(found: Answer | Record) -> bool:
+    """Whether a record belongs beside measured ones.
+
+    A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
+    its own device and for REAL alone, never takes it.
+    """
+    modelled = found.provenance == "model" and found.environment.arch in CORES
+    return modelled or found.provenance in REAL
 
 
 def generation() -> int:
@@ -91,7 +103,7 @@ class Store:
             found = decode(raw)
             if found.environment.folder != folder:
                 raise CacheError("it is the record of another environment")
-            if self.is_replay == (found.provenance in REAL):
+            if self.is_replay == _is_real(found):
                 raise CacheError(
                     f"a {found.provenance} record", "replays have a cache of their own"
                 )
@@ -158,11 +170,11 @@ class Store:
         is no record is moved aside first. Raises CacheError for a provenance that the root does
         not take, and OSError where the disk refuses.
         """
-        if self.is_replay == (record.provenance in REAL):
+        if self.is_replay == _is_real(record):
             raise CacheError(
                 f"a {record.provenance} record for {self.root}",
-                "a cache takes what was measured on a device; a root with a file named "
-                f"{REPLAY_MARK} takes replays alone",
+                "a cache takes what was measured on a device, and what a model says of one of "
+                f"Neuron's; a root with a file named {REPLAY_MARK} takes replays alone",
                 "write it to another directory",
             )
         path, text = self.path(record.environment, record.key), encode_record(record)

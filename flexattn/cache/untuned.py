@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,7 +26,17 @@ from flexattn.files import read_regular
 from flexattn.lru import Lru
 from flexattn.mods import Bound, Mod
 from flexattn.mods.codec import from_data, number_from_data, number_to_data, to_data
-from flexattn.problem import ITEMSIZE, Captures, Kind, Layout, Problem, Sparsity, Structure
+from flexattn.problem import (
+    ITEMSIZE,
+    MAX_HEADS,
+    MAX_LENGTH,
+    Captures,
+    Kind,
+    Layout,
+    Problem,
+    Sparsity,
+    Structure,
+)
 from flexattn.settings import current, log, say_once
 
 __all__ = ["Captured", "Untuned", "bound_of", "note", "read", "untuned_path"]
@@ -33,6 +44,9 @@ __all__ = ["Captured", "Untuned", "bound_of", "note", "read", "untuned_path"]
 MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
 MAX_NOTED = 1000
 MAX_ELEMENTS = 2**32
+# Blocks of a mask that is rebuilt, which takes some twenty bytes of memory for each.
+MAX_BLOCKS = 2**28
+_CLASS = re.compile(r"|unknown|empty|d1(/(2|4|8|16|32|64))? i(1|2|4|8|16) (runs|gaps)")
 COMMAND = "flexattn tune --from-untuned"
 
 _noted: Lru[tuple[Key, str], bool] = Lru(MAX_NOTED)
@@ -119,8 +133,10 @@ def note(
         line = _line(problem, device, how, score, mask)
         path = untuned_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if len(line) > MAX_LINE or not append_line(path, line, MAX_FILE):
-            log.debug("not listed, %s or this line is full: %s", path, problem.describe())
+        if len(line) > MAX_LINE:
+            log.debug("not listed, %d bytes are too many: %s", len(line), problem.describe())
+        elif not append_line(path, line, MAX_FILE):
+            say_once(f"{path} is full, nothing is listed any more: tune what it has and remove it")
     except (OSError, ValueError) as error:
         say_once(f"{untuned_path()} cannot be written: {error}")
 
@@ -180,8 +196,7 @@ def _untuned(raw: bytes) -> Untuned:
     line: _Line = decode(_Line, data, "line")
     if line.dtype not in ITEMSIZE:
         raise CacheError(f"dtype {line.dtype[:20]}", "kernels take half, bfloat16 and float")
-    if line.Hkv < 1 or line.Hq < 1 or line.Hq % line.Hkv or line.head_dim_qk < 1:
-        raise CacheError("sizes", "heads are multiples, and dimensions at least 1")
+    _check_sizes(line)
     structure = Structure(
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
@@ -190,6 +205,29 @@ def _untuned(raw: bytes) -> Untuned:
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
     problem = Problem(structure, *sizes, line.mask_class)
     return Untuned(problem, line.device, line.how, line.made, score, mask)
+
+
+def _check_sizes(line: _Line) -> None:
+    """Raise CacheError for a line of sizes that no call has, or that could not be rebuilt."""
+    lengths, heads = (line.B, line.q_len, line.kv_len), (line.Hq, line.Hkv)
+    if not (1 <= min(lengths) and max(lengths) <= MAX_LENGTH):
+        raise CacheError(f"sizes {lengths}", f"they are from 1 to {MAX_LENGTH}")
+    if min(*heads, line.head_dim_qk, line.head_dim_v) < 1 or line.Hq % line.Hkv:
+        raise CacheError("sizes", "heads are multiples, and dimensions at least 1")
+    if max(heads) > MAX_HEADS:
+        raise CacheError(f"{max(heads)} heads", f"at most {MAX_HEADS}")
+    if line.group != (line.Hq // line.Hkv if line.kind == "decode" else 0):
+        raise CacheError(f"group {line.group}", "it is decode's query heads for each KV head")
+    if _CLASS.fullmatch(line.mask_class) is None or bool(line.mask_class) != bool(line.sparsity):
+        raise CacheError(f"mask class {line.mask_class[:40]!r}", "it is that of its blocks")
+    if line.sparsity is None:
+        return
+    q_block, kv_block = line.sparsity.q_block, line.sparsity.kv_block
+    if min(q_block, kv_block) < 1:
+        raise CacheError(f"blocks of {q_block}x{kv_block}", "they are above 0")
+    blocks = -(-line.q_len // q_block) * -(-line.kv_len // kv_block)
+    if blocks * (line.Hq if line.sparsity.per_head else 1) > MAX_BLOCKS:
+        raise CacheError(f"{blocks} blocks", f"a mask of at most {MAX_BLOCKS} is rebuilt")
 
 
 def _captures(captured: Captured | None) -> Captures | None:

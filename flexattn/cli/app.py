@@ -27,7 +27,7 @@ from flexattn.settings import current
 
 
 class _Group(TyperGroup):
-    """Errors raised on purpose are shown without a traceback and end with status 2."""
+    """Errors raised on purpose, and what files refuse, end with status 2 and no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,6 +38,13 @@ class _Group(TyperGroup):
             for word, text in (("rule", error.rule), ("do", error.do)):
                 if text:
                     typer.echo(f"  {word + ':':<6}{text}", err=True)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.filename is None:  # no file of the user's: a broken pipe, or a bug
+                raise
+            typer.secho(
+                f"error: {error.filename}: {error.strerror}", fg=typer.colors.RED, err=True
+            )
             raise typer.Exit(2) from error
 
 

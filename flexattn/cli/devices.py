@@ -6,10 +6,12 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.device import KNOWN
+from flexattn.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
 def devices() -> None:
-    """List the devices that `render --device` takes."""
+    """List what --device takes: GPUs, and Neuron's chips for `tune` and `render`."""
+    console = Console()
     table = Table()
     table.add_column("device", no_wrap=True)
     table.add_column("arch")
@@ -18,4 +20,30 @@ def devices() -> None:
     for device in KNOWN.values():
         numbers = (device.num_sms, device.shared_memory, device.registers, device.max_registers)
         table.add_row(device.name, device.arch, *map(str, numbers))
-    Console().print(table)
+    console.print(table)
+    console.print(_neuron())
+
+
+def _neuron() -> Table:
+    """The limits of one core: memory of a partition, columns of a matmul's moving operand.
+
+    Clocks are those of the Tensor, Vector, Scalar and GpSimd engines.
+    """
+    table = Table(
+        title="AWS Neuron: one core of 128 partitions, cores of a chip", title_justify="left"
+    )
+    table.add_column("device", no_wrap=True)
+    for heading in ("cores", "SBUF KiB", "PSUM KiB", "moving", "T/V/S/G GHz", "DMA GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for core in CORES.values():
+        clocks = (core.tensor_ghz, core.vector_ghz, core.scalar_ghz, core.gpsimd_ghz)
+        table.add_row(
+            core.name,
+            str(core.cores),
+            str(core.sbuf_bytes // 1024),
+            f"{PSUM_BANKS} x {BANK_BYTES // 1024}",
+            str(core.moving_max),
+            "/".join(map(str, clocks)),
+            f"{core.dma_engines * core.dma_engine:.0f}",
+        )
+    return table

@@ -23,6 +23,7 @@ from flexattn.cli.places import places
 from flexattn.cli.selection import device_here, device_of
 from flexattn.device import Device
 from flexattn.errors import CacheError, FlexAttnError
+from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.render.environment import templates_folder
 from flexattn.settings import current
@@ -68,6 +69,7 @@ def doctor(
         "triton_cache": _triton_cache(),
         "layers": [asdict(each) for each in health],
         "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
+        "neuron": [asdict(rung) for rung in rungs()],
         "faults": faults,
     }
     if as_json:
@@ -186,5 +188,8 @@ def _print(told: dict[str, Any]) -> None:
         typer.echo(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
     for sample in told["samples"]:
         typer.echo(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
+    for rung in told["neuron"]:
+        words = rung["proves"] if rung["available"] else f"not here: {rung['why']}"
+        typer.echo(f"{'neuron':<12}{rung['name']}: {words}")
     for fault in told["faults"]:
         typer.echo(f"{'FAULT':<12}{fault}")

@@ -12,10 +12,15 @@ from rich.table import Table
 
 from flexattn.cache.key import key_of
 from flexattn.cache.store import Store
+from flexattn.cli.neuron import effort_there
 from flexattn.cli.offline import short
+from flexattn.errors import FlexAttnError
 from flexattn.measure.task import Task
-from flexattn.space.triton import Effort, default, survey
-from flexattn.tune.campaign import pending
+from flexattn.neuron import feasible
+from flexattn.space.config import Config
+from flexattn.space.nki_config import NkiConfig
+from flexattn.space.triton import Effort, survey
+from flexattn.tune.campaign import Where, environment_of, pending
 
 __all__ = ["plan_of", "print_plan"]
 
@@ -26,12 +31,21 @@ def plan_of(
     store: Store,
     effort: Effort,
     again: bool,
+    where: Where = environment_of,
 ) -> dict[str, Any]:
     """What a tuning would do: its problems with their keys, configs and rejections by reason."""
-    open_titles = {task.title for task in pending(chosen, store, again)}
+    open_titles = {task.title for task in pending(chosen, store, again, where)}
     problems = []
     for task in chosen:
-        found = survey(task.problem, task.device, effort)
+        status, message = "to tune" if task.title in open_titles else "kept", ""
+        configs: Sequence[Config] | Sequence[NkiConfig] = ()
+        rejected: dict[str, int] = {}
+        try:
+            configs, rejected = _space(task, effort)
+        except FlexAttnError as error:
+            if task.device.backend != "neuron":
+                raise
+            status, message = "cannot", str(error)
         key = key_of(task.problem)
         problems.append({
             "title": task.title,
@@ -39,10 +53,11 @@ def plan_of(
             "key": asdict(key),
             "digest": key.digest(),
             "policy": asdict(task.policy),
-            "default": short(default(task.problem, task.device)),
-            "configs": len(found.configs),
-            "rejected": dict(found.rejected),
-            "status": "to tune" if task.title in open_titles else "kept",
+            "default": short(configs[0]) if configs else "",
+            "configs": len(configs),
+            "rejected": rejected,
+            "status": status,
+            "message": message,
         })  # fmt: skip
     return {
         "device": chosen[0].device.name if chosen else None,
@@ -51,6 +66,17 @@ def plan_of(
         "problems": problems,
         "same_key": {task.title: kept.title for task, kept in others},
     }
+
+
+def _space(
+    task: Task, effort: Effort
+) -> tuple[Sequence[Config] | Sequence[NkiConfig], dict[str, int]]:
+    """The configs of a task, the default first, and how many others each rule rejects."""
+    if task.device.backend == "neuron":
+        fits = feasible.survey(task.problem, task.device.name, effort_there(effort))
+        return fits.configs, dict(fits.rejected)
+    found = survey(task.problem, task.device, effort)
+    return found.configs, dict(found.rejected)
 
 
 def print_plan(plan: dict[str, Any]) -> None:
@@ -74,9 +100,13 @@ def print_plan(plan: dict[str, Any]) -> None:
             key["mask_class"],
             str(each["configs"]),
             str(sum(each["rejected"].values())),
-            "kept" if each["status"] == "kept" else "",
+            "" if each["status"] == "to tune" else each["status"],
         )
     console.print(table)
+    for each in plan["problems"]:
+        if each["message"]:
+            text = f"{each['title']}: {each['message']}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     for title, kept in plan["same_key"].items():
         console.print(f"{title}: same key as {kept}", markup=False, highlight=False)
     total = sum(each["configs"] for each in plan["problems"])

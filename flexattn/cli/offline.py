@@ -15,6 +15,7 @@ from flexattn.options import Options, parse
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape, Sparsity, make_problem
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig
+from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
 from flexattn.space.triton import space
 
 
@@ -88,14 +89,27 @@ def kernel_options(config: Config) -> dict[str, int | bool]:
     return found
 
 
-def short(config: Config) -> str:
-    """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits."""
+def short(config: Config | NkiConfig) -> str:
+    """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits.
+
+    Of NKI's, 128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip.
+    """
+    if isinstance(config, (NkiPrefillConfig, NkiDecodeConfig)):
+        return _short_nki(config)
     parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
     if isinstance(config, PrefillConfig):
         parts += ["tma"] * config.use_tma + [config.order] * (config.order != "last")
     else:
         parts += [f"x{config.num_splits}"] * (config.num_splits > 0)
     return " ".join(parts + ["late"] * (not config.early_loads))
+
+
+def _short_nki(config: NkiConfig) -> str:
+    parts = [f"{config.BLOCK_M}x{config.BLOCK_N} k{config.section}"]
+    if isinstance(config, NkiDecodeConfig):
+        parts += [f"x{config.num_splits}"] * (config.num_splits > 1)
+    parts += ["dma"] * (config.transpose == "dma") + ["scalar"] * (config.evict == "scalar")
+    return " ".join(parts + [config.mask] * (config.mask != "range"))
 
 
 def _names(config: Config) -> tuple[str, ...]:

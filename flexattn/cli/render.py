@@ -28,13 +28,17 @@ from flexattn.cli.arguments import (
     Role,
     named_problem,
 )
+from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
-from flexattn.device import Device, named
+from flexattn.device import NEURON, Device, named
 from flexattn.dispatch import Choice, choices
+from flexattn.errors import InputError
 from flexattn.mods.expr import pretty
+from flexattn.neuron.run import path_of
 from flexattn.problem import Captures, Problem
 from flexattn.resources import Resources, resources
 from flexattn.space.config import describe
+from flexattn.space.nki_config import described
 
 
 class Show(str, Enum):
@@ -100,7 +104,11 @@ def render(
         mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size
     )
     wanted = set(show or (Show.expr, Show.source))
-    found = _rendered(problem, named(device), chosen, wanted)
+    target = NEURON.get(device) or named(device)
+    if target.backend == "neuron":
+        found = _rendered_nki(problem, target, chosen.overrides, wanted)
+    else:
+        found = _rendered(problem, target, chosen, wanted)
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=1))
     else:
@@ -132,6 +140,28 @@ def _rendered(
         choice.source.text if Show.source in wanted else None,
         ptx,
         taken,
+    )
+
+
+def _rendered_nki(problem: Problem, device: Device, forced: bool, wanted: set[Show]) -> Rendered:
+    if forced or wanted & {Show.ptx, Show.resources}:
+        raise InputError(
+            f"kernel options, ptx or resources for {device.name}",
+            "an NKI kernel has none of Triton's options, and no compiler of it is here",
+            "--show takes expr and source",
+        )
+    config, source, combine = kernels(problem, device.name)
+    structure, expr = problem.structure, Show.expr in wanted
+    return Rendered(
+        problem.describe(),
+        f"{device.name} (NKI)",
+        described(config),
+        f"the first that fits; flexattn tune --device {device.name} ranks the others",
+        str(path_of(source)),
+        None if combine is None else str(path_of(combine)),
+        _expression(structure.score) if expr else None,
+        _expression(structure.mask) if expr else None,
+        source.text if Show.source in wanted else None,
     )
 
 

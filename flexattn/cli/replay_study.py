@@ -66,7 +66,8 @@ def _replayed(path: Path) -> Iterator[Replayed]:
             for file, entry in layer.store.entries():
                 if isinstance(entry, CacheError):
                     raise entry
-                yield _record(file, entry)
+                if entry.provenance != "model":  # it has no samples
+                    yield _record(file, entry)
         return
     try:
         raw = path.read_bytes()
@@ -83,6 +84,8 @@ def _replayed(path: Path) -> Iterator[Replayed]:
                 f"a record: {no_record.line}; a study: {no_study.line}",
             ) from no_study
         return
+    if record.provenance == "model":
+        raise InputError(f"{path} was ranked by a model", "a decision is made from samples")
     yield _record(path, record)
 
 

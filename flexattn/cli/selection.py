@@ -10,7 +10,7 @@ from typing import get_args
 
 import torch
 
-from flexattn.device import INTERPRETER, Device, detect, named
+from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
 from flexattn.presets import files
 from flexattn.problem import Kind
@@ -18,7 +18,16 @@ from flexattn.settings import current
 from flexattn.space.triton import Effort
 from flexattn.tune.workload import Row, Workload, read
 
-__all__ = ["EFFORTS", "device_here", "device_of", "effort_of", "kind_of", "presets", "rows_of"]
+__all__ = [
+    "EFFORTS",
+    "device_here",
+    "device_of",
+    "effort_of",
+    "gpus_like",
+    "kind_of",
+    "presets",
+    "rows_of",
+]
 
 ALL = "all"
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
@@ -89,8 +98,19 @@ def device_here() -> Device | None:
     return detect(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def device_of(name: str | None, fallback: str | None = None) -> Device:
-    """The device that is named, else the one that is here, else the fallback."""
+def gpus_like(device: Device) -> list[int]:
+    """The visible GPUs that are this device: a host may have others, which say nothing of it."""
+    every = range(torch.cuda.device_count())
+    return [gpu for gpu in every if detect(torch.device("cuda", gpu)).name == device.name]
+
+
+def device_of(name: str | None, fallback: str | None = None, *, neuron: bool = False) -> Device:
+    """The device that is named, else the one that is here, else the fallback.
+
+    neuron: those of AWS Neuron are among the names.
+    """
+    if neuron and name in NEURON:
+        return NEURON[name]
     if name == INTERPRETER.name:
         return INTERPRETER
     here = device_here()

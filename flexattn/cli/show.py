@@ -117,7 +117,7 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
     for (layer, folder), group in groups.items():
         here = group[0].environment
         typer.echo(
-            f"{layer} {folder}: Triton {here['triton']}, torch {here['torch']}, "
+            f"{layer} {folder}: Triton {here['triton'] or '-'}, torch {here['torch']}, "
             f"driver {here['driver'] or '-'}, {'graphs' if here['graph'] else 'eager'}, "
             f"{'cold' if here['cold_l2'] else 'warm'} L2"
         )
@@ -134,7 +134,7 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
                 f"B{key['B']} {key['q_len']}x{key['kv_len']}",
                 each.short,
                 "default" if each.default else f"{each.speedup:.3f}",
-                "" if each.default else f"{each.p_value:.1g}",
+                "" if each.default or each.provenance == "model" else f"{each.p_value:.1g}",
                 f"{each.provenance} {each.made}",
             )
         console.print(table)

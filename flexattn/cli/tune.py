@@ -6,13 +6,12 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -21,15 +20,25 @@ from flexattn.cache.store import Store
 from flexattn.cache.untuned import untuned_path
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.dry import plan_of, print_plan
+from flexattn.cli.neuron import check_measuring, effort_there, ranker
 from flexattn.cli.offline import short
 from flexattn.cli.places import users
-from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
+from flexattn.cli.selection import (
+    EFFORTS,
+    device_here,
+    device_of,
+    effort_of,
+    gpus_like,
+    rows_of,
+)
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.measure.task import Task
+from flexattn.neuron.tune import environment_of as environment_there
 from flexattn.presets import files
-from flexattn.tune.campaign import Outcome, campaign, pending
+from flexattn.space.triton import Effort
+from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
 from flexattn.tune.crew import Crew
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.tasks import distinct, tasks
@@ -82,31 +91,39 @@ def tune(
 ) -> None:
     """Tune a workload's problems; each record is kept as soon as its problem is done.
 
-    Ctrl-C keeps what is finished, and the same command goes on from there.
+    Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
+    a cost model ranks the configs, on any machine: nothing is compiled or measured.
     """
     if list_presets:
         _list_presets(as_json)
         return
     which = effort_of(effort)
-    target = device_of(device, OFFLINE)
+    target = device_of(device, OFFLINE, neuron=True)
+    where: Where = environment_of
+    if target.backend == "neuron":
+        check_measuring(target, which, budget, storage)
+        where = environment_there
     lists = workloads or [untuned_path()] if from_untuned else []
     if from_untuned and preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
     rows = [] if from_untuned else rows_of(workloads or (), preset or (), only)
-    if not dry_run:
+    if not dry_run and where is environment_of:
         _can_time(target)
     found = [task for path in lists for task in untuned_tasks(path, target)]
     found += tasks(rows, target)
     chosen, others = distinct(found)
     store = Store(out or users())
     if dry_run:
-        plan = plan_of(chosen, others, store, which, again)
+        plan = plan_of(chosen, others, store, which, again, where)
         typer.echo(json.dumps(plan, indent=1)) if as_json else print_plan(plan)
         return
     method = method_for(which, budget)
     if from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
-    outcomes, interrupted = _run(chosen, store, method, jobs, again, storage)
+    if target.backend == "neuron":
+        outcomes, interrupted = _rank(chosen, store, which, again)
+    else:
+        outcomes, interrupted = _run(chosen, store, method, jobs, again, storage)
     told = {
         "directory": str(store.root),
         "problems": [_told(outcome, store) for outcome in outcomes],
@@ -147,24 +164,38 @@ def _run(
     again: bool,
     storage: str | None,
 ) -> tuple[list[Outcome], bool]:
-    """What became of the tasks, and whether Ctrl-C ended it; a worker for every GPU."""
-    outcomes: list[Outcome] = []
+    """What became of the tasks, and whether Ctrl-C ended it; a worker for every such GPU."""
     todo = len(pending(chosen, store, again))
-    gpus = max(1, min(torch.cuda.device_count(), todo))
+    alike = gpus_like(chosen[0].device) if chosen else []
     with Watch(todo, Console(stderr=True)) as watch, ExitStack() as stack:
         crews = [
             stack.enter_context(
                 Crew(method, jobs, store.root / "journals", watch.lane(), gpu=gpu, storage=storage)
             )
-            for gpu in range(gpus)
+            for gpu in (alike or [0])[: max(1, todo)]
         ]
-        try:
-            for outcome in campaign(chosen, store, [crew.tune for crew in crews], again):
-                outcomes.append(outcome)
-                watch.finished(_line(outcome), outcome.status != "kept")
-        except KeyboardInterrupt:
-            return outcomes, True
-    return outcomes, False
+        return _followed(campaign(chosen, store, [crew.tune for crew in crews], again), watch)
+
+
+def _rank(
+    chosen: Sequence[Task], store: Store, effort: Effort, again: bool
+) -> tuple[list[Outcome], bool]:
+    """As `_run`, by the cost model, in this process."""
+    todo = len(pending(chosen, store, again, environment_there))
+    with Watch(todo, Console(stderr=True)) as watch:
+        rank: Tune = ranker(watch.lane(), effort_there(effort))
+        return _followed(campaign(chosen, store, [rank], again, environment_there), watch)
+
+
+def _followed(outcomes: Iterator[Outcome], watch: Watch) -> tuple[list[Outcome], bool]:
+    found: list[Outcome] = []
+    try:
+        for outcome in outcomes:
+            found.append(outcome)
+            watch.finished(_line(outcome), outcome.status != "kept")
+    except KeyboardInterrupt:
+        return found, True
+    return found, False
 
 
 def _line(outcome: Outcome) -> str:
@@ -172,8 +203,9 @@ def _line(outcome: Outcome) -> str:
         return f"{outcome.title}: failed: {outcome.message}"
     decision, config = outcome.answer.decision, short(outcome.answer.config)
     gain = "the static default" if decision.winner == decision.default else config
+    by = " by the model" if outcome.answer.provenance == "model" else ""
     took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
-    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{took}"
+    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{by}{took}"
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:

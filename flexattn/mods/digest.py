@@ -27,7 +27,7 @@ __all__ = ["digest"]
 
 # Code that names one of these may give another expression on another kind of device.
 _OF_DEVICES = frozenset(
-    ("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "cuda", "cpu")
+    ("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "cpu")
 )
 _PLAIN = (int, float, complex, bool, str, bytes, range, type(None), type(Ellipsis))
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.Size)
@@ -64,6 +64,8 @@ def digest(identity: Identity) -> str | None:
             else:
                 parts.append(_text(item))
     except _Unknown:
+        return None
+    if "cuda" in names:  # torch.cuda: whether there is a GPU, and which
         return None
     if names & _OF_DEVICES:
         parts += devices

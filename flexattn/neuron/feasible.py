@@ -17,12 +17,8 @@ __all__ = ["default", "needs", "reasons", "survey"]
 @lru_cache(maxsize=256)
 def needs(problem: Problem, target: str, form: MaskForm) -> nki.Needs:
     """What the mods need in one form of masks; `refused` says why they cannot be expressed."""
-    decode = problem.structure.kind == "decode"
-    config: NkiConfig = (
-        NkiDecodeConfig(128, 128, mask=form) if decode else NkiPrefillConfig(128, 128, mask=form)
-    )
     try:
-        mods = print_mods(problem, config, target)
+        mods = print_mods(problem, _plain(problem, form), target)
     except UnsupportedError as error:
         return nki.Needs(refused=str(error))
     ranged = mods.mask is not None and mods.mask.reduces
@@ -35,10 +31,28 @@ def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
 
 
 def default(problem: Problem, target: str) -> NkiConfig:
-    """The config to start from; raises ConfigError with the reasons where none fits."""
+    """The config to start from; raises as `survey` does."""
+    _check_mods(problem, target)
     return nki.default(problem, CORES[target], lambda form: needs(problem, target, form))
 
 
 def survey(problem: Problem, target: str, effort: nki.Effort = "full") -> nki.NkiSurvey:
-    """The configs that fit, and the others counted by reason."""
+    """The configs that fit, and the others counted by reason.
+
+    Raises UnsupportedError naming the operation and the target for mods that cannot be expressed,
+    ConfigError with the reasons where no config fits.
+    """
+    _check_mods(problem, target)
     return nki.survey(problem, CORES[target], lambda form: needs(problem, target, form), effort)
+
+
+def _check_mods(problem: Problem, target: str) -> None:
+    """One error about a mod, instead of the same reason against every config."""
+    if all(needs(problem, target, form).refused for form in nki.FORMS):
+        print_mods(problem, _plain(problem, nki.FORMS[-1]), target)
+
+
+def _plain(problem: Problem, form: MaskForm) -> NkiConfig:
+    if problem.structure.kind == "decode":
+        return NkiDecodeConfig(128, 128, mask=form)
+    return NkiPrefillConfig(128, 128, mask=form)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.files import publish
 from flexattn.launch import Lists
 from flexattn.mods import Bound
 from flexattn.neuron import feasible
@@ -25,7 +27,7 @@ from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.settings import current
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, described
 
-__all__ = ["Outputs", "Prepared", "prepare"]
+__all__ = ["Outputs", "Prepared", "path_of", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,18 @@ def _exact(value: float, target: str) -> float:
     return value
 
 
-def _function(source: NkiSource) -> Any:
-    """The kernel of a source, as the real package decorates it; it must come from a file."""
+def path_of(source: NkiSource) -> Path:
+    """The file of a source, beside those of other kernels; it is written if need be."""
     folder = current().cache_dir / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"nki_{source.hash[:24]}.py"
-    path.write_text(source.text, encoding="utf-8")
+    publish(path, source.text)
+    return path
+
+
+def _function(source: NkiSource) -> Any:
+    """The kernel of a source, as the real package decorates it; it must come from a file."""
+    path = path_of(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

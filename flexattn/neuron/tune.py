@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,34 +23,46 @@ from flexattn.problem import Kind
 from flexattn.render import nki
 from flexattn.render.environment import template_hash
 from flexattn.space.nki import Effort
+from flexattn.space.nki_config import described
+from flexattn.tune.progress import SILENT, Progress
 
 __all__ = ["environment_of", "rank"]
 
 NOTE = "ranked by a model of the engines, not measured: flexattn/neuron/model.py"
 
 
-def rank(task: Task, effort: Effort = "quick", *, best: int = 64) -> Record:
+def rank(
+    task: Task, effort: Effort = "quick", *, best: int = 64, progress: Progress = SILENT
+) -> Record:
     """Order the configs that fit the task's device by the model; no device is needed or used.
 
     trials: the default first, then the others by their estimate, at most `best`; `screening` holds
-    the estimate in microseconds, and no gate ran. Raises ConfigError where no config fits.
+    the estimate in microseconds, and no gate ran. Raises ConfigError where no config fits, and
+    whatever the default's estimate raises: UnsupportedError for what the target cannot express.
     """
-    target = task.device.name
+    target, begin = task.device.name, time.monotonic()
     found = feasible.survey(task.problem, target, effort)
     trials: list[Trial] = []
+    least: float | None = None
+    progress.stage("rank", len(found.configs))
     for config in found.configs:
         try:
             guess = estimate(task, config, target)
         except FlexAttnError as error:
+            if not trials:
+                raise
             failed = Failed("infeasible", type(error).__name__, error.got[:400])
             trials.append(Trial(config, failed=failed))  # type: ignore[arg-type]
+            progress.step(f"{failed.error}: {described(config)}")
             continue
         used = 128 * guess.sbuf_bytes
         trials.append(Trial(config, shared_memory=used, screening=(guess.time,)))  # type: ignore[arg-type]
+        least = guess.time if least is None else min(least, guess.time)
+        progress.step(described(config), least)
     timed = sorted((t for t in trials[1:] if t.screening), key=lambda t: t.screening[0])
     first = trials[0]
     kept = (first, *timed[: best - 1])
-    winner = min(range(len(kept)), key=lambda i: (kept[i].screening or (float("inf"),))[0])
+    winner = min(range(len(kept)), key=lambda i: kept[i].screening[0])
     speedup = first.screening[0] / kept[winner].screening[0]
     fallen = sum(1 for t in trials if t.failed is not None)
     why = f"least of {len(trials) - fallen} estimates for {target}; {speedup:.3f} of the default's"
@@ -61,6 +75,7 @@ def rank(task: Task, effort: Effort = "quick", *, best: int = 64) -> Record:
         trials=kept,
         decision=Decision(winner, 0, speedup, 1.0, 0.0, 0.0, why),
         rejected=found.rejected,
+        seconds=time.monotonic() - begin,
         made=datetime.now(timezone.utc).date().isoformat(),
         tool=f"flexattn {__version__}",
         title=task.title,
@@ -85,6 +100,7 @@ def environment_of(task: Task) -> Environment:
     )
 
 
+@lru_cache(maxsize=2)
 def _template(kind: Kind) -> str:
     names = ["prefill"] if kind == "prefill" else ["decode", "combine"]
     parts = [template_hash(f"nki/{name}.py.jinja") for name in names]

@@ -12,6 +12,8 @@ from flexattn.errors import CacheError, InputError
 
 __all__ = ["from_files", "from_stores", "in_order"]
 
+UNTIMED = "ranked by a model, nothing was timed"
+
 
 def from_files(paths: Iterable[Path]) -> tuple[Record, ...]:
     """The records of files; a folder stands for every .json file below it that is a record.
@@ -34,6 +36,8 @@ def from_stores(stores: Iterable[Store]) -> tuple[tuple[Record, ...], tuple[str,
         for _, entry in store.entries():
             if isinstance(entry, CacheError):
                 faults.append(entry.line)
+            elif entry.provenance == "model":
+                faults.append(f"{entry.title} for {entry.environment.device}: {UNTIMED}")
             else:
                 records.append(entry)
     return in_order(records), tuple(faults)
@@ -48,17 +52,21 @@ def in_order(records: Iterable[Record]) -> tuple[Record, ...]:
 
 def _read(path: Path) -> Record:
     try:
-        return decode_record(path.read_bytes())
+        record = decode_record(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}", "a record is a file") from error
     except CacheError as error:
         raise InputError(
             f"{path} is no record: {error.got}", error.rule, "name a file that the tuner wrote"
         ) from error
+    if record.provenance == "model":
+        raise InputError(f"{path}: {UNTIMED}", "a page shows times")
+    return record
 
 
 def _tried(path: Path) -> Record | None:
     try:
-        return decode_record(path.read_bytes())
+        record = decode_record(path.read_bytes())
     except (OSError, CacheError):
         return None  # a manifest, or a file of something else
+    return None if record.provenance == "model" else record

@@ -1,10 +1,8 @@
-"""The symbols that feasibility is stated in, and the numbers that they stand for in one case."""
+"""The numbers of one case that the symbols of feasibility stand for."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-from sympy import Symbol, symbols
 
 from flexattn.device import Device
 from flexattn.mods.expr import Expr, depending, walk
@@ -12,38 +10,9 @@ from flexattn.problem import Captures, Structure
 from flexattn.space.config import ORDERS, Config, DecodeConfig, PrefillConfig, padded, pieces
 from flexattn.space.tiles import power_above
 
-# A config's numbers; num_splits is 0 where keys are not split. Then truth values: whether the
-# loads go by TMA, and whether the order of the tiles has a meaning.
-CONFIG = (BLOCK_M, BLOCK_N, num_warps, num_stages, num_splits, use_tma, known_order) = symbols(
-    "BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order"
-)
-# A problem's sizes. *_padded: elements of a head dimension as its tiles hold them, *_tiles: how
-# many these are; mask_*: rows and keys of a BlockMask's block, 0 without one, *_cover: the widest
-# tiles that stay inside one.
-SIZES = (itemsize, qk_dim, v_dim, qk_padded, v_padded, qk_tiles, v_tiles) = symbols(
-    "itemsize qk_dim v_dim qk_padded v_padded qk_tiles v_tiles"
-)
-BLOCKS = (mask_rows, mask_keys, rows_cover, keys_cover) = symbols(
-    "mask_rows mask_keys rows_cover keys_cover"
-)
-# Truth values of a problem: decodes for the decode template, scalar_products where no matrix
-# instruction multiplies the dtype, loads_keys where a mod reads a value for every key, loads_tile
-# for every score, dense_layout where tensors lie as TMA needs them.
-FACTS = (decodes, scalar_products, loads_keys, loads_tile, dense_layout) = symbols(
-    "decodes scalar_products loads_keys loads_tile dense_layout"
-)
-# A device's bytes of shared memory, 32-bit registers of an SM and of a thread, lanes of a warp.
-LIMITS = (shared_limit, sm_registers, thread_registers, warp_size) = symbols(
-    "shared_limit sm_registers thread_registers warp_size"
-)
-ENGINES = (has_tma, has_wgmma, is_hip) = symbols("has_tma has_wgmma is_hip")
-
-SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *SIZES, *BLOCKS, *FACTS, *LIMITS, *ENGINES)
-NAMES = tuple(symbol.name for symbol in SYMBOLS)
-
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
-    """What SYMBOLS stand for, in their order; truth values are bools."""
+    """What SYMBOLS stand for, in their order (space/stated/symbols.py); truth values are bools."""
     return (
         config.BLOCK_M,
         config.BLOCK_N,

@@ -20,6 +20,7 @@ __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
 
 Status = Literal["tuned", "kept", "failed"]
 Tune = Callable[[Task], Record]
+Where = Callable[[Task], Environment]
 
 
 @dataclass(frozen=True)
@@ -39,22 +40,30 @@ def environment_of(task: Task) -> Environment:
     return environment(task.problem.structure.kind, task.device, task.policy)
 
 
-def pending(tasks: Sequence[Task], store: Store, again: bool) -> list[Task]:
+def pending(
+    tasks: Sequence[Task], store: Store, again: bool, where: Where = environment_of
+) -> list[Task]:
     """The tasks that the store has no sound record of, or all of them."""
-    return [task for task in tasks if again or _stored(task, store) is None]
+    return [task for task in tasks if again or _stored(task, store, where) is None]
 
 
 def campaign(
-    tasks: Sequence[Task], store: Store, tuners: Sequence[Tune], again: bool = False
+    tasks: Sequence[Task],
+    store: Store,
+    tuners: Sequence[Tune],
+    again: bool = False,
+    where: Where = environment_of,
 ) -> Iterator[Outcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
-    A task that raises a FlexAttnError has failed and the others go on. KeyboardInterrupt goes
-    through, and the same call later keeps what is there. again: tune and replace it instead.
+    A task that raises a FlexAttnError or an OSError has failed and the others go on.
+    KeyboardInterrupt goes through, and the same call later keeps what is there. again: tune and
+    replace it instead.
+    where: the environment that the tuners' records hold in.
     """
     todo = []
     for task in tasks:
-        known = None if again else _stored(task, store)
+        known = None if again else _stored(task, store, where)
         if known is None:
             todo.append(task)
         else:
@@ -71,7 +80,7 @@ def _outcome(task: Task, store: Store, tune: Tune) -> Outcome:
     try:
         record = tune(task)
         store.write(record, replace=True)
-    except FlexAttnError as error:
+    except (FlexAttnError, OSError) as error:  # a disk that refuses the record, too
         return Outcome(task.title, key, "failed", None, time.monotonic() - begin, str(error))
     return Outcome(task.title, key, "tuned", record.answer, time.monotonic() - begin)
 
@@ -101,5 +110,5 @@ def _side_by_side(todo: Sequence[Task], store: Store, tuners: Sequence[Tune]) ->
         yield outcome
 
 
-def _stored(task: Task, store: Store) -> Answer | None:
-    return store.answer(environment_of(task), key_of(task.problem))
+def _stored(task: Task, store: Store, where: Where) -> Answer | None:
+    return store.answer(where(task), key_of(task.problem))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.cache.codec import decode, encode
-from flexattn.cache.record import Trial
+from flexattn.cache.record import Provenance, Trial
 from flexattn.errors import CacheError
 from flexattn.tune.subject import Subject
 
@@ -30,11 +30,16 @@ class Entry:
 
 
 class Journal:
-    """One file a subject: a line for each batch, the default first."""
+    """One file a subject: a line for each batch, the default first.
 
-    def __init__(self, folder: Path, subject: Subject) -> None:
+    provenance: of the record; a mask and captures that were made up are not the user's.
+    """
+
+    def __init__(
+        self, folder: Path, subject: Subject, provenance: Provenance = "measured"
+    ) -> None:
         # All that must be equal for samples to be of one study; which configs there are may grow.
-        same = (subject.key, subject.sizes, subject.environment, subject.policy)
+        same = (subject.key, subject.sizes, subject.environment, subject.policy, provenance)
         self.path = folder / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:32]}.jsonl"
 
     def append(self, entries: Sequence[Entry]) -> None:

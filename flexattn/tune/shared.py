@@ -62,10 +62,13 @@ def tune_shared(
 
 
 def study_name(subject: Subject, method: Method) -> str:
-    """What workers must agree on to share a study: device, key, environment, policy and space."""
+    """What workers must agree on to share a study: device, key, environment, policy and space.
+
+    Provenance too: a mask and captures that were made up are not the user's.
+    """
     same = (
         subject.key, subject.sizes, subject.environment, subject.policy, subject.configs,
-        method.margin, method.confidence, method.rounds,
+        method.margin, method.confidence, method.rounds, method.provenance,
     )  # fmt: skip
     digest = hashlib.sha256(repr(same).encode()).hexdigest()[:24]
     return f"flexattn {slug(subject.environment.device)} {subject.key.kind} {digest}"

@@ -49,7 +49,7 @@ def tune(
     """
     where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort, seeds)
-    journal = None if journals is None else Journal(journals, subject)
+    journal = None if journals is None else Journal(journals, subject, method.provenance)
     # Its clock starts before the oracle is made, which the budget pays for.
     bench = Workbench(subject, measurer, build, method, progress)
     measurer.open(task)
@@ -88,7 +88,8 @@ def _tuned(bench: Workbench, seeds: Sequence[Config], journal: Journal | None) -
         if not batch:
             break
         screened = bench.screen(batch)
-        if journal:
+        # Where nothing ran, as on a GPU that somebody else had filled, the next call tries again.
+        if journal and any(entry.trial.screening for entry in screened):
             journal.append(screened)
         for index in batch:
             search.tell(index, bench.ledger.cost(index))

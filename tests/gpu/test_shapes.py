@@ -102,6 +102,16 @@ def test_shared_keys(kind):
 
 
 @each_kind
+def test_shared_queries(kind):
+    """Queries that every batch shares through a stride of 0, which TMA cannot read."""
+    q, k, v = tensors(3, 4, 2, 19, 345, 64)
+    shared = q[:1].expand(3, -1, -1, -1)
+    expanded = assert_accurate(shared, k, v, kernel_options=KINDS[kind])
+    copied = assert_accurate(shared.contiguous(), k, v, kernel_options=KINDS[kind])
+    torch.testing.assert_close(expanded.out, copied.out)
+
+
+@each_kind
 def test_keys_of_batch_one_against_22720_queries(kind):
     """Others put batch and heads into a grid dimension that ends at 65535."""
     q, k, v = tensors(22_720, 4, 2, 3, 67, 64, Bkv=1)

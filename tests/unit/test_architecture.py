@@ -31,8 +31,9 @@ EDGES = {
     "binary_store": {"binary", "cache"},
     "cuda_launch": {"render", "binary", "cuda_driver"},
     "build": {"cuda_launch", "binary_store"},
-    # The environment of a record hashes the renderer that its config was measured with.
-    "cache": {"space", "render"},
+    # The environment of a record hashes the renderer that its config was measured with, and names
+    # the driver, which torch does not always tell.
+    "cache": {"space", "render", "cuda_driver"},
     "mask_class": set(),
     "resources": {"device"},
     "machine_code": {"device"},
@@ -51,7 +52,8 @@ EDGES = {
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
     # Its interpreter takes the place of a device, so it stands where measure and tune do.
-    "neuron": {"measure", "cache"},
+    # It tells its progress as the tuner does.
+    "neuron": {"measure", "cache", "tune"},
     "serving": {"dispatch"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
@@ -65,7 +67,7 @@ EDGES = {
     "report": {"cache", "measure", "render"},
     "cli": {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
-        "tune",
+        "tune", "neuron",
     },
     "__init__": {"explain", "catalogue", "serving", "tune"},
     "__main__": {"cli"},
@@ -76,7 +78,7 @@ REFERENCE_USERS = {"reference", "measure", "attention"}
 OPTIONAL = {
     "typer": "cli/",
     "rich": "cli/",
-    "sympy": "space/",  # feasibility is stated in it; torch's tracer has loaded it by then
+    "sympy": "space/stated/",  # what is stated there is printed as Python: no call imports it
     "numpy": "render/interpreted_math.py",  # loaded for Triton's interpreter, which needs numpy
     **dict.fromkeys(
         (

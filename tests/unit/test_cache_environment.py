@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from flexattn import cuda_driver
 from flexattn.cache import environment as module
 from flexattn.cache.environment import bare, environment, serving_policy, source_hash
 from flexattn.cache.record import SCHEMA, Policy, slug
@@ -61,6 +62,58 @@ def test_it_is_found_once(monkeypatch):
     first = environment("prefill", H200)
     monkeypatch.setattr(module, "source_hash", None)
     assert environment("prefill", H200) is first
+
+
+class Driver:
+    """Stands for libcuda: it counts what is asked of it and writes a version, or fails."""
+
+    def __init__(self, version=0, status=0):
+        self.number, self.status, self.asked = version, status, []
+
+    def __getattr__(self, name):
+        if name != "cuDriverGetVersion":
+            raise AttributeError(name)
+
+        def ask(at):
+            self.asked.append(name)
+            at._obj.value = self.number
+            return self.status
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    ("library", "expected"),
+    [
+        (Driver(13000), "13"),
+        (Driver(12080), "12"),
+        (Driver(), ""),
+        (Driver(13000, status=34), ""),  # the stub library of a toolkit
+        (object(), ""),
+    ],
+    ids=["13.0", "12.8", "zero", "an_error", "not_a_driver"],
+)
+def test_the_driver_is_asked_for_its_version_and_nothing_else(monkeypatch, library, expected):
+    monkeypatch.setattr(module.torch.version, "hip", None)
+    monkeypatch.setattr(cuda_driver, "_cuda", lambda: library)
+    assert module._driver() == expected
+    if isinstance(library, Driver):
+        assert library.asked == ["cuDriverGetVersion"]
+
+
+def test_without_a_driver_there_is_no_version_and_no_error(monkeypatch):
+    def missing():
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(module.torch.version, "hip", None)
+    monkeypatch.setattr(cuda_driver, "_cuda", missing)
+    assert cuda_driver.version() == 0 and module._driver() == ""
+
+
+def test_hip_has_its_own_version(monkeypatch):
+    monkeypatch.setattr(module.torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(cuda_driver, "_cuda", None)
+    assert module._driver() == "6"
 
 
 def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):

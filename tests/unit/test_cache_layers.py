@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from flexattn.cache import layers as module
 from flexattn.cache.environment import environment
 from flexattn.cache.key import Sizes, key_of, sizes_of
-from flexattn.cache.layers import MAX_DISTANCE, distance, find, layers, transferred
+from flexattn.cache.layers import MAX_DISTANCE, distance, find, layers, ranked, transferred
 from flexattn.cache.record import Policy
 from flexattn.cache.store import REPLAY_MARK, Store
 from flexattn.cache.why import why
 from flexattn.device import named
 from flexattn.settings import override, say_once
 from flexattn.space.config import DecodeConfig, PrefillConfig
+from flexattn.space.nki_config import NkiPrefillConfig
 from flexattn.space.tiles import geometry
 from tests.problems import problem
 from tests.records import decode_record, prefill_record
@@ -162,6 +163,19 @@ def test_a_broken_file_is_a_miss_in_one_layer_and_a_hit_in_the_next(places, capl
     places["shipped"].write(record)
     assert find(PREFILL, H200).config == ONE
     assert len(caplog.records) == 1 and str(path) in caplog.text
+
+
+@pytest.mark.parametrize(("provenance", "served"), [("model", False), ("measured", True)])
+def test_what_a_model_ranks_is_never_served(places, provenance, served):
+    """Not even to a device of the very name."""
+    there = {"device": "trn2", "arch": "trn2"}
+    record = recorded(PREFILL, NkiPrefillConfig(128, 512))
+    (trial,) = (each for each in record.trials if each.config == record.config)
+    decision = replace(record.decision, winner=0, default=0)
+    record = elsewhere(replace(record, trials=(trial,), decision=decision), **there)
+    places["user"].write(replace(record, provenance=provenance))
+    found = list(ranked(record.key, record.environment, layers(H200)))
+    assert bool(found) == served
 
 
 def test_replays_are_never_served(places):

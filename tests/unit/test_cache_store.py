@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from flexattn.cache.codec import MAX_BYTES, encode_record
+from flexattn.cache.record import Trial
 from flexattn.cache.store import REPLAY_MARK, Store, generation
 from flexattn.errors import CacheError
 from flexattn.settings import say_once
+from flexattn.space.nki_config import NkiPrefillConfig
 from tests.records import HERE, key, prefill_record
 
 RECORD = prefill_record(provenance="measured")
@@ -86,6 +88,17 @@ def test_replays_and_measurements_never_share_a_root(store, tmp_path, said):
     target.parent.mkdir(parents=True)
     target.write_bytes(path_of(replays).read_bytes())
     assert store.read(HERE, RECORD.key) is None and len(said()) == 1
+
+
+def test_a_models_ranking_for_neuron_stands_beside_measurements(store):
+    there = replace(HERE, device="trn2", arch="trn2")
+    trials = (Trial(NkiPrefillConfig(128, 512), screening=(1.0,)),)
+    decision = replace(RECORD.decision, winner=0, default=0)
+    modelled = replace(RECORD, environment=there, trials=trials, decision=decision)
+    assert store.write(RECORD)
+    assert store.write(replace(modelled, provenance="model"))
+    assert store.read(there, RECORD.key).provenance == "model"
+    assert store.read(HERE, RECORD.key) == RECORD
 
 
 def fifo(path, text):

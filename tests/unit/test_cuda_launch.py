@@ -10,7 +10,7 @@ import torch
 from flexattn import cuda_driver
 from flexattn.binary import Binary, TensorMap
 from flexattn.cuda_launch import CudaLaunch, loaded
-from flexattn.errors import BuildError
+from flexattn.errors import BuildError, InputError
 from flexattn.launch import Box
 from flexattn.render.arguments import Argument
 
@@ -114,6 +114,14 @@ def test_a_value_too_many_or_too_few_is_refused(drive):
     for given in ([1], [1, 2, 3]):
         with pytest.raises(ValueError, match="zip"):
             launch.launch(0, given)
+    assert not driver.seen
+
+
+def test_a_size_past_32_bits_is_refused(drive):
+    """Cut to its low half it would be a negative size, and every load out of range."""
+    launch, driver = drive(["*bf16", "i32"], [None, None])
+    with pytest.raises(InputError, match=str(2**31)):
+        launch.launch(0, [torch.zeros(1), 2**31])
     assert not driver.seen
 
 

@@ -22,6 +22,7 @@ from flexattn.cache.untuned import bound_of, note, read, untuned_path
 from flexattn.device import INTERPRETER, named
 from flexattn.dispatch import Dispatcher, choices
 from flexattn.errors import CacheError
+from flexattn.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
 from flexattn.mods import bind
 from flexattn.options import NONE, Options
 from flexattn.problem import fingerprint
@@ -107,6 +108,33 @@ def test_off_takes_no_record(said):
         assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
         note(DECODE, H200, "default", None, None)
     assert not said() and not untuned_path().exists()
+
+
+def test_what_this_process_writes_is_seen_at_once(tmp_path):
+    dispatcher = Dispatcher(Builder())
+    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+    tune()
+    assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "hit"
+    with override(cache_dir=tmp_path / "another"):
+        assert dispatcher.kernels(DECODE, H200, 0, NONE)[0].how == "default"
+
+
+def test_a_launch_made_before_a_record_was_written_is_made_anew(monkeypatch):
+    made = []
+    launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
+    monkeypatch.setattr(plan, "prepare", lambda *args: made.append(args) or launch)
+    monkeypatch.setattr(plan, "detect", lambda device: H200)
+    plan._launches.clear()
+    q, k = (torch.zeros(3, 8, n, 64, dtype=torch.bfloat16) for n in (1, 700))
+    asked = make_call(q, k, k, None, None, None, False, False, None, None)
+    for _ in range(2):
+        plan.plan(asked)
+    assert len(made) == 1
+    tune()
+    plan.plan(asked)
+    with override(cache_dir=untuned_path().parent / "another"):
+        plan.plan(asked)
+    assert len(made) == 3
 
 
 def test_an_explicit_directory_comes_first(tmp_path):
@@ -221,10 +249,10 @@ def test_a_list_that_cannot_be_written_stops_nothing(monkeypatch, said, place):
     assert len(said()) == 2 and "cannot be written" in said()[1]
 
 
-def test_a_list_has_an_end(monkeypatch):
+def test_a_list_has_an_end(monkeypatch, said):
     monkeypatch.setattr(untuned, "MAX_FILE", 100)
     call(monkeypatch)
-    assert untuned_path().read_bytes() == b""
+    assert untuned_path().read_bytes() == b"" and "is full" in said()[-1]
 
 
 @pytest.mark.parametrize("mods", [{}, {"score": softcap}, {"score": biased(), "mask": padded()}])
@@ -284,6 +312,11 @@ HOSTILE = {
     "a field too few": lines(lambda data: data.pop("kv_len")),
     "an absurd size": lines(lambda data: data.update(kv_len=10**30)),
     "no heads": lines(lambda data: data.update(Hkv=0)),
+    "a length past the limit": lines(lambda data: data.update(kv_len=2**40)),
+    "no batch": lines(lambda data: data.update(B=0)),
+    "another group": lines(lambda data: data.update(group=5)),
+    "no head dimension": lines(lambda data: data.update(head_dim_v=0)),
+    "a mask class alone": lines(lambda data: data.update(mask_class="d1/2 i2 runs")),
     "another dtype": lines(lambda data: data.update(dtype="object")),
     "another fingerprint": lines(lambda data: data["score"]["mod"].update(fingerprint="0")),
     "other shapes": lines(lambda data: data["score"].update(tensors=[])),
@@ -301,6 +334,40 @@ def test_hostile_lines_are_skipped_with_a_warning(monkeypatch, said, name):
     before = len(said())
     assert read(untuned_path()) == [] and len(said()) == before + 1
     assert "not used" in said()[-1] and len(said()[-1]) < 1000
+
+
+BLOCKS = {"q_block": 128, "kv_block": 128, "has_full": True, "per_head": False}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask_class": "d1/0 i2 runs"},
+        {"mask_class": "a class"},
+        {"mask_class": "d1/2 i2 runs " * 1000},
+        {"sparsity": {**BLOCKS, "kv_block": 0}},
+        {"sparsity": {**BLOCKS, "q_block": 1, "kv_block": 1}, "q_len": 2**25, "kv_len": 2**25},
+    ],
+)
+def test_masks_that_cannot_be_rebuilt_are_skipped(monkeypatch, said, change):
+    call(monkeypatch, mask_mod=padded())
+    (good,) = read(untuned_path())
+    assert good.problem.mask_class
+    lines(lambda data: data.update(change))(untuned_path())
+    assert read(untuned_path()) == [] and "not used" in said()[-1] and len(said()[-1]) < 1000
+
+
+def test_every_class_that_is_found_is_read():
+    densities = ["1", *(f"1/{2**n}" for n in range(1, DENSITY_STEPS + 1))]
+    imbalances = [2**n for n in range(IMBALANCE_STEPS + 1)]
+    names = [
+        f"d{density} i{imbalance} {shape}"
+        for density in densities
+        for imbalance in imbalances
+        for shape in ("runs", "gaps")
+    ]
+    for name in ["", "empty", UNKNOWN, *names]:
+        assert untuned._CLASS.fullmatch(name)
 
 
 def test_good_lines_beside_bad_ones_are_read_and_a_pipe_is_refused(monkeypatch, tmp_path):

@@ -192,4 +192,5 @@ def test_studies_of_other_spaces_and_policies_are_apart():
     other = dataclasses.replace(subject, policy=dataclasses.replace(subject.policy, graph=False))
     fewer = dataclasses.replace(subject, configs=subject.configs[:-1])
     names = {study_name(s, METHOD) for s in (subject, other, fewer)}
-    assert len(names) == 3 and all(len(name) <= 128 for name in names)
+    names.add(study_name(subject, dataclasses.replace(METHOD, provenance="untuned")))
+    assert len(names) == 4 and all(len(name) <= 128 for name in names)

@@ -9,7 +9,9 @@ from flexattn.cache.key import key_of
 from flexattn.cache.record import Policy
 from flexattn.catalogue import causal
 from flexattn.device import NEURON
+from flexattn.errors import UnsupportedError
 from flexattn.measure.task import Task
+from flexattn.neuron import tune
 from flexattn.neuron.model import estimate
 from flexattn.neuron.nki import costs
 from flexattn.neuron.run import prepare
@@ -125,3 +127,12 @@ def test_a_ranking_is_a_record_of_the_model(kind):
     assert dict(record.rejected)["dma transpose"] > 0
     assert type(record.config).__name__.lower() == f"nki{kind}config"
     assert decode_record(encode_record(record).encode()) == record
+
+
+def test_a_default_that_cannot_be_estimated_says_why(monkeypatch):
+    def refuse(task, config, target):
+        raise UnsupportedError("a captured number", f"{target} computes in float32")
+
+    monkeypatch.setattr(tune, "estimate", refuse)
+    with pytest.raises(UnsupportedError, match="trn2 computes"):
+        rank(task_of("prefill", Shape(1, 1, 1, 128, 128, 64, 64)))

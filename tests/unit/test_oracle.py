@@ -127,6 +127,15 @@ def test_inputs_are_laid_out_as_the_problem_says(D, Dv, lengths, contiguous, is_
     assert all(str(x.dtype) == f"torch.{dtype}" for x in made)
 
 
+def test_a_batch_of_queries_with_stride_0_is_not_aligned():
+    """A tensor descriptor knows no stride of 0; for the keys' batch alone kernels ask for it."""
+    q, k = torch.zeros(1, 2, 8, 64), torch.zeros(1, 2, 8, 64)
+    assert aligned(q, k, k)
+    many = q.expand(3, -1, -1, -1)
+    assert aligned(many.contiguous(), many, many) and not aligned(many, k, k)
+    assert not aligned(q, k[:, :1].expand(-1, 2, -1, -1), k)
+
+
 def test_inputs_are_equal_each_time_and_differ_from_one_another():
     first, second = (make_inputs(problem(q_len=9, kv_len=9), torch.device("cpu")) for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

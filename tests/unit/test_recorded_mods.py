@@ -184,6 +184,15 @@ def test_devices_count_where_the_code_names_them():
     assert len(digests(lambda t: lambda s, b, h, q, k: s + t[h] + t.is_cuda)) == 2
 
 
+def test_what_asks_for_a_gpu_gets_no_digest():
+    """Recorded where there is none it would say so everywhere."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score * 2 if torch.cuda.is_available() else score
+
+    assert digest(identify(mod, "score")) is None
+
+
 def test_the_default_dtype_counts():
     mod = made(MODULE)
     before = digest(identify(mod, "score"))

@@ -1,7 +1,10 @@
 """Feasibility: each rule breaks alone, the compiled form says what the inequalities say."""
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +17,12 @@ from flexattn.problem import Layout
 from flexattn.space.axes import grid, orders, split_counts
 from flexattn.space.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.space.defaults import default
-from flexattn.space.estimates import REGISTERS, SHARED_MEMORY, estimates
-from flexattn.space.rules import (
-    ESTIMATED,
-    FIT,
-    RULES,
-    SHAPE,
-    WORTH,
-    reasons,
-    unpromising,
-    violated,
-)
-from flexattn.space.terms import SYMBOLS, loads_early, numbers
+from flexattn.space.estimates import estimates
+from flexattn.space.rules import FIT, RULES, WORTH, reasons, unpromising, violated
+from flexattn.space.stated import inequalities
+from flexattn.space.stated.formulas import REGISTERS, SHARED_MEMORY
+from flexattn.space.stated.symbols import ESTIMATED, SYMBOLS
+from flexattn.space.terms import loads_early, numbers
 from flexattn.space.tiles import geometry, power_above
 from flexattn.space.triton import LEFT_OUT, QUICK, space, survey
 from tests.problems import problem
@@ -112,20 +109,48 @@ def test_every_rule_has_a_case():
 
 @settings(max_examples=40, deadline=None)
 @given(cases, configs, devices)
-def test_the_compiled_rules_say_what_the_inequalities_say(case, config, device):
+def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     """sympy's own exact arithmetic against the Python function that dispatch calls."""
     structure = case.structure
     known = dict(zip(SYMBOLS, numbers(config, structure, device), strict=True))
     taken = int(SHARED_MEMORY.subs(known)), int(REGISTERS.subs(known))
     assert estimates(config, structure, device) == taken
     known |= dict(zip(ESTIMATED, taken, strict=True))
-    broken = [rule for rule in FIT if not rule.holds.subs(known)]
-    assert all(rule.holds.subs(known) for rule in SHAPE)
-    assert violated(config, structure, device) == broken
-    assert bool(reasons(config, structure, device)) is bool(broken)
-    assert unpromising(config, structure, device) == [
-        rule for rule in WORTH if not rule.holds.subs(known)
-    ]
+
+    def broken(rules, stated):
+        held = [each.holds.subs(known) for each in stated]
+        return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
+
+    assert all(each.holds.subs(known) for each in inequalities.SHAPE)
+    unfit = broken(FIT, inequalities.FIT)
+    assert violated(config, structure, device) == unfit
+    assert bool(reasons(config, structure, device)) is bool(unfit)
+    assert unpromising(config, structure, device) == broken(WORTH, inequalities.WORTH)
+
+
+WITHOUT_SYMPY = """
+import sys
+import torch
+assert "sympy" not in sys.modules, "torch imports it"
+import flexattn
+from flexattn.space.defaults import default
+from flexattn.space.rules import reasons
+from flexattn.device import named
+from tests.problems import problem
+wanted, h200 = problem(), named("nvidia-h200")
+assert not reasons(default(wanted, h200), wanted.structure, h200)
+assert "sympy" not in sys.modules, "a server that starts would wait for it"
+"""
+
+
+def test_neither_an_import_nor_a_first_call_needs_sympy():
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SYMPY], cwd=root, capture_output=True, text=True
+    )
+    if "torch imports it" in done.stderr:
+        pytest.skip("this torch imports sympy by itself")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

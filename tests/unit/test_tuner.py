@@ -218,7 +218,19 @@ def test_a_journal_is_of_one_subject(stored, tmp_path):
     policy = dataclasses.replace(stored.policy, graph=False)
     other = Journal(tmp_path, dataclasses.replace(stored.subject, policy=policy))
     assert mine.path != other.path and not list(mine.batches())
+    assert Journal(tmp_path, stored.subject, "untuned").path != mine.path
     mine.drop()
+
+
+def test_a_call_after_nothing_ran_tries_again(stored, tmp_path):
+    """A GPU that somebody else had filled must not keep its problems from being tuned."""
+    journal = Journal(tmp_path, stored.subject)
+    full = dict.fromkeys(stored.subject.configs, Failed("memory", "OutOfMemoryError", "full"))
+    method = dataclasses.replace(REPLAY, batch=5)
+    with pytest.raises(MeasureError, match="OutOfMemory"):
+        tuned(stored, Spy(stored, verdicts=full), method, journal=journal)
+    record, _ = tuned(stored, Spy(stored), method, journal=journal)
+    assert record.trials[record.decision.winner].screening
 
 
 def test_seeds_come_first(stored):
