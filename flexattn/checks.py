@@ -136,12 +136,7 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             f"block_mask is for batch {B} and {H} heads, query has {tuple(q.shape[:2])}",
             "its batch and heads are query's, or 1 to serve them all",
         )
-    if mask.kv_indices.numel() >= 2**31:
-        raise InputError(
-            f"block_mask lists {mask.kv_indices.numel()} blocks",
-            "a kernel counts the entries of the lists in 32 bits",
-            "use larger blocks, or one list for all heads or batches",
-        )
+    _check_lists(mask)
     if rows < -(-q.shape[2] // q_block):
         raise InputError(
             f"block_mask lists {rows} blocks of {q_block} query rows for {q.shape[2]} rows",
@@ -153,6 +148,27 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             "they are on one device",
             f"call block_mask.to({str(q.device)!r})",
         )
+
+
+def _check_lists(mask: BlockMask) -> None:
+    """That counts and indices stand in the same rows, and kernels can count them."""
+    rows = mask.kv_num_blocks.shape
+    for name in ("kv", "full_kv"):
+        counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+        if counts is None or indices is None:
+            continue
+        if counts.shape != rows or indices.shape[:-1] != rows:
+            raise InputError(
+                f"block_mask's {name}_num_blocks has shape {tuple(counts.shape)}, its "
+                f"{name}_indices {tuple(indices.shape)}, its kv_num_blocks {tuple(rows)}",
+                "all of its lists have the same batches, heads and query blocks",
+            )
+        if indices.numel() >= 2**31:
+            raise InputError(
+                f"block_mask lists {indices.numel()} blocks",
+                "a kernel counts the entries of the lists in 32 bits",
+                "use larger blocks, or one list for all heads or batches",
+            )
 
 
 def check_devices(q: Tensor) -> None:

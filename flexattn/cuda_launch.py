@@ -101,7 +101,7 @@ class CudaLaunch:
         try:
             self._pack(frame.slots, 0, *values)
         except struct.error as error:
-            raise _too_large(values) from error
+            raise _too_large(given) from error
         status = self._start(stream, frame)
         if status == cuda_driver.INVALID_CONTEXT:  # a thread that never worked on this GPU
             cuda_driver.make_current(self._index)
@@ -155,11 +155,11 @@ class CudaLaunch:
         frame.mapped[which] = address
 
 
-def _too_large(values: Sequence[Any]) -> InputError:
+def _too_large(given: Sequence[Any]) -> InputError:
     """Why values do not fit their slots: of what a call gives, sizes have 32 bits, numbers 64."""
-    numbers = [value for value in values if isinstance(value, int)]
+    numbers = [value for value in given if isinstance(value, int) and abs(value) >= 2**31]
     return InputError(
-        f"a kernel's arguments {numbers}",
+        f"a mod captures something of size or value {', '.join(map(str, numbers))}",
         "each dimension of a captured tensor is below 2**31, and a captured number below 2**63",
         "view the tensor in more dimensions",
     )

@@ -235,8 +235,9 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _box(tensor: Tensor) -> Box:
-    """A descriptor's strides must be above 0, also along dimensions that are never stepped."""
+    """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span += -span % (16 // tensor.element_size())
     strides = [stride or span for stride in _strides(tensor)]
     strides[-1] = 1
     return Box(tuple(tensor.shape), tuple(strides))

@@ -135,6 +135,22 @@ def test_rows_that_the_lists_do_not_reach():
         call(block_mask=cut)
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda lists: lists[:, :, :1], lambda lists: lists.expand(2, *lists.shape[1:])]
+)
+def test_full_blocks_listed_for_other_rows(cut):
+    """A kernel finds both kinds of blocks in the same row, and would read past the shorter."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    whole = mask()
+    odd = BlockMask.from_kv_blocks(
+        whole.kv_num_blocks, whole.kv_indices, cut(whole.full_kv_num_blocks),
+        cut(whole.full_kv_indices), BLOCK_SIZE=16, seq_lengths=(L, S), mask_mod=causal,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="full_kv_num_blocks has shape"):
+        call(block_mask=odd)
+
+
 def test_nested_tensors_say_what_to_do():
     nested = torch.nested.nested_tensor([zeros(3, D), zeros(5, D)], layout=torch.jagged)
     with pytest.raises(InputError, match=r"(?s)nested.*document"):

@@ -11,7 +11,7 @@ from flexattn import cuda_driver
 from flexattn.binary import Binary, TensorMap
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.errors import BuildError, InputError
-from flexattn.launch import Box
+from flexattn.launch import Box, _box
 from flexattn.render.arguments import Argument
 
 BOX = Box((2, 3, 40, 64), (7680, 2560, 64, 1))
@@ -93,6 +93,14 @@ def test_a_descriptor_is_encoded_when_its_address_changes(drive):
     assert [seen.args for seen in driver.seen] == [[box, out.data_ptr(), 5]] * 3
     assert [each[1] for each in driver.maps] == [q.data_ptr(), other.data_ptr()]
     assert driver.maps[0][0] == "bf16" and driver.maps[0][2:] == (*BOX, (1, 1, 64, 64), 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 100), (1, 1, 7, 104), (3, 1, 1, 96)], ids=str)
+def test_a_box_has_strides_that_the_copy_engine_takes(shape):
+    """Also for one key of one head, whose strides nobody steps along."""
+    box = _box(torch.zeros(shape, dtype=torch.bfloat16))
+    assert box.shape == shape and box.strides[-1] == 1
+    assert all(stride > 0 and stride % 8 == 0 for stride in box.strides[:-1])
 
 
 @pytest.mark.parametrize(
