@@ -137,8 +137,12 @@ def _check_trials(trials: tuple[Trial, ...], answer: Answer) -> None:
     twins = (trial.same_code_as for trial in trials if trial.same_code_as is not None)
     if not all(index < count for index in (decision.winner, decision.default, *twins)):
         raise CacheError("an index past the trials", "winner, default and same_code_as are theirs")
-    if trials[decision.winner].failed is not None:
+    winner = trials[decision.winner]
+    if winner.failed is not None:
         raise CacheError("a winner that failed", "the winner ran")
+    # A model runs nothing; what was timed passed the accuracy gate before.
+    if answer.provenance != "model" and (winner.gate is None or not winner.gate.passed):
+        raise CacheError("a winner without a green gate", "the winner passed the accuracy gate")
 
 
 def _checked(raw: bytes) -> bytes:

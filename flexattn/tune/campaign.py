@@ -58,7 +58,7 @@ def campaign(
 
     A task that raises a FlexAttnError or an OSError has failed and the others go on.
     KeyboardInterrupt goes through, and the same call later keeps what is there. again: tune and
-    replace it instead.
+    replace it instead, unless that would lose what was measured for what was made up.
     where: the environment that the tuners' records hold in.
     """
     todo = []
@@ -79,10 +79,19 @@ def _outcome(task: Task, store: Store, tune: Tune) -> Outcome:
     key, begin = key_of(task.problem), time.monotonic()
     try:
         record = tune(task)
-        store.write(record, replace=True)
+        written = store.write(record, replace=_replaces)
     except (FlexAttnError, OSError) as error:  # a disk that refuses the record, too
         return Outcome(task.title, key, "failed", None, time.monotonic() - begin, str(error))
-    return Outcome(task.title, key, "tuned", record.answer, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    if not written:
+        kept = store.answer(record.environment, key)
+        return Outcome(task.title, key, "kept", kept, seconds, "it was measured on a real mask")
+    return Outcome(task.title, key, "tuned", record.answer, seconds)
+
+
+def _replaces(new: Record, old: Record) -> bool:
+    """What was tuned from dispatch's list has a mask and captured tensors that were made up."""
+    return not (new.provenance == "untuned" and old.provenance == "measured")
 
 
 def _side_by_side(todo: Sequence[Task], store: Store, tuners: Sequence[Tune]) -> Iterator[Outcome]:

@@ -42,8 +42,9 @@ SIZES = st.integers(0, 2**26)
 )  # fmt: skip
 def test_a_record_survives_its_text(trials, sizes, text, transfer, seconds):
     B, q_len, kv_len = map(rounded, sizes)
+    winner = Trial(PrefillConfig(64, 64, 4, 2), gate=Gated(text, 1.0, 2.0, 1.0, True))
     wanted = replace(
-        RECORD, trials=(Trial(PrefillConfig(64, 64, 4, 2)), *trials), sizes=sizes,
+        RECORD, trials=(winner, *trials), sizes=sizes,
         key=replace(RECORD.key, B=B, q_len=q_len, kv_len=kv_len, score=text), transfer=transfer,
         decision=replace(RECORD.decision, winner=0, default=0), seconds=seconds, title=text,
         note=text,
@@ -153,6 +154,12 @@ TAIL = {
     "a twin past the end": put("trials.0.same_code_as", 4000),
     "a winner that failed": lambda data: data["trials"][data["decision"]["winner"]].update(
         failed={"stage": "gate", "error": "", "message": ""}
+    ),
+    "a winner that nobody judged": lambda data: data["trials"][data["decision"]["winner"]].update(
+        gate=None
+    ),
+    "a winner with a red gate": lambda data: data["trials"][data["decision"]["winner"]].update(
+        gate={"name": "", "error": 2.0, "budget": 1.0, "reference": 1.0, "passed": False}
     ),
     "another config than the winner's": put("config.num_stages", 7),
     "a rejected count of text": put("rejected", [["shared memory", "many"]]),

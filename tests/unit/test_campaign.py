@@ -51,6 +51,20 @@ def test_what_is_there_is_kept_and_the_rest_is_tuned(tasks, tmp_path):
     assert [each.status for each in again] == ["tuned"] * 4
 
 
+def test_what_was_made_up_never_replaces_what_was_measured(tasks, tmp_path):
+    """--from-untuned --again once wrote a record of a representative mask over a real one."""
+    store, task = Store(tmp_path), tasks[0]
+    made_up = replace(record_of(task), provenance="untuned")
+    for tune, status in (
+        (lambda t: made_up, "tuned"),
+        (record_of, "tuned"),
+        (lambda t: made_up, "kept"),
+    ):
+        (found,) = campaign([task], store, [tune], again=True)
+        assert found.status == status
+    assert store.read(environment_of(task), key_of(task.problem)).provenance == "measured"
+
+
 def test_a_problem_that_fails_does_not_end_the_others(tasks, tmp_path):
     def tune(task):
         if task is tasks[1]:
