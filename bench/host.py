@@ -14,12 +14,20 @@ from bench.peers import OURS, Refusal, ours, sdpa, torch_flex_compiled
 from bench.results import Report, RowResult
 from bench.rows import Row
 from bench.runner import Method
-from bench.shapes import MODELS
+from bench.shapes import MODELS, Shape
 from flexattn.measure.timing import Samples
 
 __all__ = ["host_cost", "host_report"]
 
 CALLS = 200  # below the launches that a driver queues, so that a call never waits for the GPU
+# Sizes that the GPU is done with sooner than the host: decode, then prefill with more to look at.
+SHORT = Shape(1, 16, 16, 512, 512, 128)
+ROWS = (
+    Row("host-decode", "grid", MODELS["llama3-8b"].decode(1, 512)),
+    Row("host-plain", "grid", SHORT),
+    Row("host-causal", "grid", SHORT, "causal"),
+    Row("host-causal-captured", "mods", SHORT, "causal", "alibi"),
+)
 PEERS = {OURS: ours, "torch-sdpa": sdpa(None), "torch-flex": torch_flex_compiled(None)}
 
 
@@ -36,8 +44,12 @@ def host_cost(call: Callable[[], object], rounds: int) -> Samples:
 
 
 def host_report(method: Method) -> Report:
-    """Ours, SDPA and compiled flex_attention at batch 1 and 512 keys, in turns."""
-    row = Row("host-b1-512", "grid", MODELS["llama3-8b"].decode(1, 512))
+    """Ours, SDPA and compiled flex_attention on each of ROWS, in turns."""
+    rows = tuple(_row(row, method) for row in ROWS)
+    return Report("host", method.facts(), (describe(),), rows)
+
+
+def _row(row: Row, method: Method) -> RowResult:
     inputs = make(row, method.device, method.dtype)
     calls: dict[str, Callable[[], Tensor]] = {}
     bursts: dict[str, list[float]] = {}
@@ -54,5 +66,4 @@ def host_report(method: Method) -> Report:
             for name in calls:
                 bursts[name] += host_cost(calls[name], 1).us
     samples = {name: Samples(tuple(us), calls=CALLS) for name, us in bursts.items()}
-    result = RowResult(row.name, row.group, row.flops, row.kv_bytes, {}, samples, refused)
-    return Report("host", method.facts(), (describe(),), (result,))
+    return RowResult(row.name, row.group, row.flops, row.kv_bytes, {}, samples, refused)
