@@ -13,6 +13,7 @@ from flexattn import checks, options
 from flexattn.errors import InputError
 from flexattn.launch import Outputs
 from flexattn.plan import Call, ScoreMod, bind_on, plan
+from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
@@ -55,28 +56,36 @@ def flex_attention(
             flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa,
             return_lse, kernel_options, return_aux=return_aux,
         )  # fmt: skip
-    call = make_call(
+    given = Arguments(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux,
     )  # fmt: skip
-    route, why = route_of(call)
-    if route in PLANLESS:
-        check_call(call)
-    if route == "reference":
-        outputs = _reference(call)
-    elif route == "torch":
-        say_once(f"{why}: the call is handed to torch's flex_attention")
-        outputs = _torch(call)
-    elif route == "empty":
-        outputs = _empty(call)
-    else:
-        outputs = plan(call).run()
+    outputs = recall(given) or _serve(given)
     if return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if return_lse:
         assert outputs.lse is not None
         return outputs.out, outputs.lse
     return outputs.out
+
+
+def _serve(given: Arguments) -> Outputs:
+    """The long way: validate, choose the path, make the plan."""
+    call = make_call(*given)
+    route, why = route_of(call)
+    if route in PLANLESS:
+        check_call(call)
+    if route == "reference":
+        return _reference(call)
+    if route == "torch":
+        say_once(f"{why}: the call is handed to torch's flex_attention")
+        return _torch(call)
+    if route == "empty":
+        return _empty(call)
+    planned = plan(call)
+    outputs = planned.run()
+    remember(given, planned)
+    return outputs
 
 
 def make_call(

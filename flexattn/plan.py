@@ -62,12 +62,14 @@ class Plan(NamedTuple):
     lists: Lists | None
     mask: Bound | None
 
+    def rest(self) -> tuple[Any, ...]:
+        """The launch's arguments after the scale."""
+        return self.launch.rest_of(self.lists, self.call.score, self.mask)
+
     def run(self) -> Outputs:
         """Launch on the current stream."""
         call = self.call
-        return self.launch.run(
-            call.q, call.k, call.v, call.scale, self.lists, call.score, self.mask
-        )
+        return self.launch.run(call.q, call.k, call.v, call.scale, self.rest())
 
 
 def plan(call: Call) -> Plan:

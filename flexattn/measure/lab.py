@@ -116,7 +116,7 @@ class DeviceLab:
                 v,
                 lists,
             )
-            return partial(launch.run, q, k, v, task.scale, lists, score, mask)
+            return partial(launch.run, q, k, v, task.scale, launch.rest_of(lists, score, mask))
 
         self._build = build
 

@@ -57,7 +57,9 @@ EDGES = {
     "serving": {"dispatch"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
-    "attention": {"plan", "reference", "training", "graph_break"},
+    # Knows plans, that it need not make one again.
+    "repeat": {"plan"},
+    "attention": {"repeat", "reference", "training", "graph_break"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},
