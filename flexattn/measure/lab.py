@@ -62,6 +62,8 @@ class DeviceLab:
         elif torch.cuda.is_available():
             self._where = torch.device("cuda", 0)
             torch.cuda.set_device(self._where)
+            # A GPU may be listed and answer nothing: that is found here, and is no config's fault.
+            torch.ones(8, device=self._where).sum().item()
         else:
             raise UnsupportedError(
                 "torch sees no GPU here",

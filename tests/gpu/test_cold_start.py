@@ -36,14 +36,18 @@ def exported(request, tmp_path_factory):
 
 def test_first_call_loads_and_does_nothing_else(exported, tmp_path):
     kind, folder = exported
-    found = child(tmp_path, "run", kind, "none", FLEXATTN_BINARIES=str(folder / "out"))
+    binaries, records = str(folder / "out"), str(folder / "records")
+    found = child(
+        tmp_path, "run", kind, "none", FLEXATTN_BINARIES=binaries, FLEXATTN_CACHE=records
+    )
     print(kind, {name: f"{1e3 * each:.0f} ms" for name, each in found["seconds"].items()})
     # Attention and the block mask's kernel; decode's second one only where splits are merged.
     assert (found["compiled"], found["traces"]) == (0, 0) and found["loaded"] == 2
     assert not (tmp_path / "triton").exists(), "Triton wrote to its empty cache"
     assert found["seconds"]["first call"] < LIMIT
     # The other tests judge what is compiled; what is loaded is the same to the last bit.
-    compiled = child(folder, "run", kind, "compiler")
+    compiled = child(folder, "run", kind, "compiler", FLEXATTN_CACHE=records)
+    assert found["how"] == compiled["how"] == "hit"
     assert compiled["compiled"] == 2 and compiled["checksum"] == found["checksum"]
 
 
@@ -54,5 +58,8 @@ def test_a_damaged_directory_compiles_and_is_right(exported, tmp_path):
         copy = damaged / path.relative_to(folder / "out")
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(path.read_bytes()[:-100])
-    found = child(folder, "run", kind, "none", FLEXATTN_BINARIES=str(damaged))
+    records = str(folder / "records")
+    found = child(
+        folder, "run", kind, "none", FLEXATTN_BINARIES=str(damaged), FLEXATTN_CACHE=records
+    )
     assert found["compiled"] == 2 and found["loaded"] == 0 and found["traces"] >= 1
