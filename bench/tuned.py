@@ -46,6 +46,8 @@ __all__ = ["Result", "flip", "main", "summary"]
 
 # Winners of two tunings that differ by less than this are one answer.
 FLIP = 0.03
+# One kernel raced with itself, called in two ways, reads up to 0.3 % apart.
+NOISE = 0.01
 TORCH = "torch-flex-tuned"
 
 
@@ -197,7 +199,7 @@ def _result(
         us.get(TORCH, 0.0),
         ratio("default"),
         ratio(TORCH),
-        gain.high < 1,
+        gain.high < 1 - NOISE,
         _worst([flip(first, other) for other in records[1:]]),
         tuple(seconds),
         first.decision.why,
