@@ -91,6 +91,7 @@ class Launch:
         lists: Lists | None,
         score: Bound | None,
         mask: Bound | None,
+        sinks: Tensor | None = None,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream."""
         device, structure = self.device, self.choice.problem.structure
@@ -106,6 +107,9 @@ class Launch:
             given.append(workspace)
             merged = [workspace, *written]
         given.append(scale)
+        if sinks is not None:
+            given.append(sinks)
+            merged.append(sinks)
         if lists is not None:
             given += [each for each in lists if each is not None]
         given += captured_values(structure.score, score)
@@ -168,6 +172,8 @@ def prepare(
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
+    sinks = [None] * bool(structure.sinks)
+    fixed += sinks
     if lists is not None:
         fixed += [None for each in lists if each is not None]
     fixed += _mask_strides(lists)
@@ -178,7 +184,7 @@ def prepare(
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
-        combine = merger.prepare(rows, [None, None, *statistics, *sizes], ())
+        combine = merger.prepare(rows, [None, None, *statistics, *sinks, *sizes], ())
     return Launch(
         choice,
         grid,
