@@ -56,7 +56,8 @@ class Result:
     """One row. *_us: medians of one interleaved race; 0 for who was not timed.
 
     gain: default over tuned, torch_ratio: torch over tuned, both as medians of paired rounds.
-    slower: whether even the interval of the gain lies more than NOISE below 1. flip: as the function of this name.
+    slower: whether even the interval of the gain lies more than NOISE below 1.
+    flip: as the function of this name.
     seconds: of each tuning without its builds.
     """
 

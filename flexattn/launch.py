@@ -104,6 +104,7 @@ class Launch:
         v: Tensor,
         scale: float,
         rest: Sequence[Any],
+        sinks: Tensor | None = None,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
         device, structure = self.device, self.choice.problem.structure
@@ -119,6 +120,9 @@ class Launch:
             given.append(workspace)
             merged = [workspace, *written]
         given.append(scale)
+        if sinks is not None:
+            given.append(sinks)
+            merged.append(sinks)
         given += rest
         if device.type != "cuda":
             self._launch(-1, given, merged)
@@ -178,6 +182,8 @@ def prepare(
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
+    sinks = [None] * bool(structure.sinks)
+    fixed += sinks
     if lists is not None:
         fixed += [None for each in lists if each is not None]
     fixed += _mask_strides(lists)
@@ -188,7 +194,7 @@ def prepare(
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
-        combine = merger.prepare(rows, [None, None, *statistics, *sizes], ())
+        combine = merger.prepare(rows, [None, None, *statistics, *sinks, *sizes], ())
     return Launch(
         choice,
         grid,

@@ -82,6 +82,7 @@ class Structure:
 
     group: query heads per KV head. lse, max_scores: which statistics are written.
     tf32: float32 products may round to tf32. positive_scale: the softmax scale is above 0.
+    sinks: the dtype of the heads' sink logits, "" without them.
     """
 
     kind: Kind
@@ -97,6 +98,7 @@ class Structure:
     max_scores: bool
     tf32: bool
     positive_scale: bool
+    sinks: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -145,6 +147,8 @@ class Problem:
         ]
         if s.sparsity is not None:
             parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
+        if s.sinks:
+            parts.append("sinks")
         return " ".join(parts)
 
 
@@ -175,6 +179,7 @@ def make_problem(
     max_scores: bool = False,
     tf32: bool = False,
     positive_scale: bool = True,
+    sinks: str = "",
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -191,6 +196,7 @@ def make_problem(
         max_scores=max_scores,
         tf32=tf32,
         positive_scale=positive_scale,
+        sinks=sinks,
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class)

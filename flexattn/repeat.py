@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import checks
@@ -41,6 +42,7 @@ class Arguments(NamedTuple):
     return_lse: bool
     kernel_options: Mapping[str, Any] | None
     return_aux: AuxRequest | None
+    sinks: Tensor | None
 
 
 class _Score(NamedTuple):
@@ -88,7 +90,7 @@ def recall(given: Arguments) -> Outputs | None:
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):
         return None
-    return found.launch.run(given.query, given.key, given.value, found.scale, found.rest)
+    return found.launch.run(*given[:3], found.scale, found.rest, given.sinks)
 
 
 def _holds(found: _Seen, given: Arguments) -> bool:
@@ -106,12 +108,14 @@ def _holds(found: _Seen, given: Arguments) -> bool:
 def remember(given: Arguments, plan: Plan) -> None:
     """Keep how a call was served, if a later one can be told to be the same."""
     key, block_mask = _key(given), given.block_mask
-    if key is None or plan.call.q is not given.query:  # autocast made other tensors
+    call = plan.call
+    # Autocast makes other tensors, and sinks with gaps are copied.
+    if key is None or call.q is not given.query or call.sinks is not given.sinks:
         return
     score = mask = None
     if given.score_mod is not None:
-        assert plan.call.score is not None
-        watched = watch(given.score_mod, "score", plan.call.score)
+        assert call.score is not None
+        watched = watch(given.score_mod, "score", call.score)
         if watched is None:
             return
         score = _Score(weakref.ref(given.score_mod, _forgetting(key)), watched)
@@ -122,7 +126,7 @@ def remember(given: Arguments, plan: Plan) -> None:
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
         mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, watched)
-    found = _Seen(plan.launch, plan.rest(), plan.call.scale, current(), generation(), score, mask)
+    found = _Seen(plan.launch, plan.rest(), call.scale, current(), generation(), score, mask)
     _seen.put(key, found)
 
 
@@ -146,18 +150,23 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     q, k, v = given[:3]
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor or q.is_nested:
         return None
-    options = given.kernel_options
+    sinks, options = given.sinks, given.kernel_options
+    if sinks is not None and type(sinks) not in (Tensor, Parameter):
+        return None
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
         id(given.score_mod), id(given.block_mask), given.scale, given.enable_gqa,
         given.return_lse, given.return_aux, repr(options) if options else None,
+        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
         q.dtype == torch.float32 and checks.tf32_allowed(q),
     )  # fmt: skip
 
 
 def _wants_grad(found: _Seen, given: Arguments) -> bool:
     if given.query.requires_grad or given.key.requires_grad or given.value.requires_grad:
+        return True
+    if given.sinks is not None and given.sinks.requires_grad:
         return True
     return found.score is not None and found.score.witness.requires_grad()

@@ -12,7 +12,7 @@ import re
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -99,6 +99,7 @@ class _Line:
     max_scores: bool
     tf32: bool
     positive_scale: bool
+    sinks: Literal["", "float16", "bfloat16", "float32"] = ""
 
 
 def untuned_path() -> Path:
@@ -229,7 +230,7 @@ def _untuned(raw: bytes) -> Untuned:
     structure = Structure(
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
-        line.lse, line.max_scores, line.tf32, line.positive_scale,
+        line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
     )  # fmt: skip
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
     problem = Problem(structure, *sizes, line.mask_class)

@@ -32,6 +32,7 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
     if not prefill:
         found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
     found.append(Argument("sm_scale", "fp32"))
+    found += _sinks(structure)
     found += _sparse(structure)
     for captures in (structure.score, structure.mask):
         found += _captured(captures)
@@ -43,6 +44,7 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     return (
         Argument("WORKSPACE", "*fp32", 16),
         *_outputs(structure),
+        *_sinks(structure),
         *(Argument(f"stride_o{axis}", "i64") for axis in "bhm"),
         Argument("Hq", "i32"),
         Argument("q_len", "i32"),
@@ -109,6 +111,10 @@ def _strides(structure: Structure) -> list[Argument]:
         axes = axes[:3] if inner[tensor] else axes
         found += [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
     return found + [Argument(f"stride_o{axis}", "i64") for axis in "bhm"]
+
+
+def _sinks(structure: Structure) -> list[Argument]:
+    return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
 
 
 def _sparse(structure: Structure) -> list[Argument]:

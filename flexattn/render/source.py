@@ -120,6 +120,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "precision": _precision(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     return _source(
         name,
@@ -151,6 +152,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "element": triton_type(structure.dtype),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return _source(

@@ -51,7 +51,8 @@ def call(q, k, v, **more):
 def test_the_second_call_makes_no_plan(long_ways):
     q, k, v = inputs()
     mod, mask = biased(torch.randn(53)), block_mask(causal, q, k)
-    for more in ({}, {"score_mod": mod}, {"block_mask": mask}):
+    sinks = torch.nn.Parameter(torch.randn(3))
+    for more in ({}, {"score_mod": mod}, {"block_mask": mask}, {"sinks": sinks}):
         long_ways.clear()
         first = call(q, k, v, **more)
         for _ in range(3):
@@ -132,17 +133,26 @@ def test_other_arguments_are_other_calls(long_ways):
     q, k, v = inputs()
     call(q, k, v)
     mask = block_mask(causal, q, k)
-    for change in ({"scale": 0.3}, {"scale": -0.3}, {"score_mod": scaled}, {"block_mask": mask}):
+    sinks = torch.randn(6)
+    for change in (
+        {"scale": 0.3},
+        {"scale": -0.3},
+        {"score_mod": scaled},
+        {"block_mask": mask},
+        {"sinks": sinks[:3]},
+        {"sinks": sinks[:3].half()},
+        {"sinks": sinks[::2]},
+    ):
         call(q, k, v, **change)
-    assert len(long_ways) == 5
+    assert len(long_ways) == 8
     shifted = [torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in (q, k, v)]
     call(*shifted)
     call(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))
     call(*(x.half() for x in (q, k, v)))
-    assert len(long_ways) == 8
+    assert len(long_ways) == 11
     with override(mode="off"):
         call(q, k, v)
-    assert len(long_ways) == 9
+    assert len(long_ways) == 12
 
 
 def test_grad_and_autocast_are_seen():
@@ -155,6 +165,7 @@ def test_grad_and_autocast_are_seen():
     run(q, k, v, mod).sum().backward()
     assert bias.grad is not None
     assert run(q.clone().requires_grad_(), k, v).requires_grad
+    assert run(q, k, v, sinks=torch.nn.Parameter(torch.randn(3))).requires_grad
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         assert run(q, k, v).dtype == torch.float16
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from flexattn.errors import UnsupportedError
 from flexattn.mods.expr import Mod, pretty
 from flexattn.problem import Captures, Problem
 from flexattn.render.environment import render_template, template_hash
@@ -69,6 +70,12 @@ def print_mods(problem: Problem, config: NkiConfig, target: str) -> Mods:
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.
     """
     structure = problem.structure
+    if structure.sinks:
+        raise UnsupportedError(
+            f"sinks on {target}",
+            "kernels for Neuron have no sinks",
+            "leave them out, and rescale out by sigmoid(lse - sink)",
+        )
     packed = structure.kind == "decode"
     lengths = (problem.q_len, problem.kv_len)
     pools = Pools()
