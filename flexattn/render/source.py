@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.device import Device
+from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
+    list_arguments,
     mask_arguments,
 )
+from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
@@ -28,6 +31,8 @@ from flexattn.space.terms import loads_tiles
 from flexattn.space.tiles import tiles_per_q
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Blocks that a program classifies, and that it lists at a time.
+STRIP, _LISTED = 128, 1024
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -163,23 +168,34 @@ def render_combine(structure: Structure, device: Device) -> Source:
 def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
     """The kernel that classifies every block of a mask."""
     mask = print_mod(captures.mod, captures.contiguous, _traits(device, "float32"))
+    bounds = bounds_of(captures.mod)
+    printed = print_bounds(captures.mod, bounds)
     tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,
         "BLOCK_M": tile_m,
         "BLOCK_N": tile_n,
+        "TILES": STRIP,
     }
     context = {
-        **_mod_context([mask], device),
+        **_mod_context([mask], device, printed.statements),
         "mask": mask,
+        "bounds": printed,
+        "tables": any(use.dim >= 0 for use in bounds.tables),
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
     header = [title, f"mask_mod: {_one_line(captures)}"]
-    return _source(
-        "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
-    )
+    found = mask_arguments(captures, bounds)
+    return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
+
+
+def render_block_lists(device: Device) -> Source:
+    """The kernel that lists each row's blocks, of any mask."""
+    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
+    header = [f"block lists for {device.arch}"]
+    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(
@@ -231,12 +247,15 @@ def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
     )
 
 
-def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object]:
+def _mod_context(
+    printed: Iterable[Printed], device: Device, more: tuple[str, ...] = ()
+) -> dict[str, object]:
     """What a template needs to know of the mods it holds: statements, helpers and imports."""
     found = list(printed)
     lines = [
         line for each in found for line in (*each.hoisted, *each.early, *each.body, each.result)
     ]
+    lines += more
     called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"

@@ -39,8 +39,11 @@ EDGES = {
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "block_kinds": {"build"},
-    "masks": {"block_kinds"},
+    "block_kernels": {"build"},
+    "block_kinds": {"block_kernels"},
+    "block_lists": {"block_kinds"},
+    "lazy_mask": {"block_lists"},
+    "masks": {"lazy_mask"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
