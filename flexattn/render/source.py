@@ -32,7 +32,7 @@ from flexattn.space.tiles import tiles_per_q
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 # Blocks that a program classifies, and that it lists at a time.
-STRIP, _LISTED = 128, 1024
+STRIP, _LISTED = 128, 512
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -170,7 +170,7 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     mask = print_mod(captures.mod, captures.contiguous, _traits(device, "float32"))
     bounds = bounds_of(captures.mod)
     printed = print_bounds(captures.mod, bounds)
-    tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
+    tile_m, tile_n = (min(32, _power(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,
