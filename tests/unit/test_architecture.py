@@ -54,7 +54,7 @@ EDGES = {
     # Its interpreter takes the place of a device, so it stands where measure and tune do.
     # It tells its progress as the tuner does.
     "neuron": {"measure", "cache", "tune"},
-    "serving": {"dispatch"},
+    "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
     "attention": {"plan", "reference", "training", "graph_break"},
