@@ -1,9 +1,14 @@
 """What every folder of tests shares."""
 
+import os
+
+# Read once, when flexattn is imported: serving batches are checked in every test.
+os.environ.setdefault("FLEXATTN_CHECK", "1")
+
 import pytest
 
-from flexattn.mods.bind import clear
-from tests.support import poison
+from flexattn.mods.bind import clear  # noqa: E402
+from tests.support import poison  # noqa: E402
 
 
 def pytest_addoption(parser):

@@ -15,7 +15,15 @@ from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.space.config import padded, pieces
 from flexattn.space.serving import ITEMSIZE, MERGED, ServingConfig, ServingForm
 
-__all__ = ["combine_rows", "render_serving", "render_serving_combine", "serving_arguments", "tied"]
+__all__ = [
+    "combine_rows",
+    "merge_rows",
+    "render_merge_states",
+    "render_serving",
+    "render_serving_combine",
+    "serving_arguments",
+    "tied",
+]
 
 
 def tied(form: ServingForm) -> bool:
@@ -117,6 +125,26 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     return rendering._source(
         "triton/serving_combine.py.jinja", device, [title], context, combine_arguments(form), 4, 1
     )
+
+
+def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
+    """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
+    context = {
+        "v_pieces": rendering._pieces("v", head_dim),
+        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
+        "element": triton_type(dtype),
+    }
+    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
+    a, b, out = values
+    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
+    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
+    title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
+    return rendering._source("triton/merge_states.py.jinja", device, [title], context, found, 4, 1)
+
+
+def merge_rows(head_dim: int) -> int:
+    """Rows that one program of that kernel takes."""
+    return 1 << (max(1, 2048 // padded(head_dim)).bit_length() - 1)
 
 
 def describe_serving(config: ServingConfig) -> str:

@@ -227,7 +227,7 @@ class DecodePlan:
         cache = describe(k, v, m, form.aligned)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, steps = admission.rows(m, q, requests, form)
-        keys = admission.keys(m, table, cache, requests)
+        keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
         admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device)
         given = {"query": q, "K": k, "seq_lens": seq_lens}
         admission.devices(self.device, given | ({} if table is None else {"block_table": table}))
