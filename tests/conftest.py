@@ -7,8 +7,8 @@ os.environ.setdefault("FLEXATTN_CHECK", "1")
 
 import pytest
 
-from flexattn.mods.bind import clear  # noqa: E402
-from tests.support import poison  # noqa: E402
+from flexattn.mods.bind import clear
+from tests.support import poison
 
 
 def pytest_addoption(parser):

@@ -129,7 +129,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
 
 def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
     """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
-    context = {
+    context: dict[str, object] = {
         "v_pieces": rendering._pieces("v", head_dim),
         "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
         "element": triton_type(dtype),

@@ -1,4 +1,4 @@
-"""CascadePlan: requests that share a prefix read it once together, then each reads its own keys."""
+"""CascadePlan: requests read the prefix that they share once together, then their own keys."""
 
 from __future__ import annotations
 
