@@ -30,12 +30,13 @@ class Traits:
     """What the target's language lacks or has: it changes how a function is spelled.
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
-    a number. fast_tanh: the hardware's tanh is accurate enough
+    a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
     for the output's dtype. short_tanh: an exponential and a division are.
     """
 
     interpreted: bool = False
     head_per_row: bool = False
+    batch_per_row: bool = False
     fast_tanh: bool = False
     short_tanh: bool = False
 
@@ -106,7 +107,8 @@ class _Printer:
         self.ahead = _feeding_loads(nodes)
         self.node = mod.expr
         per_key = depending(nodes, PER_KEY)
-        per_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
+        self.rowwise = (*PER_ROW, *["h"] * traits.head_per_row, *["b"] * traits.batch_per_row)
+        per_row = depending(nodes, self.rowwise)
         # What is computed before the loop, or before the scores, for use after them.
         self.crossing = {
             arg
@@ -134,8 +136,8 @@ class _Printer:
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":
             name = str(node.value)
-            row = name in PER_ROW or (name == "h" and self.traits.head_per_row)
-            return _Value(name, "float32" if name == "score" else "int32", row, name in PER_KEY)
+            dtype = "float32" if name == "score" else "int32"
+            return _Value(name, dtype, name in self.rowwise, name in PER_KEY)
         if node.op == "const":
             return _Value(literal(node.value, node.dtype), node.dtype)
         if node.op == "scalar":

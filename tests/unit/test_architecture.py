@@ -59,7 +59,7 @@ EDGES = {
     # Its interpreter takes the place of a device, so it stands where measure and tune do.
     # It tells its progress as the tuner does.
     "neuron": {"measure", "cache", "tune"},
-    "serving": {"dispatch"},
+    "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
     # Knows plans, that it need not make one again.
