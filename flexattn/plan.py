@@ -139,9 +139,12 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         tf32=checks.tf32_allowed(q),
         positive_scale=call.scale > 0,
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
+        rules_off=chosen.rules_off,
+        tanh=chosen.tanh,
     )
     launch = prepare(problem, target, q.device, dispatcher(), chosen, q, k, v, lists)
-    note(problem, target, launch.choice.how, call.score, mask)
+    if not chosen.rules_off and chosen.tanh == "auto":  # a tuner would tune the ordinary kernel
+        note(problem, target, launch.choice.how, call.score, mask)
     return launch
 
 

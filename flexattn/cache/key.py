@@ -119,6 +119,9 @@ def key_of(problem: Problem) -> Key:
         )
     )
     tf32 = s.tf32 and s.dtype == "float32"
+    precision = ["tf32"] * tf32 + ["signed-scale"] * (not s.positive_scale)
+    precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
+    precision += [f"without-{name}" for name in s.rules_off]
     sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,
@@ -135,7 +138,7 @@ def key_of(problem: Problem) -> Key:
         blocks=blocks,
         mask_class=problem.mask_class,
         layout=layout + " aligned" * s.layout.aligned,
-        precision=("tf32 " * tf32 + "signed-scale" * (not s.positive_scale)).strip(),
+        precision=" ".join(precision),
         sinks=s.sinks != "",
     )
 
