@@ -43,6 +43,7 @@ EDGES = {
     "block_lists": {"block_kinds"},
     "lazy_mask": {"block_lists"},
     "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
@@ -72,7 +73,7 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    "__init__": {"explain", "catalogue", "serving", "tune", "visual"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
