@@ -63,3 +63,26 @@ def test_lists(separate, columns):
     list_blocks(kinds, got, separate)
     for mine, theirs in zip(got, flat, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_captured_numbers_that_are_arguments():
+    sizes, block = (1, 1, 130, 260), (32, 32)
+    for window, flag in ((7, True), (50, True), (90, False)):
+
+        def mask_mod(b, h, q_idx, kv_idx, window=window, flag=flag):
+            near = (q_idx - kv_idx).abs() <= window
+            return near & (kv_idx % 64 < 32) if flag else near
+
+        assert torch.equal(by_kernel(mask_mod, sizes, block), by_torch(mask_mod, sizes, block))
+        assert by_torch(mask_mod, sizes, block).any()
+
+
+def test_an_empty_table():
+    nothing = torch.zeros(0, dtype=torch.int32)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return nothing[q_idx] <= kv_idx - 40
+
+    sizes, block = (1, 1, 64, 96), (32, 32)
+    found = by_kernel(mask_mod, sizes, block)
+    assert torch.equal(found, by_torch(mask_mod, sizes, block)) and found.any()

@@ -44,6 +44,7 @@ EDGES = {
     "block_lists": {"block_kinds"},
     "lazy_mask": {"block_lists"},
     "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
@@ -76,7 +77,7 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    "__init__": {"explain", "catalogue", "serving", "tune", "visual"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
