@@ -70,6 +70,8 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
     "__init__": {"explain", "catalogue", "serving", "tune"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -91,6 +93,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),
