@@ -77,6 +77,8 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
     "__init__": {"explain", "catalogue", "serving", "tune", "visual"},
     "__main__": {"cli"},
 }  # fmt: skip
@@ -98,6 +100,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),
