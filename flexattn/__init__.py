@@ -12,6 +12,7 @@ from flexattn.masks import (
     noop_mask,
     or_masks,
 )
+from flexattn.warm import warm
 
 __version__ = "0.1.0"
 
@@ -27,4 +28,5 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "warm",
 ]

@@ -69,7 +69,9 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    # It reads a workload as the tuner does, when it is called.
+    "warm": {"tune"},
+    "__init__": {"explain", "catalogue", "serving", "warm"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
