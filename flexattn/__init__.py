@@ -13,6 +13,7 @@ from flexattn.masks import (
     or_masks,
 )
 from flexattn.visual import visualize
+from flexattn.warm import warm
 
 __version__ = "0.1.0"
 
@@ -29,4 +30,5 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "visualize",
+    "warm",
 ]

@@ -79,7 +79,9 @@ EDGES = {
     },
     # Another library's attention, made of calls that any user could write.
     "integrations": {"attention", "masks", "catalogue"},
-    "__init__": {"explain", "catalogue", "serving", "tune", "visual"},
+    # It reads a workload as the tuner does, when it is called.
+    "warm": {"tune"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
