@@ -20,12 +20,13 @@ from flexattn.render.arguments import (
     mask_arguments,
 )
 from flexattn.render.environment import render_template, template_hash
+from flexattn.render.mask_parts import mask_parts, whole
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
-from flexattn.space.tiles import tiles_per_q
+from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 HELPERS = (
@@ -79,9 +80,13 @@ class _Piece:
 def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
-    score, mask = _printed(structure.score, structure, device), None
+    traits = _traits(device, structure.dtype, structure.kind == "decode")
+    score, mask = _printed(structure.score, traits), None
+    runs = walks_runs(structure, config)
     if structure.mask is not None:
-        mask = _printed(structure.mask, structure, device)
+        mask = whole(structure.mask, traits)
+        if runs:
+            mask = mask_parts(structure.mask, traits, structure.packed_heads)
     qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -96,9 +101,11 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used = [printed for printed in (score, mask) if printed is not None]
+    used = [score] if score is not None else []
+    inner = [*used, *(part.printed for part in mask.parts)] if mask is not None else used
     context = {
-        **_mod_context(used, device),
+        **_mod_context([*used, *(mask.printed if mask is not None else ())], device),
+        "hoisted": [line for each in inner for line in each.hoisted],
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -107,6 +114,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "constants": (*settings.items(), *BASE_2),
         "layout": structure.layout,
         "sparse": sparsity is not None,
+        "runs": runs,
         "has_full": sparsity is not None and sparsity.has_full,
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
@@ -210,14 +218,8 @@ def _source(
     return Source(text, hashlib.sha256(key.encode()).hexdigest(), found, num_warps, num_stages)
 
 
-def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:
-    if captures is None:
-        return None
-    return print_mod(
-        captures.mod,
-        captures.contiguous,
-        _traits(device, structure.dtype, structure.kind == "decode"),
-    )
+def _printed(captures: Captures | None, traits: Traits) -> Printed | None:
+    return None if captures is None else print_mod(captures.mod, captures.contiguous, traits)
 
 
 def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
@@ -245,7 +247,6 @@ def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object
     )
     helpers = render_template("triton/helpers.jinja", {"used": called})
     return {
-        "hoisted": [line for each in found for line in each.hoisted],
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",
     }

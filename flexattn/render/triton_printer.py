@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from flexattn.errors import UnsupportedError
@@ -73,7 +74,24 @@ def print_mod(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> Printed
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return _Printer(mod, contiguous, traits).run()
+    return _Printer(mod, contiguous, traits, mod.expr, mod.kind, {}).run()
+
+
+def print_part(
+    mod: Mod,
+    expr: Expr,
+    contiguous: tuple[bool, ...],
+    traits: Traits,
+    prefix: str,
+    names: Mapping[str, str] | None = None,
+    dtype: str = "",
+) -> Printed:
+    """As print_mod, for an Expr over a mod's captures; prefix begins the names that it makes.
+
+    names: what the kernel calls a variable, where not by its own name. dtype: that of the result,
+    where not the Expr's.
+    """
+    return _Printer(mod, contiguous, traits, expr, prefix, names or {}).run(dtype)
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -92,19 +110,28 @@ def scalar_name(kind: str, slot: int) -> str:
 
 
 class _Printer:
-    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> None:
+    def __init__(
+        self,
+        mod: Mod,
+        contiguous: tuple[bool, ...],
+        traits: Traits,
+        expr: Expr,
+        prefix: str,
+        names: Mapping[str, str],
+    ) -> None:
         self.mod, self.contiguous, self.traits = mod, contiguous, traits
+        self.expr, self.prefix, self.names = expr, prefix, names
         self.hoisted: list[str] = []
         self.early: list[str] = []
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
-        nodes = list(walk(mod.expr))
+        nodes = list(walk(expr))
         self.uses = Counter(arg for node in nodes for arg in node.args)
-        self.ranges = all_bounds(mod.expr, INDEX_RANGES)
+        self.ranges = all_bounds(expr, INDEX_RANGES)
         self.full = any(node.op == "var" and node.value == "score" for node in nodes)
         self.ahead = _feeding_loads(nodes)
-        self.node = mod.expr
+        self.node = expr
         per_key = depending(nodes, PER_KEY)
         per_row = depending(nodes, (*PER_ROW, "h") if traits.head_per_row else PER_ROW)
         # What is computed before the loop, or before the scores, for use after them.
@@ -115,17 +142,17 @@ class _Printer:
             if arg not in per_key or (node in per_row and arg not in per_row)
         }
 
-    def run(self) -> Printed:
-        for node in walk(self.mod.expr):
+    def run(self, dtype: str = "") -> Printed:
+        for node in walk(self.expr):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
+        result = self._as(self.values[self.expr], dtype or self.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result, self.full)
 
     def _name(self, value: _Value) -> _Value:
         """Give a value a statement of its own, as early as it can be computed."""
-        name = f"{self.mod.kind}_{self.count}"
+        name = f"{self.prefix}_{self.count}"
         self.count += 1
         inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
@@ -135,7 +162,8 @@ class _Printer:
         if node.op == "var":
             name = str(node.value)
             row = name in PER_ROW or (name == "h" and self.traits.head_per_row)
-            return _Value(name, "float32" if name == "score" else "int32", row, name in PER_KEY)
+            dtype = "float32" if name == "score" else "int32"
+            return _Value(self.names.get(name, name), dtype, row, name in PER_KEY)
         if node.op == "const":
             return _Value(literal(node.value, node.dtype), node.dtype)
         if node.op == "scalar":
@@ -144,7 +172,7 @@ class _Printer:
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
-        if self.uses[node] > 1 or node in self.crossing or node is self.mod.expr:
+        if self.uses[node] > 1 or node in self.crossing or node is self.expr:
             return self._name(value)
         return value
 
