@@ -24,6 +24,7 @@ from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
 from flexattn.mods import Witness, watch
 from flexattn.plan import Plan
+from flexattn.runs import known_runs
 from flexattn.settings import Settings, current
 
 __all__ = ["Arguments", "recall", "remember"]
@@ -122,7 +123,7 @@ def remember(given: Arguments, plan: Plan) -> None:
     if block_mask is not None:
         assert plan.mask is not None
         watched, parts = watch(block_mask.mask_mod, "mask", plan.mask), _parts(block_mask)
-        copied = any(a is not b for a, b in zip(plan.lists or (), parts[1:5], strict=True))
+        copied = any(a is not b for a, b in zip(plan.lists or (), parts[1:6], strict=True))
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
         mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, watched)
@@ -138,7 +139,7 @@ def _forgetting(key: tuple[Any, ...]) -> Callable[[object], None]:
 def _parts(mask: BlockMask) -> tuple[Any, ...]:
     return (
         mask.mask_mod, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks,
-        mask.full_kv_indices, mask.BLOCK_SIZE, mask.seq_lengths,
+        mask.full_kv_indices, known_runs(mask), mask.BLOCK_SIZE, mask.seq_lengths,
     )  # fmt: skip
 
 

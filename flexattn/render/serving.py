@@ -10,6 +10,7 @@ from flexattn.device import Device
 from flexattn.problem import Captures
 from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, _captured
+from flexattn.render.mask_parts import MaskPart, MaskParts
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges
@@ -87,7 +88,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     context = {
         **_shared(form, config, device, used),
         "score": score,
-        "mask": mask,
+        # Which of its tiles need mask_mod a request does not say.
+        "mask": mask and MaskParts((MaskPart(mask, "i < end"),)),
         "qk_pieces": qk,
         "v_pieces": v,
         "all_pieces": (*qk, *v),

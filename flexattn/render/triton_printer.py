@@ -98,7 +98,22 @@ def print_mod(
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return _Printer(mod, contiguous, traits, view).run()
+    return print_part(mod, mod.expr, contiguous, traits, view)
+
+
+def print_part(
+    mod: Mod,
+    expr: Expr,
+    contiguous: tuple[bool, ...],
+    traits: Traits,
+    view: View,
+    dtype: str = "",
+) -> Printed:
+    """As print_mod, for an Expr over a mod's captures.
+
+    dtype: that of the result, where not the Expr's.
+    """
+    return _Printer(replace(mod, expr=expr), contiguous, traits, view).run(dtype)
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -143,11 +158,11 @@ class _Printer:
             if arg not in per_key or (node in per_row and arg not in per_row)
         }
 
-    def run(self) -> Printed:
+    def run(self, dtype: str = "") -> Printed:
         for node in walk(self.mod.expr):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
+        result = self._as(self.values[self.mod.expr], dtype or self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result)
 

@@ -35,7 +35,9 @@ EDGES = {
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},
-    "mask_class": set(),
+    # Facts of a BlockMask's lists, which a launch passes on.
+    "runs": set(),
+    "mask_class": {"runs"},
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
@@ -48,7 +50,7 @@ EDGES = {
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
-    "launch": {"dispatch"},
+    "launch": {"dispatch", "runs"},
     "training": set(),
     "sinks": set(),
     "reference": {"sinks"},
