@@ -28,6 +28,12 @@ def inputs(
     return [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
 
 
+def sinks(heads, dtype=torch.float32, device="cpu"):
+    """A logit for each head, some above every score and some below: the same on every device."""
+    draw = torch.Generator().manual_seed(heads)
+    return (3 * torch.randn(heads, generator=draw)).to(device, dtype)
+
+
 def block_mask(mask_mod, q, k, block_size=128, per_batch=True, per_head=True):
     """The block mask of a mask_mod for q and k; None for None."""
     if mask_mod is None:

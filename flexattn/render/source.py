@@ -11,24 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.device import Device
+from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
+    list_arguments,
     mask_arguments,
 )
+from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
-from flexattn.render.mask_parts import mask_parts, whole
+from flexattn.render.mask_parts import MaskParts, mask_parts, whole
+from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Blocks that a program classifies, and that it lists at a time.
+STRIP, _LISTED = 128, 512
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -80,8 +86,9 @@ class _Piece:
 def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
-    traits = _traits(device, structure.dtype, structure.kind == "decode")
-    score, mask = _printed(structure.score, traits), None
+    traits = _traits(device, structure)
+    score = None if structure.score is None else print_score(structure, traits)
+    mask = None
     runs = walks_runs(structure, config)
     if structure.mask is not None:
         mask = whole(structure.mask, traits)
@@ -93,6 +100,8 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     ragged_q = False
     if structure.kind == "decode":
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
+    if score is not None and score.strip:
+        settings |= {"STRIP": _power(config.BLOCK_M + config.BLOCK_N)}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -101,11 +110,10 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used = [score] if score is not None else []
-    inner = [*used, *(part.printed for part in mask.parts)] if mask is not None else used
+    used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
-        **_mod_context([*used, *(mask.printed if mask is not None else ())], device),
-        "hoisted": [line for each in inner for line in each.hoisted],
+        **_mod_context([each.lines for each in used], device),
+        "hoisted": [line for each in used for line in each.hoisted],
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -122,12 +130,13 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "order": config.order if isinstance(config, PrefillConfig) else "",
         "early_loads": config.early_loads,
         "licm": _moves_out_of_loops(structure, config, device),
-        "fold_scale": score is None and structure.positive_scale,
+        "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
         "precision": _precision(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     return _source(
         name,
@@ -159,6 +168,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "element": triton_type(structure.dtype),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return _source(
@@ -168,24 +178,37 @@ def render_combine(structure: Structure, device: Device) -> Source:
 
 def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
     """The kernel that classifies every block of a mask."""
-    mask = print_mod(captures.mod, captures.contiguous, _traits(device, "float32"))
-    tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
+    interpreted = Traits(interpreted=device.backend == "interpreter")
+    mask = print_mod(captures.mod, captures.contiguous, interpreted)
+    bounds = bounds_of(captures.mod)
+    printed = print_bounds(captures.mod, bounds)
+    tile_m, tile_n = (min(32, _power(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,
         "BLOCK_M": tile_m,
         "BLOCK_N": tile_n,
+        "TILES": STRIP,
     }
     context = {
-        **_mod_context([mask], device),
+        **_mod_context([mask.lines, printed.statements], device),
+        "hoisted": mask.hoisted,
         "mask": mask,
+        "bounds": printed,
+        "tables": any(use.dim >= 0 for use in bounds.tables),
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
     header = [title, f"mask_mod: {_one_line(captures)}"]
-    return _source(
-        "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
-    )
+    found = mask_arguments(captures, bounds)
+    return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
+
+
+def render_block_lists(device: Device) -> Source:
+    """The kernel that lists each row's blocks, of any mask."""
+    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
+    header = [f"block lists for {device.arch}"]
+    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(
@@ -218,25 +241,20 @@ def _source(
     return Source(text, hashlib.sha256(key.encode()).hexdigest(), found, num_warps, num_stages)
 
 
-def _printed(captures: Captures | None, traits: Traits) -> Printed | None:
-    return None if captures is None else print_mod(captures.mod, captures.contiguous, traits)
-
-
-def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
+def _traits(device: Device, structure: Structure) -> Traits:
+    half = structure.dtype in ("bfloat16", "float16")
+    fast = structure.tanh == "fast" or (structure.tanh == "auto" and structure.dtype == "bfloat16")
     return Traits(
-        head_per_row=head_per_row,
+        head_per_row=structure.kind == "decode",
         interpreted=device.backend == "interpreter",
-        fast_tanh=device.has_tanh and dtype == "bfloat16",
-        short_tanh=dtype in ("bfloat16", "float16"),
+        fast_tanh=device.has_tanh and fast,
+        short_tanh=half and structure.tanh == "auto",
     )
 
 
-def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object]:
-    """What a template needs to know of the mods it holds: statements, helpers and imports."""
-    found = list(printed)
-    lines = [
-        line for each in found for line in (*each.hoisted, *each.early, *each.body, each.result)
-    ]
+def _mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
+    """What a template needs to know of the statements it holds: helpers and imports."""
+    lines = [line for each in printed for line in each]
     called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"

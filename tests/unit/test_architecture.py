@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "settings", "lru", "files"}
+BASE = {"errors", "settings", "lru", "files", "closing"}
 
 # What a part may import, with all that those may import, and BASE. A new edge is a decision.
 EDGES = {
@@ -18,6 +18,7 @@ EDGES = {
     "settings": {"errors"},
     "lru": set(),
     "files": {"errors"},
+    "closing": set(),
     "mods": set(),
     # What AWS documents of its cores, as numbers: the device table and the space both read it.
     "neuroncore": set(),
@@ -40,14 +41,18 @@ EDGES = {
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "block_kinds": {"build"},
-    "masks": {"block_kinds"},
+    "block_kernels": {"build"},
+    "block_kinds": {"block_kernels"},
+    "block_lists": {"block_kinds"},
+    "lazy_mask": {"block_lists"},
+    "masks": {"lazy_mask"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
     "launch": {"dispatch", "runs"},
     "training": set(),
-    "reference": set(),
+    "sinks": set(),
+    "reference": {"sinks"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"launch", "reference"},
     # What a kernel takes and whose code it shares is known before it is timed.
@@ -56,10 +61,12 @@ EDGES = {
     # Its interpreter takes the place of a device, so it stands where measure and tune do.
     # It tells its progress as the tuner does.
     "neuron": {"measure", "cache", "tune"},
-    "serving": {"dispatch"},
+    "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
-    "attention": {"plan", "reference", "training", "graph_break"},
+    # Knows plans, that it need not make one again.
+    "repeat": {"plan"},
+    "attention": {"repeat", "reference", "training", "graph_break"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},
