@@ -196,9 +196,9 @@ def prepare(
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
+    runs = walks_runs(structure, config)
     sinks = [None] * bool(structure.sinks)
     fixed += sinks
-    runs = walks_runs(structure, config)
     if lists is not None:
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)

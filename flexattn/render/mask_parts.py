@@ -7,18 +7,9 @@ from dataclasses import dataclass, replace
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.key_bounds import KeyBounds, key_bounds
 from flexattn.problem import Captures
-from flexattn.render.triton_printer import (
-    INDEX_RANGES,
-    Printed,
-    Traits,
-    View,
-    print_mod,
-    print_part,
-)
+from flexattn.render.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
 
 __all__ = ["Bound", "MaskPart", "MaskParts", "mask_parts", "whole"]
-
-ROWS = ("first", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +43,21 @@ class MaskParts:
     high: Bound | None = None
 
     @property
-    def printed(self) -> list[Printed]:
-        """Everything that was printed, for what a kernel must import and define."""
-        found = [part.printed for part in self.parts]
-        for bound in (self.low, self.high):
-            if bound is not None:
-                found.append(Printed(bound.statements, (), (), ""))
-        return found
+    def hoisted(self) -> tuple[str, ...]:
+        """What the parts compute before the loop over keys."""
+        return tuple(line for part in self.parts for line in part.printed.hoisted)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, for what a kernel must import and define."""
+        bounds = [bound.statements for bound in (self.low, self.high) if bound is not None]
+        return (*(line for part in self.parts for line in part.printed.lines), *sum(bounds, ()))
 
 
-def whole(captures: Captures, traits: Traits) -> MaskParts:
-    """A mask_mod in one part."""
+def whole(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> MaskParts:
+    """A mask_mod in one part; of lists, the first num_kv tiles need it."""
     printed = print_mod(captures.mod, captures.contiguous, traits)
-    return MaskParts((MaskPart(printed, "masked"),))
+    return MaskParts((MaskPart(printed, needed),))
 
 
 def mask_parts(captures: Captures, traits: Traits, packed_heads: int) -> MaskParts:
@@ -74,17 +67,15 @@ def mask_parts(captures: Captures, traits: Traits, packed_heads: int) -> MaskPar
     """
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
     if found is None or (packed_heads > 1 and _names_head(found)):
-        return whole(captures, traits)
+        return whole(captures, traits, "masked")
     sides = (
         ("below", found.below, "masked & (i < low_end)"),
         ("above", found.above, "masked & (i >= high_begin)"),
+        ("rest", found.rest, "masked"),
     )
     parts = [
-        MaskPart(
-            print_part(captures.mod, expr, captures.contiguous, traits, View(f"mask_{name}")),
-            needed,
-        )
-        for name, expr, needed in (*sides, ("rest", found.rest, "masked"))
+        MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed)
+        for name, expr, needed in sides
         if expr is not None
     ]
     low = _bound(captures, traits, "low", found.low, found.below)
@@ -97,17 +88,18 @@ def _bound(
     if expr is None:
         return None
     # Of one head the bound is a number, also where decode's rows each know their head.
-    head = "head" if traits.head_per_row else "h"
-    scalar = replace(traits, head_per_row=False)
-    ends = [
-        print_part(
-            captures.mod, expr, captures.contiguous, scalar,
-            View(f"{name}_{row}", q_idx=f"{row}_row", h=head), "int32",
+    number = View(h="head" if traits.head_per_row else "h", by_row=False, dtype="int32")
+    first, last = (
+        _printed(
+            captures, expr, traits, replace(number, prefix=f"{name}_{row}", q_idx=f"{row}_row")
         )
-        for row in ROWS
-    ]  # fmt: skip
-    statements = tuple(line for end in ends for line in end.hoisted)
-    return Bound(statements, ends[0].result, ends[1].result, part is not None)
+        for row in ("first", "last")
+    )
+    return Bound((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
+
+
+def _printed(captures: Captures, expr: Expr, traits: Traits, view: View) -> Printed:
+    return print_mod(replace(captures.mod, expr=expr), captures.contiguous, traits, view)
 
 
 def _names_head(found: KeyBounds) -> bool:

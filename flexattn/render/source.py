@@ -23,10 +23,10 @@ from flexattn.render.arguments import (
 )
 from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
-from flexattn.render.mask_parts import mask_parts, whole
+from flexattn.render.mask_parts import MaskParts, mask_parts, whole
 from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
@@ -110,13 +110,10 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used: list[PrintedScore | Printed] = [] if score is None else [score]
-    inner = [*used, *(part.printed for part in mask.parts)] if mask is not None else used
+    used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
-        **_mod_context(
-            [each.lines for each in (*used, *(mask.printed if mask is not None else ()))], device
-        ),
-        "hoisted": [line for each in inner for line in each.hoisted],
+        **_mod_context([each.lines for each in used], device),
+        "hoisted": [line for each in used for line in each.hoisted],
         "score": score,
         "mask": mask,
         "qk_pieces": qk,

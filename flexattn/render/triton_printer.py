@@ -45,7 +45,7 @@ class View:
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
     of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
-    keys: the shape of a tensor with one element a key.
+    keys: the shape of a tensor with one element a key. dtype: that of the result, "" its own.
     """
 
     prefix: str = ""
@@ -55,6 +55,7 @@ class View:
     by_row: bool = True
     by_key: bool = True
     keys: str = "[1, BLOCK_N]"
+    dtype: str = ""
 
 
 TILE = View()
@@ -98,22 +99,7 @@ def print_mod(
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return print_part(mod, mod.expr, contiguous, traits, view)
-
-
-def print_part(
-    mod: Mod,
-    expr: Expr,
-    contiguous: tuple[bool, ...],
-    traits: Traits,
-    view: View,
-    dtype: str = "",
-) -> Printed:
-    """As print_mod, for an Expr over a mod's captures.
-
-    dtype: that of the result, where not the Expr's.
-    """
-    return _Printer(replace(mod, expr=expr), contiguous, traits, view).run(dtype)
+    return _Printer(mod, contiguous, traits, view).run()
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -158,11 +144,11 @@ class _Printer:
             if arg not in per_key or (node in per_row and arg not in per_row)
         }
 
-    def run(self, dtype: str = "") -> Printed:
+    def run(self) -> Printed:
         for node in walk(self.mod.expr):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], dtype or self.mod.expr.dtype)
+        result = self._as(self.values[self.mod.expr], self.view.dtype or self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result)
 
