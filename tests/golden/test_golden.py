@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, causal, document, natten_2d, relative_bias, softcap
+from flexattn.catalogue import (
+    alibi,
+    causal,
+    causal_score,
+    document,
+    natten_2d,
+    relative_bias,
+    softcap,
+)
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
@@ -47,6 +55,10 @@ GOLDENS = {
     "prefill_relative_bias": lambda: kernel(
         PREFILL, D=64, score_mod=relative_bias(torch.zeros(32, 64), 32), lse=False
     ),
+    "prefill_alibi_causal": lambda: kernel(
+        TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, lse=False
+    ),
+    "prefill_causal_score": lambda: kernel(PREFILL, D=64, score_mod=causal_score, lse=False),
     "prefill_ragged_blocks": lambda: kernel(
         PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
     ),

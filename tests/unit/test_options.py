@@ -6,6 +6,7 @@ import pytest
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.mods.rules import RULES
 from flexattn.options import NONE, Options, for_torch, parse
 from flexattn.settings import say_once
 from flexattn.space.config import DecodeConfig, PrefillConfig
@@ -36,6 +37,10 @@ def test_every_key_of_torch_is_accepted():
         ({"num_warps": 8, "num_stages": 1}, Options(num_warps=8, num_stages=1)),
         ({"SPLIT_KV": 3}, Options(num_splits=3)),
         ({"USE_TMA": False}, Options(use_tma=False)),
+        ({"RULES_OFF": "tilt, row"}, Options(rules_off=("row", "tilt"))),
+        ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(RULES)))),
+        ({"TANH": "exact"}, Options(tanh="exact")),
+        ({"TANH": "auto", "RULES_OFF": ""}, NONE),
         ({"BACKEND": "AUTO"}, NONE),
         ({"BACKEND": "TRITON"}, Options(kind="prefill")),
         ({"BACKEND": "TRITON_DECODE"}, Options(kind="decode")),
