@@ -66,6 +66,9 @@ def test_parsed(given, expected):
         ({"num_warps": True}, InputError, "positive integer"),
         ({"BLOCK_M": 64.0}, InputError, "positive integer"),
         ({"USE_TMA": 1}, InputError, "True or False"),
+        ({"RULES_OFF": "tilt, skew"}, ConfigError, "tilt, skew.*distribute"),
+        ({"RULES_OFF": 3}, ConfigError, "mask"),
+        ({"TANH": "slow"}, ConfigError, "exact"),
         ({"BACKEND": "CUTLASS"}, ConfigError, "AUTO"),
         ({"BACKEND": "FLASH"}, UnsupportedError, "torch"),
         ({"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}, ConfigError, "BACKEND"),
@@ -90,6 +93,7 @@ def test_what_has_no_effect_is_said_once(caplog):
 
 def test_torch_gets_no_key_that_it_does_not_have():
     given = {"SPLIT_KV": 3, "fwd_SPLIT_KV": 4, "BLOCK_M": 64, "PRESCALE_QK": True}
+    given |= {"RULES_OFF": "all", "TANH": "fast"}
     assert for_torch(given) == {"BLOCK_M": 64, "PRESCALE_QK": True}
     assert for_torch(None) is None
 
