@@ -29,13 +29,15 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 class Sparsity:
     """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
 
-    per_head: the lists differ between the query heads of one KV head.
+    per_head: the lists differ between the query heads of one KV head. runs: the blocks of each
+    row join up, and so do its full ones, so that their ends say where they are.
     """
 
     q_block: int
     kv_block: int
     has_full: bool
     per_head: bool
+    runs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Structure:
 
     group: query heads per KV head. lse, max_scores: which statistics are written.
     tf32: float32 products may round to tf32. positive_scale: the softmax scale is above 0.
+    sinks: the dtype of the heads' sink logits, "" without them.
     rules_off: rules of flexattn.mods.rules that the caller switched off, sorted.
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     """
@@ -101,6 +104,7 @@ class Structure:
     max_scores: bool
     tf32: bool
     positive_scale: bool
+    sinks: str = ""
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
 
@@ -162,6 +166,8 @@ class Problem:
         ]
         if s.sparsity is not None:
             parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
+        if s.sinks:
+            parts.append("sinks")
         return " ".join(parts)
 
 
@@ -192,6 +198,7 @@ def make_problem(
     max_scores: bool = False,
     tf32: bool = False,
     positive_scale: bool = True,
+    sinks: str = "",
     rules_off: tuple[str, ...] = (),
     tanh: Tanh = "auto",
 ) -> Problem:
@@ -210,6 +217,7 @@ def make_problem(
         max_scores=max_scores,
         tf32=tf32,
         positive_scale=positive_scale,
+        sinks=sinks,
         rules_off=rules_off if score is not None else (),
         tanh=tanh if score is not None else "auto",
     )

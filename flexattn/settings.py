@@ -31,6 +31,7 @@ class Settings:
     cache: directories of tuned records that are looked at first (FLEXATTN_CACHE).
     mode: what dispatch takes from records (FLEXATTN_MODE).
     binaries: a directory of compiled kernels and traced mods (FLEXATTN_BINARIES).
+    check: lengths and pages of each batch are read back and checked (FLEXATTN_CHECK).
     """
 
     interpret: bool
@@ -39,6 +40,7 @@ class Settings:
     cache: tuple[Path, ...] = ()
     mode: Mode = "replay"
     binaries: Path | None = None
+    check: bool = False
 
 
 # Name, default, meaning: the README's table is checked against this one.
@@ -79,6 +81,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "a directory that `flexattn export --with-binaries` made: its kernels are loaded instead "
         "of compiled and its mods are recognised without a trace; nothing else is searched",
     ),
+    (
+        "FLEXATTN_CHECK",
+        "0",
+        "1 reads lengths, pages and offsets of each serving batch back from the device and raises "
+        "where one breaks its plan's maxima; without it the kernels clamp them",
+    ),
 )
 
 
@@ -90,6 +98,9 @@ def read(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
         )
+    check = values["FLEXATTN_CHECK"]
+    if check not in ("0", "1", ""):
+        raise SettingsError(f"FLEXATTN_CHECK={check!r}", "it is 0 or 1")
     debug = values["FLEXATTN_DEBUG"] or "0"
     if debug not in tuple("0123456"):
         raise SettingsError(f"FLEXATTN_DEBUG={debug!r}", "it is a level from 0 to 6")
@@ -100,7 +111,9 @@ def read(environ: Mapping[str, str]) -> Settings:
     named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
     cache = tuple(Path(each).expanduser() for each in named)
     binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
-    return Settings(interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries)
+    return Settings(
+        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries, check == "1"
+    )
 
 
 _override: ContextVar[Settings | None] = ContextVar("flexattn_settings", default=None)

@@ -1,5 +1,10 @@
 """What every folder of tests shares."""
 
+import os
+
+# Read once, when flexattn is imported: serving batches are checked in every test.
+os.environ.setdefault("FLEXATTN_CHECK", "1")
+
 import pytest
 
 from flexattn.mods.bind import clear

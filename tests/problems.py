@@ -17,13 +17,18 @@ def problem(
     block=(128, 128),
     has_full=True,
     per_head=False,
+    runs=False,
     group=4,
     q_len=None,
     kv_len=8192,
     lse=True,
     layout=DENSE,
+    sinks="",
 ):
-    """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`."""
+    """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`.
+
+    runs: the blocks of each row join up.
+    """
     structure = Structure(
         kind=kind,
         dtype=dtype,
@@ -32,12 +37,13 @@ def problem(
         group=group if kind == "decode" else 0,
         score=captures_of(bind(score_mod, "score")),
         mask=captures_of(bind(mask_mod, "mask")),
-        sparsity=None if mask_mod is None else Sparsity(*block, has_full, per_head),
+        sparsity=None if mask_mod is None else Sparsity(*block, has_full, per_head, runs),
         layout=layout,
         lse=lse,
         max_scores=False,
         tf32=False,
         positive_scale=True,
+        sinks=sinks,
     )
     length = q_len or (1 if kind == "decode" else 4096)
     return Problem(structure, 2, 8 * group, 8, length, kv_len)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.mods.dependence import FREE, Reads, slope_of
-from flexattn.mods.expr import Expr, const
+from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, times
 from flexattn.mods.simplify import make
 from flexattn.mods.terms import Terms
-from flexattn.problem import Structure
+from flexattn.problem import Captures, Structure
 from flexattn.render.triton_printer import Printed, Traits, View, print_mod
 
-__all__ = ["Limits", "PrintedScore", "print_score"]
+__all__ = ["Limits", "PrintedScore", "print_score", "whole_score"]
 
 LOG2E = const(1.4426950216293335, FLOAT)
 
@@ -62,6 +62,17 @@ def print_score(structure: Structure, traits: Traits) -> PrintedScore:
     terms = structure.terms
     assert terms is not None
     return _Score(structure, terms, traits).run()
+
+
+def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
+    """A score_mod as it is written, which no rule took apart; raises as `print_mod` does."""
+    printed = print_mod(captures.mod, captures.contiguous, traits)
+    scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
+    result = f"{printed.result} * LOG2E"
+    if not scored:
+        result = f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + {result}"
+    body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
+    return PrintedScore(printed.hoisted, printed.early, body, False, False, (), False, None)
 
 
 class _Score:

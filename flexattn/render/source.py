@@ -11,24 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.device import Device
+from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
+    list_arguments,
     mask_arguments,
 )
+from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
+from flexattn.render.mask_parts import mask_parts, whole
 from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
-from flexattn.space.tiles import tiles_per_q
+from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Blocks that a program classifies, and that it lists at a time.
+STRIP, _LISTED = 128, 512
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -83,8 +89,11 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     traits = _traits(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
     mask = None
+    runs = walks_runs(structure, config)
     if structure.mask is not None:
-        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+        mask = whole(structure.mask, traits)
+        if runs:
+            mask = mask_parts(structure.mask, traits, structure.packed_heads)
     qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -101,10 +110,13 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
+    used: list[PrintedScore | Printed] = [] if score is None else [score]
+    inner = [*used, *(part.printed for part in mask.parts)] if mask is not None else used
     context = {
-        **_mod_context([each.lines for each in used], device),
-        "hoisted": [line for each in used for line in each.hoisted],
+        **_mod_context(
+            [each.lines for each in (*used, *(mask.printed if mask is not None else ()))], device
+        ),
+        "hoisted": [line for each in inner for line in each.hoisted],
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -113,6 +125,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "constants": (*settings.items(), *BASE_2),
         "layout": structure.layout,
         "sparse": sparsity is not None,
+        "runs": runs,
         "has_full": sparsity is not None and sparsity.has_full,
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
@@ -126,6 +139,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "precision": _precision(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     return _source(
         name,
@@ -157,6 +171,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "element": triton_type(structure.dtype),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return _source(
@@ -168,24 +183,35 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     """The kernel that classifies every block of a mask."""
     interpreted = Traits(interpreted=device.backend == "interpreter")
     mask = print_mod(captures.mod, captures.contiguous, interpreted)
-    tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
+    bounds = bounds_of(captures.mod)
+    printed = print_bounds(captures.mod, bounds)
+    tile_m, tile_n = (min(32, _power(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,
         "BLOCK_M": tile_m,
         "BLOCK_N": tile_n,
+        "TILES": STRIP,
     }
     context = {
-        **_mod_context([mask.lines], device),
+        **_mod_context([mask.lines, printed.statements], device),
         "hoisted": mask.hoisted,
         "mask": mask,
+        "bounds": printed,
+        "tables": any(use.dim >= 0 for use in bounds.tables),
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
     header = [title, f"mask_mod: {_one_line(captures)}"]
-    return _source(
-        "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
-    )
+    found = mask_arguments(captures, bounds)
+    return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
+
+
+def render_block_lists(device: Device) -> Source:
+    """The kernel that lists each row's blocks, of any mask."""
+    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
+    header = [f"block lists for {device.arch}"]
+    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(

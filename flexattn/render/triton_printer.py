@@ -28,12 +28,13 @@ class Traits:
     """What the target's language lacks or has: it changes how a function is spelled.
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
-    a number. fast_tanh: the hardware's tanh is accurate enough
+    a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
     for the output's dtype. short_tanh: an exponential and a division are.
     """
 
     interpreted: bool = False
     head_per_row: bool = False
+    batch_per_row: bool = False
     fast_tanh: bool = False
     short_tanh: bool = False
 
@@ -97,7 +98,22 @@ def print_mod(
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return _Printer(mod, contiguous, traits, view).run()
+    return print_part(mod, mod.expr, contiguous, traits, view)
+
+
+def print_part(
+    mod: Mod,
+    expr: Expr,
+    contiguous: tuple[bool, ...],
+    traits: Traits,
+    view: View,
+    dtype: str = "",
+) -> Printed:
+    """As print_mod, for an Expr over a mod's captures.
+
+    dtype: that of the result, where not the Expr's.
+    """
+    return _Printer(replace(mod, expr=expr), contiguous, traits, view).run(dtype)
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -120,8 +136,9 @@ class _Printer:
         self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
         self.keyed = ("score", "kv_idx") if view.by_key else ("score",)
         self.rowed = ("score", "q_idx") if view.by_row else ("score",)
-        if traits.head_per_row and view.by_row:
-            self.rowed = (*self.rowed, "h")
+        if view.by_row:
+            varying = ["h"] * traits.head_per_row + ["b"] * traits.batch_per_row
+            self.rowed = (*self.rowed, *varying)
         self.hoisted: list[str] = []
         self.early: list[str] = []
         self.body: list[str] = []
@@ -141,11 +158,11 @@ class _Printer:
             if arg not in per_key or (node in per_row and arg not in per_row)
         }
 
-    def run(self) -> Printed:
+    def run(self, dtype: str = "") -> Printed:
         for node in walk(self.mod.expr):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
+        result = self._as(self.values[self.mod.expr], dtype or self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import (
     alibi,
@@ -14,7 +15,9 @@ from flexattn.catalogue import (
     causal_score,
     document,
     natten_2d,
+    prefix_lm,
     relative_bias,
+    sliding_window,
     softcap,
 )
 from flexattn.device import named
@@ -63,6 +66,16 @@ GOLDENS = {
         PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
     ),
     "prefill_no_full_blocks": lambda: kernel(PREFILL, D=64, mask_mod=causal, has_full=False),
+    "prefill_runs_window": lambda: kernel(TMA, mask_mod=sliding_window(1024), runs=True),
+    "prefill_runs_document": lambda: kernel(
+        replace(TMA, BLOCK_M=64),
+        mask_mod=and_masks(document(torch.zeros(8).int()), causal),
+        runs=True,
+        lse=False,
+    ),
+    "decode_runs_prefix": lambda: kernel(
+        DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
+    ),
     "prefill_192_128": lambda: kernel(PREFILL, D=192, Dv=128),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
     "prefill_group_order": lambda: kernel(replace(PREFILL, order="group"), D=64, mask_mod=causal),
@@ -77,6 +90,9 @@ GOLDENS = {
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())
     ),
     "decode_per_head_mask": lambda: kernel(DECODE, "decode", mask_mod=per_head, per_head=True),
+    "prefill_sinks_causal": lambda: kernel(PREFILL, D=64, mask_mod=causal, sinks="bfloat16"),
+    "decode_sinks": lambda: kernel(DECODE, "decode", D=64, sinks="bfloat16"),
+    "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
     "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "settings", "lru", "files"}
+BASE = {"errors", "settings", "lru", "files", "closing"}
 
 # What a part may import, with all that those may import, and BASE. A new edge is a decision.
 EDGES = {
@@ -18,6 +18,7 @@ EDGES = {
     "settings": {"errors"},
     "lru": set(),
     "files": {"errors"},
+    "closing": set(),
     "mods": set(),
     # What AWS documents of its cores, as numbers: the device table and the space both read it.
     "neuroncore": set(),
@@ -34,18 +35,25 @@ EDGES = {
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},
-    "mask_class": set(),
+    # Facts of a BlockMask's lists, which a launch passes on.
+    "runs": set(),
+    "mask_class": {"runs"},
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "block_kinds": {"build"},
-    "masks": {"block_kinds"},
+    "block_kernels": {"build"},
+    "block_kinds": {"block_kernels"},
+    "block_lists": {"block_kinds"},
+    "lazy_mask": {"block_lists"},
+    "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
-    "launch": {"dispatch"},
+    "launch": {"dispatch", "runs"},
     "training": set(),
-    "reference": set(),
+    "sinks": set(),
+    "reference": {"sinks"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"launch", "reference"},
     # What a kernel takes and whose code it shares is known before it is timed.
@@ -54,10 +62,12 @@ EDGES = {
     # Its interpreter takes the place of a device, so it stands where measure and tune do.
     # It tells its progress as the tuner does.
     "neuron": {"measure", "cache", "tune"},
-    "serving": {"dispatch"},
+    "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
-    "attention": {"plan", "reference", "training", "graph_break"},
+    # Knows plans, that it need not make one again.
+    "repeat": {"plan"},
+    "attention": {"repeat", "reference", "training", "graph_break"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},
@@ -69,7 +79,11 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
+    # It reads a workload as the tuner does, when it is called.
+    "warm": {"tune"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
@@ -90,6 +104,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),

@@ -1,0 +1,139 @@
+"""Who serves a row: a peer turns its inputs into a callable that gives out [B, q_len, Hq, Dv]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bench.peers import OURS, Refusal
+from bench.serving_inputs import Served
+from flexattn.serving import CascadePlan, DecodePlan
+
+__all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "served_with"]
+
+EMPTY = "empty kernel"
+ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
+
+
+def served_with(changes: Mapping[str, Any]) -> ServingPeer:
+    """Ours, with these fields of the config changed from the default."""
+
+    def build(x: Served) -> Callable[[], Tensor]:
+        row = x.row
+        common: dict[str, Any] = {
+            "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
+            "device": x.q.device, "page_size": row.page, "kv_dtype": x.k.dtype,
+            "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": x.scales is not None,
+            "batch": len(row.lens),
+        }  # fmt: skip
+        if row.variant == "cascade":
+            return _cascade(x, common, changes)
+
+        def plan(**more: Any) -> DecodePlan:
+            return DecodePlan(
+                kv_len=max(row.lens), sinks=x.sinks is not None,
+                shared_kv=row.variant == "mla", **common, **more,
+            )  # fmt: skip
+
+        found = plan()
+        if changes:
+            found = plan(config=replace(found.config, **changes))
+        cache = x.k if row.variant == "mla" else (x.k, x.v)
+        call = {
+            "seq_lens": x.lens, "block_table": x.table, "sinks": x.sinks, "k_scale": x.scales,
+            "v_scale": x.scales,
+        }  # fmt: skip
+        return lambda: found.run(x.q, cache, **call)  # type: ignore[arg-type, return-value]
+
+    return build
+
+
+def _cascade(
+    x: Served, common: dict[str, Any], changes: Mapping[str, Any]
+) -> Callable[[], Tensor]:
+    row = x.row
+    assert x.table is not None
+    pages = row.shared // row.page
+
+    def plan(**more: Any) -> CascadePlan:
+        own = max(row.lens) - row.shared
+        return CascadePlan(prefix_len=row.shared, own_len=own, **common, **more)
+
+    found = plan()
+    if changes:
+        found = plan(prefix_config=replace(found.prefix.config, **changes))
+    start = torch.full_like(x.lens, row.shared)
+    call = {
+        "prefix_len": start[:1].clone(), "kv_start": start, "seq_lens": x.lens,
+        "prefix_table": x.table[:1, :pages].contiguous(),
+        "block_table": x.table[:, pages:].contiguous(),
+    }  # fmt: skip
+    return lambda: found.run(x.q, (x.k, x.v), **call)[0]
+
+
+def empty(x: Served) -> Callable[[], Tensor]:
+    """A kernel that does nothing: what a launch costs by the same method."""
+
+    def call() -> Tensor:
+        torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
+        return x.q
+
+    return call
+
+
+def cudnn(x: Served) -> Callable[[], Tensor] | Refusal:
+    """cuDNN through SDPA, on a contiguous cache of its own."""
+    if not x.row.uniform or x.row.variant != "plain":
+        return Refusal("cuDNN through SDPA takes no lengths and no mods")
+    k, v = (torch.stack([x.keys(b)[i] for b in range(len(x.row.lens))]) for i in (0, 1))
+    k, v = (each.transpose(1, 2).contiguous() for each in (k, v))
+    q = x.q.transpose(1, 2)
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    return call
+
+
+def flashinfer(tensor_cores: bool) -> ServingPeer:
+    """FlashInfer's paged batch decode, planned before the clock starts."""
+
+    def build(x: Served) -> Callable[[], Tensor] | Refusal:
+        row = x.row
+        if row.q_len != 1 or row.variant not in ("plain", "softcap") or x.table is None:
+            return Refusal("its paged decode takes one token, a paged cache, and softcap at most")
+        import flashinfer
+
+        counts = [-(-n // row.page) for n in row.lens]
+        indices = torch.cat([x.table[b, :count] for b, count in enumerate(counts)])
+        indptr = torch.tensor([0, *counts]).cumsum(0).int()
+        last = torch.tensor([(n - 1) % row.page + 1 for n in row.lens]).int()
+        buffer = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            buffer, "NHD", use_tensor_cores=tensor_cores
+        )
+        wrapper.plan(
+            indptr.to(x.q.device), indices, last.to(x.q.device), row.hq, row.hkv, row.d, row.page,
+            q_data_type=x.q.dtype, kv_data_type=x.k.dtype,
+            logits_soft_cap=30.0 if row.variant == "softcap" else 0.0,
+        )  # fmt: skip
+        q = x.q[:, 0]
+        return lambda: wrapper.run(q, (x.k, x.v))[:, None]
+
+    return build
+
+
+SERVING_PEERS: dict[str, ServingPeer] = {
+    OURS: served_with({}),
+    EMPTY: empty,
+    "sdpa-cudnn": cudnn,
+    "flashinfer": flashinfer(False),
+    "flashinfer-tc": flashinfer(True),
+}

@@ -1,0 +1,71 @@
+"""The rows of the serving bench: lengths of a batch, what is done to its scores, its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ServingRow", "serving_rows"]
+
+Variant = Literal["plain", "softcap", "alibi", "window", "sinks", "tree", "fp8", "cascade", "mla"]
+WINDOWED = 2  # a windowed request has so many times the keys that its window shows
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """One line: a batch of `lens` keys each, q_len query positions, a page of 16 unless said.
+
+    shared: keys of the prefix that all requests of a cascade share, part of each one's length.
+    Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
+    """
+
+    name: str
+    group: str
+    lens: tuple[int, ...]
+    variant: Variant = "plain"
+    q_len: int = 1
+    page: int = 16
+    shared: int = 0
+    hq: int = 32
+    hkv: int = 8
+    d: int = 128
+    dv: int = 128
+
+    @property
+    def uniform(self) -> bool:
+        """Whether peers that know no lengths can run it."""
+        return len(set(self.lens)) == 1 and self.variant == "plain" and self.q_len == 1
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that must be read once, at the cache's width."""
+        keys = sum(self.lens) - self.shared * (len(self.lens) - 1) * (self.variant == "cascade")
+        if self.variant == "window":
+            keys //= WINDOWED
+        width = self.d if self.variant == "mla" else self.d + self.dv
+        return keys * self.hkv * width * (1 if self.variant == "fp8" else 2)
+
+
+def serving_rows() -> list[ServingRow]:
+    """Issue 6's table, then each mod beside plain decode, eight bits, a cascade and MLA."""
+    rows = []
+    for batch, k in ((1, 1), (1, 8), (1, 128), (8, 8), (64, 4), (64, 16), (256, 1)):
+        name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
+        rows.append(ServingRow(name, "paged", lens))
+        rows.append(ServingRow(f"{name}-contiguous", "contiguous", lens, page=0))
+    ragged = tuple(max(128, int(32768 / (i + 1) ** 0.8)) for i in range(64))
+    rows.append(ServingRow("ragged-b64", "paged", ragged))
+    for batch, k in ((8, 8), (64, 4)):
+        name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
+        rows += [ServingRow(f"{name}-{v}", "mods", lens, v) for v in ("softcap", "alibi", "sinks")]
+        rows.append(ServingRow(f"{name}-window", "mods", (WINDOWED * lens[0],) * batch, "window"))
+        rows.append(ServingRow(f"{name}-q8", "mods", lens, q_len=8))
+        rows.append(ServingRow(f"{name}-q8-tree", "mods", lens, "tree", q_len=8))
+    rows.append(ServingRow("b64-16k-fp8", "fp8", (16384,) * 64, "fp8"))
+    prefix, own = 8192, 256
+    lens = (prefix + own,) * 32
+    rows.append(ServingRow("b32-8k-256-plain", "cascade", lens, shared=prefix))
+    rows.append(ServingRow("b32-8k-256-cascade", "cascade", lens, "cascade", shared=prefix))
+    mla = {"page": 64, "hq": 128, "hkv": 1, "d": 576, "dv": 512}
+    rows.append(ServingRow("mla-b64-4k", "mla", (4096,) * 64, "mla", **mla))  # type: ignore[arg-type]
+    return rows

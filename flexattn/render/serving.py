@@ -1,0 +1,263 @@
+"""Render the serving kernels: the one that walks the batch, and the one that merges its pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+
+from flexattn.device import Device
+from flexattn.problem import Captures
+from flexattn.render import source as rendering
+from flexattn.render.arguments import Argument, _captured
+from flexattn.render.mask_parts import MaskPart, MaskParts
+from flexattn.render.score_printer import PrintedScore, whole_score
+from flexattn.render.source import BASE_2, Source
+from flexattn.render.span import Edge, edges
+from flexattn.render.triton_ops import signature_type, triton_type
+from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.space.config import padded, pieces
+from flexattn.space.serving import ITEMSIZE, MERGED, ServingConfig, ServingForm
+
+__all__ = [
+    "combine_rows",
+    "merge_rows",
+    "render_merge_states",
+    "render_serving",
+    "render_serving_combine",
+    "serving_arguments",
+    "tied",
+]
+
+
+def tied(form: ServingForm) -> bool:
+    """Whether the tile of V is the first tile of K, so that it is read once."""
+    if not form.shared_kv:
+        return False
+    v = pieces(form.head_dim_v)
+    return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
+
+
+def combine_rows(form: ServingForm, config: ServingConfig) -> int:
+    """Rows that one program of the merging kernel takes of a tile."""
+    return _merge_shape(form, config)[0]
+
+
+def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
+    """Arguments of the serving kernel, in order; None of them depends on a length."""
+    q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
+    wide = 16 if form.aligned else 1
+    found = [Argument("Q", f"*{q}", wide), Argument("K", f"*{kv}", wide)]
+    if not tied(form):
+        found.append(Argument("V", f"*{kv}", wide))
+    found += [*_written(form), *_described(form)]
+    if form.page:
+        found.append(Argument("TABLE", "*i32", 4))
+    if form.prefix:
+        found.append(Argument("ROW_LENS", "*i32", 4))
+    if form.scaled:
+        found.append(Argument("K_SCALE", "*fp32", 4))
+    q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
+    kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
+    found += [Argument(f"stride_q{axis}", "i64", q_step) for axis in "mh"]
+    for tensor in "k" if tied(form) else "kv":
+        found += [Argument(f"stride_{tensor}{axis}", "i64", kv_step) for axis in "pnh"]
+    if form.page:
+        found += [Argument("stride_table", "i64"), Argument("num_pages", "i32")]
+    if form.prefix:
+        found.append(Argument("q_len_each", "i32"))
+    found.append(Argument("softmax_scale", "fp32"))
+    found += _captured(form.score)
+    return (*found, *_captured(form.mask))
+
+
+def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
+    """Arguments of the kernel that merges what several programs did of a unit."""
+    return (*_written(form), *_described(form), *_captured(form.mask))
+
+
+def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
+    """The kernel of a form with a config for a device; title goes into its header."""
+    score = None if form.score is None else whole_score(form.score, _traits(form, device))
+    mask = _printed(form.mask, form, device)
+    used: list[Printed | PrintedScore] = [each for each in (score, mask) if each is not None]
+    qk = rendering._pieces("qk", form.head_dim_qk)
+    v = rendering._pieces("v", form.head_dim_v)
+    eight = ITEMSIZE[form.kv_dtype] == 1
+    product = triton_type(form.product_dtype)
+    context = {
+        **_shared(form, config, device, used),
+        "score": score,
+        # Which of its tiles need mask_mod a request does not say.
+        "mask": mask and MaskParts((MaskPart(mask, "i < end"),)),
+        "qk_pieces": qk,
+        "v_pieces": v,
+        "all_pieces": (*qk, *v),
+        "layout": _CONTIGUOUS,
+        "use_tma": False,
+        "early_loads": True,
+        # Kept in registers, what does not change would leave a warpgroup's tile too few.
+        "licm": config.BLOCK_M < 64,
+        "fold_scale": score is None and form.positive_scale and not form.scaled,
+        "element": product,
+        "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
+        "precision": "ieee" if form.dtype == "float32" else "",
+        "tied": tied(form),
+        "widen": f".to({product})" if eight else "",
+        "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
+        "paged": form.page > 0,
+        "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
+        "last": config.combine == "last",
+    }
+    header = [title, f"config: {describe_serving(config)}"]
+    for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
+        if captures is not None:
+            header.append(f"{name}: {rendering._one_line(captures)}")
+    return rendering._source(
+        "triton/serving.py.jinja", device, header, context, serving_arguments(form),
+        config.num_warps, config.num_stages,
+    )  # fmt: skip
+
+
+def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:
+    """The kernel that merges, where the config asks for one."""
+    rows, _ = _merge_shape(form, config)
+    mask = _printed(form.mask, form, device)
+    context = {
+        **_shared(form, config, device, [mask] if mask is not None else []),
+        "v_pieces": rendering._pieces("v", form.head_dim_v),
+    }
+    context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
+    title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
+    return rendering._source(
+        "triton/serving_combine.py.jinja", device, [title], context, combine_arguments(form), 4, 1
+    )
+
+
+def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
+    """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
+    context: dict[str, object] = {
+        "v_pieces": rendering._pieces("v", head_dim),
+        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
+        "element": triton_type(dtype),
+    }
+    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
+    a, b, out = values
+    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
+    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
+    title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
+    return rendering._source("triton/merge_states.py.jinja", device, [title], context, found, 4, 1)
+
+
+def merge_rows(head_dim: int) -> int:
+    """Rows that one program of that kernel takes."""
+    return 1 << (max(1, 2048 // padded(head_dim)).bit_length() - 1)
+
+
+def describe_serving(config: ServingConfig) -> str:
+    """Names and numbers in one line."""
+    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+
+
+_CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
+
+
+def _written(form: ServingForm) -> list[Argument]:
+    """What both kernels write, and what one of them leaves to the other."""
+    found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
+    if form.lse:
+        found.append(Argument("LSE", "*fp32", 4))
+    found += [Argument("WORKSPACE", "*fp32", 16), Argument("COUNT", "*i32", 16)]
+    if form.sinks:
+        found.append(Argument("SINKS", "*fp32", 4))
+    if form.scaled:
+        found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
+    return [*found, Argument("stride_om", "i64", math.gcd(16, form.head_dim_v))]
+
+
+def _described(form: ServingForm) -> list[Argument]:
+    """What both kernels cut the batch by."""
+    found = [Argument("SEQ_LENS", "*i32", 4)]
+    if form.offset:
+        found.append(Argument("KV_START", "*i32", 4))
+    if form.ragged:
+        found.append(Argument("CU_SEQLENS", "*i32", 4))
+    numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
+    return found + [Argument(name, "i32") for name in (*numbers, "num_heads", "num_programs")]
+
+
+def _request_names(form: ServingForm) -> list[str]:
+    return [each.name for each in _described(form)][:-2]
+
+
+def _shared(
+    form: ServingForm,
+    config: ServingConfig,
+    device: Device,
+    used: Sequence[Printed | PrintedScore],
+) -> dict[str, object]:
+    """What the templates of both kernels know."""
+    found: tuple[Edge, ...] = ()
+    if form.mask is not None and not form.prefix:
+        found = edges(form.mask.mod, form.mask.contiguous, _traits(form, device, False))
+    captured = [argument.name for argument in _captured(form.mask)] if found else []
+    names = _request_names(form)
+    rows, parts = _merge_shape(form, config)
+    slots = config.programs(device) * 2 * config.BLOCK_M
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "PACKED": form.group,
+        "HEAD_DIM_V": form.head_dim_v,
+        "PAGE": form.page,
+        "REQUESTS": form.requests,
+        "LEAST": config.least,
+        "MAXIMA": slots * form.head_dim_v,
+        "SUMS": slots * (form.head_dim_v + 1),
+        "MERGE_ROWS": rows,
+        "MERGE_PARTS": parts,
+    }
+
+    def span_values(*values: str) -> str:
+        return ", ".join((*values, *captured))
+
+    return {
+        **rendering._mod_context([each.lines for each in used], device),
+        "hoisted": [line for each in used for line in each.hoisted],
+        "constants": (*settings.items(), *BASE_2),
+        "edges": found,
+        "request_arguments": ["b", *names],
+        "request_values": lambda b: ", ".join((b, *names)),
+        "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
+        "span_values": span_values,
+        "out_element": triton_type(form.dtype),
+        "lse": form.lse,
+        "sinks": form.sinks,
+        "scaled": form.scaled,
+        "ragged": form.ragged,
+        "offset": form.offset,
+        "prefix": form.prefix,
+    }
+
+
+def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
+    """Rows and parts that a merge holds at a time: at most MERGED values of them."""
+    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
+    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, MERGED // (4 * width)))
+    return rows, max(1, min(32, MERGED // (rows * width)))
+
+
+def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
+    return Traits(
+        head_per_row=rowwise,
+        batch_per_row=rowwise and form.prefix,
+        interpreted=device.backend == "interpreter",
+        fast_tanh=device.has_tanh and form.dtype == "bfloat16",
+        short_tanh=form.dtype in ("bfloat16", "float16"),
+    )
+
+
+def _printed(captures: Captures | None, form: ServingForm, device: Device) -> Printed | None:
+    if captures is None:
+        return None
+    return print_mod(captures.mod, captures.contiguous, _traits(form, device))

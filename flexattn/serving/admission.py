@@ -1,0 +1,158 @@
+"""What tensors of a run must be: shapes, dtypes, strides and devices, held to the plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import InputError
+from flexattn.serving.cache import Cache
+from flexattn.serving.request import Maxima
+from flexattn.space.serving import ServingForm
+
+__all__ = ["devices", "extras", "keys", "requests", "rows"]
+
+
+def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:
+    """How many requests a run has; raises InputError for lengths that are not as they must be."""
+    _numbers("seq_lens", seq_lens, 1)
+    found = seq_lens.shape[0]
+    if prefix:
+        if found != 1:
+            raise InputError(
+                f"prefix length of shape {list(seq_lens.shape)}", "it has one element"
+            )
+        return m.batch
+    if found > m.batch:
+        raise InputError(f"seq_lens of {found} requests", f"the plan serves {m.batch} at most")
+    if (cu_seqlens is None) != (m.total_q == 0):
+        raise InputError(
+            f"cu_seqlens_q is {'missing' if cu_seqlens is None else 'given'}",
+            "a plan with total_q is given cu_seqlens_q, one with q_len is not",
+        )
+    if cu_seqlens is not None:
+        _numbers("cu_seqlens_q", cu_seqlens, 1)
+        if cu_seqlens.shape[0] != found + 1:
+            raise InputError(
+                f"cu_seqlens_q has {cu_seqlens.shape[0]} elements, seq_lens {found}",
+                "it has one more than there are requests",
+            )
+    return found
+
+
+def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, tuple[int, int]]:
+    """Query positions of each request, and the steps between rows and heads of q."""
+    shape = f"query {list(q.shape)} {q.dtype}"
+    if q.dtype != m.dtype:
+        raise InputError(shape, f"the plan is for {m.dtype}", "make a plan for this dtype")
+    heads = (m.Hq, m.head_dim_qk)
+    if m.total_q:
+        if q.dim() != 3 or q.shape[1:] != heads or q.shape[0] > m.total_q:
+            raise InputError(shape, f"it is [at most {m.total_q}, {m.Hq}, {m.head_dim_qk}]")
+        q_len, step = 1, q.stride(0)
+    else:
+        if q.dim() != 4 or q.shape[2:] != heads or not 1 <= q.shape[1] <= m.q_len:
+            raise InputError(shape, f"it is [B, at most {m.q_len}, {m.Hq}, {m.head_dim_qk}]")
+        if q.shape[0] > m.batch or (q.shape[0] != requests and not form.prefix):
+            raise InputError(
+                f"{shape} for {requests} requests",
+                f"it has a row for each request, at most {m.batch}",
+            )
+        q_len, step = q.shape[1], q.stride(0) if q.shape[1] == 1 else q.stride(1)
+        if q.shape[0] > 1 and q.stride(0) != q_len * step:
+            raise InputError(
+                f"query with strides {q.stride()}",
+                "its rows are evenly spaced over requests and positions",
+                "pass query.contiguous()",
+            )
+    wide = 16 // q.element_size()
+    misplaced = q.data_ptr() % 16 or step % wide or q.stride(-2) % wide
+    if q.stride(-1) != 1 or (form.aligned and misplaced):
+        raise InputError(
+            f"query at {q.data_ptr():#x} with strides {q.stride()}",
+            "the head dimension has stride 1, other strides are multiples of 16 bytes",
+            "pass query.contiguous()",
+        )
+    return q_len, (step, q.stride(-2))
+
+
+def keys(m: Maxima, table: Tensor | None, cache: Cache, requests: int) -> int:
+    """How many keys of one request the cache has room for."""
+    if (table is None) != (m.page == 0):
+        raise InputError(
+            f"block_table is {'missing' if table is None else 'given'}",
+            "a plan with page_size is given block_table, one for a contiguous cache is not",
+        )
+    if table is None:
+        if cache.pages < requests:
+            raise InputError(
+                f"a cache of {cache.pages} requests for {requests}", "each request has its keys"
+            )
+        return cache.keys
+    _numbers("block_table", table, 2)
+    if table.shape[0] < requests:
+        raise InputError(
+            f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
+        )
+    return table.shape[1] * m.page
+
+
+def extras(
+    m: Maxima,
+    form: ServingForm,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_start: Tensor | None,
+    row_lens: Tensor | None,
+    device: torch.device,
+) -> None:
+    """That what the plan was built to take is given, and nothing else; raises InputError."""
+    for name, tensor, wanted in (
+        ("sinks", sinks, form.sinks),
+        ("k_scale", k_scale, form.scaled),
+        ("v_scale", v_scale, form.scaled),
+        ("kv_start", kv_start, form.offset),
+        ("row_lens", row_lens, form.prefix),
+    ):
+        if (tensor is not None) != wanted:
+            raise InputError(
+                f"{name} is {'missing' if wanted else 'given'}",
+                "a run is given what its plan was built for",
+                "say so when the plan is made",
+            )
+        if tensor is not None:
+            devices(device, {name: tensor})
+    for name, each in (("kv_start", kv_start), ("row_lens", row_lens)):
+        if each is not None:
+            _numbers(name, each, 1)
+    sizes = {"sinks": (m.Hq,), "k_scale": (1, m.Hkv), "v_scale": (1, m.Hkv)}
+    for name, each in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if each is None:
+            continue
+        if (
+            each.dtype != torch.float32
+            or not each.is_contiguous()
+            or each.numel() not in sizes[name]
+        ):
+            raise InputError(
+                f"{name} is {each.dtype} {list(each.shape)}",
+                f"it is contiguous float32 of {' or '.join(map(str, sizes[name]))} elements",
+            )
+    if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
+        raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
+
+
+def devices(device: torch.device, named: dict[str, Tensor]) -> None:
+    """That tensors are on the plan's device; raises InputError."""
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise InputError(f"{name} is on {tensor.device}", f"the plan is on {device}")
+
+
+def _numbers(name: str, tensor: Tensor, rank: int) -> None:
+    if tensor.dtype != torch.int32 or tensor.dim() != rank or tensor.stride(-1) not in (0, 1):
+        raise InputError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}",
+            f"it is int32 of {rank} dimension{'s' * (rank > 1)}, the last one contiguous",
+        )

@@ -1,0 +1,76 @@
+"""The key-value cache of a call: one tensor or two, contiguous or paged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from flexattn.errors import InputError
+from flexattn.serving.request import LAYOUTS, Maxima
+
+__all__ = ["Cache", "KVCache", "split"]
+
+KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
+class Cache(NamedTuple):
+    """K and V with their steps between pages (or requests), keys and heads, in elements."""
+
+    k: Tensor
+    v: Tensor
+    steps_k: tuple[int, int, int]
+    steps_v: tuple[int, int, int]
+    pages: int
+    keys: int
+
+
+def split(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tensor]:
+    """K and V of a cache: a pair, one tensor [pages, 2, ...], or MLA's one that is both."""
+    if isinstance(kv_cache, tuple):
+        return kv_cache
+    if shared:
+        return kv_cache, kv_cache[..., : maxima.head_dim_v]
+    return kv_cache.select(1, 0), kv_cache.select(1, 1)
+
+
+def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool) -> Cache:
+    """The cache's steps; raises InputError for one that does not fit the plan."""
+    m = maxima
+    keys_at, heads_at = LAYOUTS[m.layout]
+    sizes = [0, 0, 0, 0]
+    sizes[heads_at] = m.Hkv
+    for name, tensor, dim in (("K", k, m.head_dim_qk), ("V", v, m.head_dim_v)):
+        got = f"{name} of the cache {list(tensor.shape)} {tensor.dtype}"
+        where = "page" if m.page else "keys"
+        order = f"[{'pages' if m.page else 'batch'}, " + (
+            f"{where}, Hkv={m.Hkv}, " if keys_at == 1 else f"Hkv={m.Hkv}, {where}, "
+        )
+        rule = f"it is {order}D={dim}] {m.kv_dtype}" + (f" with pages of {m.page}" * bool(m.page))
+        do = "make a DecodePlan for this cache"
+        if tensor.dim() != 4 or tensor.shape[3] != dim or tensor.shape[heads_at] != m.Hkv:
+            raise InputError(got, rule, do)
+        if tensor.dtype != m.kv_dtype or (m.page and tensor.shape[keys_at] != m.page):
+            raise InputError(got, rule, do)
+        _check_steps(name, tensor, aligned)
+    if k.shape[:3] != v.shape[:3] or k.shape[0] == 0 or k.device != v.device:
+        raise InputError(
+            f"K {list(k.shape)} on {k.device}, V {list(v.shape)} on {v.device}",
+            "K and V have as many pages, on one device, and at least one",
+        )
+    steps = [(each.stride(0), each.stride(keys_at), each.stride(heads_at)) for each in (k, v)]
+    return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
+
+
+def _check_steps(name: str, tensor: Tensor, aligned: bool) -> None:
+    step = 16 // tensor.element_size()
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise InputError(
+            f"{name} with strides {tensor.stride()}", "the head dimension has stride 1"
+        )
+    if aligned and (tensor.data_ptr() % 16 or any(each % step for each in tensor.stride()[:3])):
+        raise InputError(
+            f"{name} at {tensor.data_ptr():#x} with strides {tensor.stride()}",
+            "its address and strides are multiples of 16 bytes",
+            "allocate the cache as one tensor",
+        )

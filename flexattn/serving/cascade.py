@@ -1,0 +1,92 @@
+"""CascadePlan: requests read the prefix that they share once together, then their own keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import InputError
+from flexattn.serving.cache import KVCache
+from flexattn.serving.merge import merge_states
+from flexattn.serving.plan import DecodePlan
+from flexattn.space.serving import ServingConfig
+
+__all__ = ["CascadePlan"]
+
+
+class CascadePlan:
+    """Decoding of requests whose first keys are one shared prefix in a paged or contiguous cache.
+
+    batch, q_len: as DecodePlan's; prefix_len, own_len: the most keys of the prefix, and of one
+    request behind it. The other arguments are DecodePlan's; with sinks, they count once. A
+    mask_mod is evaluated over the prefix, which no window skips. It compiles and allocates when it
+    is built; its runs do neither.
+
+    Method: the rows of all requests form one tall tile over the prefix, and the two states merge
+    (Ye et al., Cascade Inference, flashinfer.ai 2024).
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        prefix_len: int,
+        own_len: int,
+        q_len: int = 1,
+        sinks: bool = False,
+        prefix_config: ServingConfig | None = None,
+        config: ServingConfig | None = None,
+        **shared: Any,
+    ) -> None:
+        for name in ("lse", "total_q", "prefix", "offset", "kv_len"):
+            if name in shared:
+                raise InputError(f"CascadePlan({name}=...)", "it follows from the other arguments")
+        common = {"batch": batch, "q_len": q_len, "lse": True, **shared}
+        self.prefix = DecodePlan(kv_len=prefix_len, prefix=True, config=prefix_config, **common)
+        self.own = DecodePlan(kv_len=own_len, offset=True, sinks=sinks, config=config, **common)
+        m = self.own.maxima
+        self._out = torch.empty_like(self.own._out)
+        self._lse = torch.empty((m.rows, m.Hq), device=self.own.device)
+        # Launchers by number of rows are made here, so that no run compiles.
+        merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: KVCache,
+        *,
+        prefix_len: Tensor,
+        seq_lens: Tensor,
+        prefix_table: Tensor | None = None,
+        block_table: Tensor | None = None,
+        prefix_cache: KVCache | None = None,
+        kv_start: Tensor,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch on the current stream: the prefix, each request's own keys, and the merge.
+
+        q [B, q_len, Hq, D]. prefix_len int32 [1]: keys of the prefix. kv_start int32 [B]: the same
+        for each request, the position of its first own key. seq_lens int32 [B]: keys of each
+        request, the prefix included. prefix_table int32 [1, pages] lists the prefix's pages, and
+        block_table int32 [B, pages] those of each request's own keys. prefix_cache: where the
+        prefix lies, kv_cache otherwise; [1, keys, Hkv, D] where the cache is contiguous.
+
+        Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
+        """
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        before = self.prefix.run(
+            q, kv_cache if prefix_cache is None else prefix_cache, seq_lens=prefix_len,
+            block_table=prefix_table, row_lens=seq_lens, **scales,
+        )  # fmt: skip
+        own = self.own.run(
+            q, kv_cache, seq_lens=seq_lens, block_table=block_table, kv_start=kv_start,
+            sinks=sinks, **scales,
+        )  # fmt: skip
+        rows = own[0].shape[0] * own[0].shape[1]
+        out = self._out[:rows].view(own[0].shape)
+        lse = self._lse[:rows].view(own[1].shape)
+        return merge_states(*before, *own, out=out, lse=lse)

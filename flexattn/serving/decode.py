@@ -1,0 +1,122 @@
+"""flex_decode(): a plan made on first use, for those who do not want to hold one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import InputError
+from flexattn.lru import Lru
+from flexattn.mods import Bound, bind
+from flexattn.serving.cache import KVCache
+from flexattn.serving.plan import DecodePlan
+from flexattn.serving.request import LAYOUTS
+
+__all__ = ["flex_decode"]
+
+_plans: Lru[Any, tuple[DecodePlan, Any]] = Lru(64)
+_making = threading.Lock()
+
+
+def flex_decode(
+    q: Tensor,
+    kv_cache: KVCache,
+    *,
+    seq_lens: Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    mask_mod: Callable[..., Tensor] | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    scale: float | None = None,
+    layout: str = "NHD",
+    head_dim_v: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a batch of requests over their cached keys, in one kernel for any lengths.
+
+    q [B, q_len, Hq, D], or [total_q, Hq, D] with cu_seqlens_q int32 [B + 1]. kv_cache: (K, V),
+    each [pages, page, Hkv, D] with block_table int32 [B, pages of a request], or [B, keys, Hkv, D]
+    without; "HND" has heads before keys; one tensor holds K and V at [:, 0] and [:, 1], or with
+    head_dim_v is MLA's, where V is the first columns of K. seq_lens int32 [B] on q's device: keys
+    of each request, those of its queries included. score_mod, mask_mod: as flex_attention's, over
+    positions in the request; the last query stands at the last key, and no mask_mod means that
+    every query sees every key. sinks fp32 [Hq], k_scale and v_scale fp32 [1] or [Hkv].
+
+    Returns out like q (with V's head dimension), and with return_lse the natural log-sum-exp fp32
+    of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Raises
+    InputError, ConfigError, ModError and UnsupportedError.
+    """
+    k = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
+    shared = not isinstance(kv_cache, tuple) and head_dim_v is not None
+    if not isinstance(kv_cache, tuple) and not shared:
+        k = kv_cache.select(1, 0)
+    if k.dim() != 4 or layout not in LAYOUTS:
+        raise InputError(
+            f"a cache of shape {list(k.shape)} as {layout}", f"one of {list(LAYOUTS)}"
+        )
+    keys_at, heads_at = LAYOUTS[layout]
+    page = k.shape[keys_at] if block_table is not None else 0
+    kv_len = k.shape[keys_at] if block_table is None else block_table.shape[1] * page
+    total_q = 0 if cu_seqlens_q is None else _above(q.shape[0])
+    if isinstance(kv_cache, tuple):
+        head_dim_v = kv_cache[1].shape[-1]
+    bound = [bind(score_mod, "score"), bind(mask_mod, "mask")]
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    key = (
+        q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
+        _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
+        head_dim_v, shared, *[_identity(each) for each in bound], sinks is None, k_scale is None,
+        scale, return_lse, stream,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        with _making:
+            plan = DecodePlan(
+                batch=_above(seq_lens.shape[0]),
+                kv_len=_above(kv_len),
+                heads=(q.shape[-2], k.shape[heads_at]),
+                head_dim=(q.shape[-1], q.shape[-1] if head_dim_v is None else head_dim_v),
+                q_len=1 if total_q else _above(q.shape[1]),
+                total_q=total_q,
+                dtype=q.dtype,
+                device=q.device,
+                page_size=page,
+                layout=layout,
+                kv_dtype=k.dtype,
+                score_mod=score_mod,
+                mask_mod=mask_mod,
+                scale=scale,
+                sinks=sinks is not None,
+                scaled=k_scale is not None,
+                shared_kv=shared,
+                lse=return_lse,
+            )
+        # The tensors of the key are alive as long as their addresses stand in it.
+        found = plan, bound
+        _plans.put(key, found)
+    plan = found[0]
+    out = torch.empty((*q.shape[:-1], plan.maxima.head_dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], device=q.device) if return_lse else None
+    return plan.run(
+        q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+    )  # fmt: skip
+
+
+def _above(size: int) -> int:
+    """The power of two that a maximum is rounded up to, so that few plans serve many batches."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _identity(bound: Bound | None) -> object:
+    if bound is None:
+        return None
+    captured = [(t.data_ptr(), t.shape, t.stride()) for t in bound.tensors]
+    return (bound.mod.fingerprint, *captured, *bound.scalars)

@@ -1,0 +1,94 @@
+"""The kernels of a plan: chosen, built, and launched on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flexattn.build import Kernel, Launcher, builder
+from flexattn.device import Device, detect
+from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.render.serving import combine_rows, render_serving, render_serving_combine
+from flexattn.serving.request import Maxima
+from flexattn.settings import current
+from flexattn.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
+
+__all__ = ["Kernels", "build"]
+
+
+class Kernels(NamedTuple):
+    """What a plan launches. programs: of the serving kernel; merges: of the one that merges."""
+
+    config: ServingConfig
+    target: Device
+    device: torch.device
+    attend: Kernel
+    combine: Kernel | None
+    programs: int
+    merges: int
+
+    def launch(self, launcher: Launcher, given: Sequence[Any]) -> None:
+        """Launch on the device's current stream."""
+        index = self.device.index
+        if self.device.type != "cuda":
+            launcher.launch(-1, given)
+        elif index == torch._C._cuda_getDevice():
+            launcher.launch(torch._C._cuda_getCurrentRawStream(index), given)
+        else:
+            with torch.cuda.device(index):
+                launcher.launch(torch._C._cuda_getCurrentRawStream(index), given)
+
+
+def build(
+    form: ServingForm, maxima: Maxima, device: torch.device, config: ServingConfig | None
+) -> Kernels:
+    """Compile a form's kernels with a config, or with the first default that fits the device.
+
+    Raises ConfigError where none does, and InputError for a batch of too many tiles.
+    """
+    if device.type == "cpu" and not current().interpret:
+        raise UnsupportedError(
+            "a DecodePlan for tensors on the CPU",
+            "its kernels run on a GPU, or in Triton's interpreter",
+            "set FLEXATTN_INTERPRET=1",
+        )
+    target = detect(device)
+    index = device.index if device.type == "cuda" else -1
+    for chosen in _configs(form, target, config):
+        if maxima.tiles(chosen) >= 2**31:
+            raise InputError(
+                f"{maxima} makes {maxima.tiles(chosen)} tiles",
+                "the tiles of a batch are counted in 32 bits",
+                "plan for fewer requests or keys",
+            )
+        title = (
+            f"serving {form.dtype} keys {form.kv_dtype} D={form.head_dim_qk}/{form.head_dim_v} "
+            f"group={form.group} page={form.page} for {target.arch}"
+        )
+        attend = builder().kernel(render_serving(form, chosen, target, title), target, index)
+        if attend.shared_memory > target.shared_memory:
+            continue
+        combine, programs = None, chosen.programs(target)
+        if chosen.combine == "launch":
+            source = render_serving_combine(form, chosen, target)
+            combine = builder().kernel(source, target, index)
+        merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
+        return Kernels(chosen, target, device, attend, combine, programs, merges)
+    raise ConfigError(
+        f"no config fits {form}",
+        f"a kernel has {target.shared_memory} bytes of shared memory",
+        "use smaller BLOCK_N, or num_stages=1",
+    )
+
+
+def _configs(
+    form: ServingForm, target: Device, config: ServingConfig | None
+) -> list[ServingConfig]:
+    if config is None:
+        return list(serving_candidates(form, target))
+    found = reasons(config, form, target)
+    if found:
+        raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")
+    return [config]

@@ -1,0 +1,275 @@
+"""DecodePlan: compiles and allocates when it is built; its runs launch, and do nothing else."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.build import Launcher
+from flexattn.checks import check_scale
+from flexattn.errors import InputError
+from flexattn.mods import bind
+from flexattn.render.arguments import Argument, captured_values
+from flexattn.render.serving import tied
+from flexattn.serving.cache import KVCache, describe, split
+from flexattn.serving.checked import inspect
+from flexattn.serving.kernels import Kernels, build
+from flexattn.serving.request import Maxima, form_of
+from flexattn.settings import current
+from flexattn.space.serving import ServingConfig, workspace
+
+__all__ = ["DecodePlan"]
+
+# Launches that a plan remembers, one for each set of shapes and strides that it was given.
+_REMEMBERED = 256
+
+
+class _Ready(NamedTuple):
+    """Launchers that hold what shapes and strides decide, and the shapes of what they write."""
+
+    attend: Launcher
+    combine: Launcher | None
+    rows: int
+    out_shape: tuple[int, ...]
+    keys: int
+    pages: int
+
+
+class DecodePlan:
+    """Attention of a batch of requests over a key-value cache, for all batches up to its maxima.
+
+    batch, q_len, kv_len: the most requests, query positions of a request and keys of a request.
+    total_q: instead of q_len, rows of all requests, which cu_seqlens_q then cuts: chunks of
+    prefill and decoding requests in one call. heads: (Hq, Hkv). head_dim: D, or (D, Dv).
+    page_size: 0 for a contiguous cache. layout: "NHD" or "HND". kv_dtype: dtype where None.
+    score_mod, mask_mod: as flex_attention's; `b` is the request, and q_idx and kv_idx are
+    positions in the request: the last query of a request stands at its last key. No mask_mod
+    means that every query sees every key. sinks: `run` is given a logit for each query head that
+    joins the softmax and has no value. scaled: `run` is given k_scale and v_scale, [1] or [Hkv].
+    shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
+
+    One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
+    output. Raises InputError, ConfigError, ModError and BuildError.
+    Method: split-KV decoding (Dao et al., Flash-Decoding) with the splits cut as in stream-K
+    (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch: int,
+        kv_len: int,
+        heads: tuple[int, int],
+        head_dim: int | tuple[int, int],
+        q_len: int = 1,
+        total_q: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+        page_size: int = 0,
+        layout: str = "NHD",
+        kv_dtype: torch.dtype | None = None,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        scaled: bool = False,
+        shared_kv: bool = False,
+        lse: bool = False,
+        config: ServingConfig | None = None,
+        prefix: bool = False,
+        offset: bool = False,
+    ) -> None:
+        D, Dv = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        self.maxima = Maxima(
+            batch, q_len, total_q, kv_len, *heads, D, Dv, dtype, kv_dtype or dtype, page_size,
+            layout,
+        )  # fmt: skip
+        self.maxima.check()
+        self.device = _indexed(torch.device(device))
+        self._score, self._mask = (
+            bind(mod, kind, self.device)
+            for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
+        )
+        self.scale = check_scale(scale, D)
+        self.form = form_of(
+            self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
+            lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
+        )  # fmt: skip
+        self._kernels: Kernels = build(self.form, self.maxima, self.device, config)
+        self.config = self._kernels.config
+        where, rows = self.device, self.maxima.rows
+        self._workspace = torch.empty(
+            workspace(self.form, self.config, self._kernels.target), device=where
+        )
+        # Each merge leaves its counter at zero, for the launch that comes next.
+        self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
+        self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
+        self._lse = torch.empty((rows, heads[0]), device=where) if lse else None
+        self._captured = [
+            each
+            for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask))
+            for each in captured_values(captures, bound)
+        ]
+        self._merge_captured = captured_values(self.form.mask, self._mask)
+        self._tied = tied(self.form)
+        self._ready: dict[Any, _Ready] = {}
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: KVCache,
+        *,
+        seq_lens: Tensor,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        kv_start: Tensor | None = None,
+        row_lens: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Launch on the current stream, on tensors of the plan's device.
+
+        q [B, q_len, Hq, D], or [total_q, Hq, D] with cu_seqlens_q int32 [B + 1]. kv_cache: (K, V),
+        each [pages or B, keys, Hkv, D] ("HND": heads before keys), or one tensor with K and V at
+        [:, 0] and [:, 1], or MLA's one. seq_lens int32 [B]: keys of each request, those of this
+        call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
+        sinks fp32 [Hq]; k_scale, v_scale fp32 [1] or [Hkv].
+
+        Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
+        its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
+        unless `out` and `lse` are given. Rows behind the last request are not written. Raises
+        InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
+        """
+        k, v = split(kv_cache, self.maxima, self.form.shared_kv)
+        table = block_table
+        key = (
+            q.shape, q.stride(), q.dtype, k.shape, k.stride(), v.stride(), k.dtype, v.dtype,
+            seq_lens.shape, seq_lens.dtype,
+            None if table is None else (table.shape, table.stride(), table.dtype),
+            None if cu_seqlens_q is None else cu_seqlens_q.shape,
+            None if k_scale is None or v_scale is None else (k_scale.shape, v_scale.shape),
+            None if sinks is None else sinks.shape,
+            kv_start is None, row_lens is None if row_lens is None else row_lens.shape,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        )  # fmt: skip
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._admit(
+                q, k, v, seq_lens, table, cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens
+            )
+            if len(self._ready) >= _REMEMBERED:
+                self._ready.clear()
+            self._ready[key] = ready
+        if current().check:
+            inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
+        out, lse = self._outputs(ready, out, lse)
+        tail = [self._workspace, self._count]
+        written: list[Any] = [out, *tail] if lse is None else [out, lse, *tail]
+        if sinks is not None:
+            written.append(sinks)
+        if v_scale is not None:
+            written.append(v_scale)
+        cut = [each for each in (seq_lens, kv_start, cu_seqlens_q) if each is not None]
+        given = [q, k, *written, *cut] if self._tied else [q, k, v, *written, *cut]
+        given += [each for each in (table, row_lens, k_scale) if each is not None]
+        given += self._captured
+        self._kernels.launch(ready.attend, given)
+        if ready.combine is not None:
+            self._kernels.launch(ready.combine, [*written, *cut, *self._merge_captured])
+        return out if lse is None else (out, lse)
+
+    def _outputs(
+        self, ready: _Ready, out: Tensor | None, lse: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a run writes: given by the caller, or the plan's own."""
+        shape = ready.out_shape
+        if out is None:
+            out = self._out[: ready.rows].view(shape)
+        elif out.shape != shape or out.dtype != self.maxima.dtype or not out.is_contiguous():
+            raise InputError(
+                f"out is {out.dtype} {list(out.shape)}",
+                f"it is contiguous, {self.maxima.dtype} {list(shape)}",
+            )
+        if self._lse is None:
+            return out, None
+        if lse is None:
+            return out, self._lse[: ready.rows].view(shape[:-1])
+        if lse.shape != shape[:-1] or lse.dtype != torch.float32 or not lse.is_contiguous():
+            raise InputError(
+                f"lse is {lse.dtype} {list(lse.shape)}",
+                f"it is contiguous, float32 {list(shape[:-1])}",
+            )
+        return out, lse
+
+    def _admit(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_lens: Tensor,
+        table: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        kv_start: Tensor | None,
+        row_lens: Tensor | None,
+    ) -> _Ready:
+        """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
+        from flexattn.serving import admission
+
+        m, form = self.maxima, self.form
+        cache = describe(k, v, m, form.aligned)
+        requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
+        q_rows, steps = admission.rows(m, q, requests, form)
+        keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
+        admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device)
+        given = {"query": q, "K": k, "seq_lens": seq_lens}
+        admission.devices(self.device, given | ({} if table is None else {"block_table": table}))
+        rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
+        fixed: dict[str, Any] = {
+            "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
+            "stride_om": m.Hq * m.head_dim_v,
+            "num_requests": 1 if form.prefix else requests,
+            "total_q": rows,
+            "q_rows": rows if form.prefix else q_rows,
+            "max_keys": min(m.kv_len, keys),
+            "num_heads": m.Hkv,
+            "num_programs": self._kernels.programs,
+            "stride_qm": steps[0],
+            "stride_qh": steps[1],
+            "stride_table": 0 if table is None else table.stride(0),
+            "num_pages": cache.pages,
+            "q_len_each": q_rows,
+            "softmax_scale": self.scale,
+        }
+        for name, found in (("k", cache.steps_k), ("v", cache.steps_v)):
+            fixed |= {
+                f"stride_{name}{axis}": step for axis, step in zip("pnh", found, strict=True)
+            }
+        attend = self._kernels.attend.prepare(
+            self._kernels.programs, _fill(self._kernels.attend.source.arguments, fixed), ()
+        )
+        combine = None
+        if self._kernels.combine is not None:
+            combine = self._kernels.combine.prepare(
+                self._kernels.merges, _fill(self._kernels.combine.source.arguments, fixed), ()
+            )
+        shape = (*q.shape[:-1], m.head_dim_v)
+        return _Ready(attend, combine, rows, shape, keys, cache.pages)
+
+
+def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
+    """The kernel's arguments in order, None for what each run gives."""
+    return [fixed.get(argument.name) for argument in arguments]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,188 @@
+"""What a serving kernel's code depends on, the numbers that may vary, and where to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.problem import Captures
+from flexattn.space.config import padded
+
+__all__ = [
+    "ITEMSIZE",
+    "MERGED",
+    "ServingConfig",
+    "ServingForm",
+    "reasons",
+    "serving_candidates",
+    "space",
+    "workspace",
+]
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# Values that a merge holds at a time: 64 registers of 128 threads.
+MERGED = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ServingForm:
+    """Everything that decides a serving kernel's source: no length, and of the batch its bound.
+
+    page: keys of a page, 0 for a contiguous cache. requests: a power of two that is at least the
+    largest batch. rows: packed rows (group x query positions) of the longest uniform request, 0
+    where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
+    cache's scales are given. prefix: one cache is shared by the rows of all requests (the first
+    pass of a cascade). offset: a request's keys begin behind a prefix (its second pass).
+    aligned: addresses and strides are multiples of 16 bytes.
+    """
+
+    dtype: str
+    kv_dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    group: int
+    page: int
+    requests: int
+    rows: int
+    score: Captures | None = None
+    mask: Captures | None = None
+    shared_kv: bool = False
+    scaled: bool = False
+    sinks: bool = False
+    lse: bool = False
+    prefix: bool = False
+    offset: bool = False
+    aligned: bool = True
+    positive_scale: bool = True
+
+    @property
+    def ragged(self) -> bool:
+        """Whether cu_seqlens_q gives each request's number of queries."""
+        return self.rows == 0
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
+        return "float16" if ITEMSIZE[self.kv_dtype] == 1 else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """BLOCK_M packed rows walk the keys BLOCK_N at a time.
+
+    per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
+    that a program takes at least. combine: who merges the pieces of a row that several programs
+    worked on: "last", the program that finishes last, or "launch", a second kernel.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 2
+    least: int = 1
+    combine: Literal["last", "launch"] = "last"
+
+    def programs(self, device: Device) -> int:
+        """Programs of a launch on a device."""
+        return self.per_sm * device.num_sms
+
+
+def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 2).
+
+    A program's range of tiles begins inside at most one unit of work and ends inside at most one
+    other: two partial results, each of BLOCK_M rows of values, a maximum and a sum.
+    """
+    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 2)
+
+
+def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """Why a config cannot run for a form on a device; empty where it can."""
+    found = []
+    for name in ("BLOCK_M", "BLOCK_N"):
+        value = getattr(config, name)
+        if value < 16 or value & (value - 1):
+            found.append(f"{name}={value} is no power of two of at least 16")
+    if config.num_warps not in (1, 2, 4, 8) or config.num_stages < 1:
+        found.append("num_warps is 1, 2, 4 or 8, and num_stages at least 1")
+    if config.per_sm < 1 or config.least < 1:
+        found.append("per_sm and least are at least 1")
+    needed = _shared_memory(config, form)
+    if needed > device.shared_memory:
+        found.append(f"tiles need about {needed} of {device.shared_memory} bytes of shared memory")
+    registers = config.BLOCK_M * (padded(form.head_dim_v) + config.BLOCK_N)
+    if registers > 32 * config.num_warps * (device.max_registers - 55):
+        found.append(f"{registers} accumulators do not fit {config.num_warps} warps' registers")
+    return found
+
+
+def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+
+    One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
+    padding of the rows to 64. Raises ConfigError when nothing can run.
+    """
+    rejected = []
+    for config in dict.fromkeys(_preferences(form)):
+        found = reasons(config, form, device)
+        if not found:
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if all(not each.endswith(": ") for each in rejected):
+        raise ConfigError(
+            f"no config of the serving template fits {form}",
+            "\n        ".join(rejected[-3:]),
+            "use smaller head dimensions",
+        )
+
+
+def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
+    """Every config worth trying for a form on a device, the static default first."""
+    first = next(serving_candidates(form, device))
+    heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
+    axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
+    combines: tuple[Literal["last", "launch"], ...] = ("last", "launch")
+    grid = (
+        ServingConfig(*numbers, combine=combine)
+        for numbers in product(*axes)
+        for combine in combines
+    )
+    able = (config for config in grid if not reasons(config, form, device))
+    return tuple(dict.fromkeys((first, *able)))
+
+
+def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
+    widest = max(form.head_dim_qk, form.head_dim_v)
+    height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
+    warps = 8 if height * widest > 64 * 128 else 4
+    combine = _combine(height, widest)
+    if form.dtype == "float32":
+        yield ServingConfig(height, 32, warps, 2, 2, 1, combine)
+    elif widest <= 128:
+        start = ServingConfig(height, 64, warps, 3, 2, 1, combine)
+        yield start
+        yield replace(start, num_stages=2)
+    else:
+        yield ServingConfig(height, 64 if widest <= 256 else 32, warps, 2, 1, 1, combine)
+        yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
+    yield ServingConfig(16, 32, 4, 2, 1)
+    yield ServingConfig(16, 16, 4, 1, 1)
+
+
+def _combine(height: int, widest: int) -> Literal["last", "launch"]:
+    """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
+    return "launch" if height >= 64 or widest > 256 else "last"
+
+
+def _shared_memory(config: ServingConfig, form: ServingForm) -> int:
+    """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
+    width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
+    tiles = config.num_stages * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
+    if ITEMSIZE[form.kv_dtype] == 1:
+        tiles += 2 * config.BLOCK_N * width
+    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]

@@ -1,0 +1,210 @@
+"""Serving on a GPU: caches, mods, graphs that serve every later batch, no reads out of bounds."""
+
+import math
+
+import pytest
+import torch
+
+import flexattn.serving.plan as plans
+from flexattn.build import builder
+from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
+from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
+from flexattn.settings import override
+from tests.serving import (
+    EIGHT_BITS,
+    assert_right,
+    batch,
+    plan_for,
+    poisoned_cache,
+    poisoned_pages,
+    quantized,
+    run,
+)
+from tests.support import DTYPES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
+BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def check(each, *, page=16, sinks=None, layout="NHD", together=False, config=None, **mods):
+    ragged = len(set(each.q_lens)) > 1
+    plan = plan_for(
+        each, page=page, ragged=ragged, config=config, sinks=sinks is not None, layout=layout,
+        **mods,
+    )  # fmt: skip
+    call = {} if sinks is None else {"sinks": sinks}
+    for _ in range(2):  # counters are left as they were found
+        got = run(plan, each, layout=layout, together=together, **call)
+        assert_right(got, each, **call, **mods)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [0, 1, 3, 16, 64, 256])
+def test_caches(page, layout, together):
+    each = batch([1] * 7, LENGTHS, 32, 8, 128, **BF16)
+    check(each, page=page, layout=layout, together=together)
+
+
+@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize(
+    "numbers", [(16, 64, 4, 3, 1), (16, 128, 4, 2, 2), (64, 64, 4, 3, 1), (16, 32, 8, 3, 4, 3)]
+)
+def test_configs(numbers, combine):
+    config = ServingConfig(*numbers, combine=combine)
+    each = batch([1] * 7, LENGTHS, 32, 8, 128, **BF16)
+    check(each, config=config, score_mod=softcap(30.0))
+    each = batch([1], [131_071], 8, 1, 128, **BF16)
+    check(each, config=config, sinks=torch.randn(8, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 5, 8, 40])
+def test_any_number_of_query_heads_per_key_head(group, dtype):
+    each = batch([3] * 7, LENGTHS, 2 * group, 2, 64, dtype=DTYPES[dtype], device="cuda")
+    check(each, mask_mod=causal, score_mod=alibi(2 * group, "cuda"))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 80), (192, 128), (256, 256)])
+def test_head_dimensions(D, Dv):
+    check(batch([16] * 7, LENGTHS, 8, 2, D, Dv, **BF16), mask_mod=causal)
+
+
+@pytest.mark.parametrize("name", ["window", "document", "alibi", "sinks"])
+def test_mods(name):
+    ids = (torch.arange(8192, device="cuda") // 300).int()
+    mods = {
+        "window": {"mask_mod": sliding_window(300)},
+        "document": {"mask_mod": document(ids)},
+        "alibi": {"score_mod": alibi(32, "cuda")},
+        "sinks": {"sinks": torch.randn(32, device="cuda")},
+    }[name]
+    check(batch([4] * 7, LENGTHS, 32, 8, 128, **BF16), **mods)
+
+
+def test_a_mixed_batch_of_chunks_and_single_tokens():
+    each = batch([512, 1, 0, 1, 129, 3], [2048, 4096, 9, 1, 129, 0], 32, 8, 128, **BF16)
+    check(each, mask_mod=causal)
+    check(each, page=0, mask_mod=sliding_window(100), score_mod=softcap(20.0))
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_a_cache_of_eight_bits(dtype, per_head):
+    each = batch([1] * 7, LENGTHS, 32, 8, 128, **BF16)
+    few, wide, k_scale, v_scale = quantized(each, dtype, per_head)
+    plan = plan_for(few, page=16, scaled=True, kv_dtype=dtype, score_mod=softcap(30.0))
+    got = run(plan, few, k_scale=k_scale, v_scale=v_scale)
+    assert_right(got, few, exact=wide, score_mod=softcap(30.0))
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_shared_keys_and_values(heads, q_len):
+    each = batch([q_len] * 4, [1027, 0, 64, 5000], heads, 1, 576, 512, **BF16)
+    for k, v in zip(each.k, each.v, strict=True):
+        v.copy_(k[..., :512])
+    assert_right(run(plan_for(each, page=64, shared_kv=True), each), each)
+
+
+def test_one_captured_graph_serves_every_later_batch(monkeypatch):
+    """Lengths, tables and tensors change in place; nothing is compiled or allocated by a run."""
+    B, page, mods = 8, 16, {"mask_mod": sliding_window(3000), "score_mod": alibi(32, "cuda")}
+    plan = DecodePlan(
+        batch=B, kv_len=8192, heads=(32, 8), head_dim=128, page_size=page, lse=True, **mods
+    )
+    pages = 2 * B * 512
+    pool = [torch.full((pages, page, 8, 128), math.nan, **BF16) for _ in "kv"]
+    q = torch.zeros(B, 1, 32, 128, **BF16)
+    lens = torch.zeros(B, dtype=torch.int32, device="cuda")
+    table = torch.zeros(B, 512, dtype=torch.int32, device="cuda")
+    call = {"seq_lens": lens, "block_table": table}
+    before = builder().compiled
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a run compiles and allocates nothing")
+
+    monkeypatch.setattr(plans, "build", refused)
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with override(check=False):
+        plan.run(q, tuple(pool), **call)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = plan.run(q, tuple(pool), **call)
+    for lengths in ([1] * B, [8192] * B, [0] * B, [8192, 0, 1, 17, 2048, 5000, 333, 4096]):
+        each = batch([1] * B, lengths, 32, 8, 128, **BF16)
+        made, where = poisoned_pages(each, page, spare=0)
+        used = made[0].shape[0]
+        for memory, source in zip(pool, made, strict=True):
+            memory.fill_(math.nan)
+            memory[:used] = source
+        q.copy_(each.q[:, None])
+        lens.copy_(each.numbers(lengths))
+        table.fill_(-1)
+        table[:, : where.shape[1]] = where
+        for x in got:
+            x.fill_(math.nan)
+        graph.replay()
+        assert_right([x.flatten(0, 1) for x in got], each, **mods)
+    assert builder().compiled == before
+
+
+def test_what_a_batch_may_not_hold_reads_no_other_memory():
+    """Lengths, pages and offsets out of range are clamped: NaN around the cache stays there."""
+    memory = torch.full((96, 16, 2, 64), math.nan, **BF16)
+    pool = memory[32:64].fill_(0.5)
+    huge = torch.tensor([2**31 - 1, -5, 10**6, 77], dtype=torch.int32, device="cuda")
+    wild = torch.randint(-(2**31), 2**31 - 1, (4, 4), dtype=torch.int64, device="cuda").int()
+    plan = DecodePlan(batch=4, kv_len=200, heads=(8, 2), head_dim=64, page_size=16)
+    mixed = DecodePlan(
+        batch=4, total_q=9, kv_len=200, heads=(8, 2), head_dim=64, page_size=16, mask_mod=causal
+    )
+    q = torch.randn(4, 1, 8, 64, **BF16)
+    with override(check=False):
+        out = plan.run(q, (pool, pool), seq_lens=huge, block_table=wild)
+        assert out.isfinite().all()
+        for ends in ([0, 3, -7, 10**9, 4], [2**31 - 1, 5, 4, 3, -1]):
+            cut = torch.tensor(ends, dtype=torch.int32, device="cuda")
+            mixed.run(
+                q.repeat(3, 1, 1, 1)[:9, 0], (pool, pool), seq_lens=huge, block_table=wild,
+                cu_seqlens_q=cut,
+            )  # fmt: skip
+    torch.cuda.synchronize()
+    assert memory[:32].isnan().all() and memory[64:].isnan().all()
+
+
+def test_states_merge_and_flex_decode():
+    each = batch([1] * 7, LENGTHS, 32, 8, 128, **BF16)
+    cache = poisoned_cache(each, 4096)
+    q, lens = each.q[:, None], each.numbers(LENGTHS)
+    got = flex_decode(q, cache, seq_lens=lens, return_lse=True)
+    assert_right([x.flatten(0, 1) for x in got], each)
+    nothing = torch.full_like(got[0], math.nan), torch.full_like(got[1], -math.inf)
+    for x, y in zip(merge_states(*got, *nothing), got, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_cascade():
+    prefix, own, Hq, Hkv = 1001, [256, 1, 77, 300], 32, 8
+    lengths = [prefix + n for n in own]
+    each = batch([1] * 4, lengths, Hq, Hkv, 128, **BF16)
+    split = batch([1] * 5, [*own, prefix], Hq, Hkv, 128, **BF16)
+    for name in ("k", "v"):
+        source = getattr(each, name)
+        for b in range(4):
+            source[b][:prefix] = source[0][:prefix]
+            getattr(split, name)[b] = source[b][prefix:]
+        getattr(split, name)[4] = source[0][:prefix]
+    plan = CascadePlan(
+        batch=4, prefix_len=2048, own_len=512, heads=(Hq, Hkv), head_dim=128, page_size=16,
+        mask_mod=causal,
+    )  # fmt: skip
+    cache, table = poisoned_pages(split, 16)
+    got = plan.run(
+        each.q[:, None], cache, prefix_len=each.numbers([prefix]), seq_lens=each.numbers(lengths),
+        kv_start=each.numbers([prefix] * 4), prefix_table=table[4:], block_table=table[:4],
+    )  # fmt: skip
+    assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)

@@ -1,0 +1,108 @@
+"""The serving kernels, interpreted: every cache, every mod, odd and empty requests, one oracle."""
+
+import pytest
+import torch
+
+from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.space.serving import ServingConfig
+from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
+from tests.support import DTYPES
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+SMALL = ServingConfig(16, 16, 4, 2)
+LENGTHS = [53, 0, 1, 17, 128, 32]
+
+
+def check(each, *, config=SMALL, page=4, sinks=None, layout="NHD", together=False, **mods):
+    options = {"ragged": len(set(each.q_lens)) > 1, "layout": layout}
+    plan = plan_for(each, page=page, config=config, sinks=sinks is not None, **options, **mods)
+    call = {} if sinks is None else {"sinks": sinks}
+    got = run(plan, each, layout=layout, together=together, **call)
+    assert_right(got, each, **call, **mods)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
+def test_caches(page, layout, together):
+    check(batch([1] * 6, LENGTHS, 6, 2), page=page, layout=layout, together=together)
+
+
+@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("per_sm", [1, 2, 7])
+def test_pieces_of_any_size_merge(per_sm, least, combine):
+    config = ServingConfig(16, 16, 4, 2, per_sm, least, combine)
+    check(batch([2] * 6, LENGTHS, 10, 2), config=config, sinks=torch.randn(10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 8, 40])
+def test_any_number_of_query_heads_per_key_head(group, dtype):
+    check(batch([3] * 6, LENGTHS, 2 * group, 2, dtype=DTYPES[dtype]), mask_mod=causal)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(24, 24), (80, 80), (192, 128), (64, 40)])
+def test_head_dimensions(D, Dv):
+    check(batch([1] * 6, LENGTHS, 2, 1, D, Dv, dtype=torch.float16), score_mod=softcap(30.0))
+
+
+@pytest.mark.parametrize("entry", CASES, ids=str)
+def test_every_mod_of_the_catalogue(entry):
+    """Positions count from the request's first key, whatever its number of queries."""
+    built = entry.make(4, 3, 1, 128, 128)
+    mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
+    check(batch([5] * 4, [53, 0, 17, 128]), page=5, **mods)
+
+
+def test_a_mixed_batch_of_chunks_and_single_tokens():
+    each = batch([40, 1, 0, 1, 17, 3], [100, 53, 9, 1, 17, 0], 6, 2)
+    for mods in ({}, {"mask_mod": causal}, {"mask_mod": sliding_window(9)}):
+        check(each, page=16, score_mod=alibi(6, "cpu"), **mods)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_a_cache_of_eight_bits(dtype, per_head):
+    each = batch([2] * 6, LENGTHS, 6, 2, 32, dtype=torch.bfloat16)
+    few, wide, k_scale, v_scale = quantized(each, dtype, per_head)
+    plan = plan_for(few, page=4, config=SMALL, scaled=True, kv_dtype=dtype, mask_mod=causal)
+    got = run(plan, few, k_scale=k_scale, v_scale=v_scale)
+    assert_right(got, few, exact=wide, mask_mod=causal)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(48, 32), (576, 512), (40, 24)])
+def test_shared_keys_and_values(D, Dv):
+    """MLA: V is the first columns of K, and is read with it."""
+    each = batch([2] * 3, [37, 0, 64], 20, 1, D, Dv, dtype=torch.float16)
+    for k, v in zip(each.k, each.v, strict=True):
+        v.copy_(k[..., :Dv])
+    plan = plan_for(each, page=16, config=SMALL, shared_kv=True)
+    ready = run(plan, each)
+    assert_right(ready, each)
+
+
+def test_a_window_reads_no_page_before_it():
+    """Pages that slid out of the window are gone: their entries in the table name no page."""
+    each = batch([1] * 3, [128, 77, 40])
+    plan = plan_for(each, page=4, config=SMALL, mask_mod=sliding_window(20))
+    for b, n in enumerate(each.kv_lens):
+        for x in (each.k[b], each.v[b]):
+            x[: max(n - 21, 0)] = torch.nan
+    got = run(plan, each)
+    for b, n in enumerate(each.kv_lens):
+        each.k[b][: max(n - 21, 0)] = each.v[b][: max(n - 21, 0)] = 0.0
+    assert_right(got, each, mask_mod=sliding_window(20))
+
+
+def test_the_default_config_and_one_plan_for_many_batches():
+    plan = plan_for(batch([1] * 8, [150] * 8, 6, 2), page=16, score_mod=softcap(20.0))
+    for lengths in (LENGTHS, [150], [1, 2], [0, 0, 0], [149] * 8):
+        each = batch([1] * len(lengths), lengths, 6, 2)
+        assert_right(run(plan, each), each, score_mod=softcap(20.0))
+    assert int(plan._count.abs().sum()) == 0

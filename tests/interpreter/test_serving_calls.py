@@ -1,0 +1,202 @@
+"""What is built on the serving kernels: flex_decode, states that merge, cascades, refusals."""
+
+import math
+
+import pytest
+import torch
+
+import flexattn.serving.plan as plans
+from flexattn.build import builder
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
+from flexattn.errors import ConfigError, InputError
+from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
+from flexattn.settings import override
+from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+SMALL = ServingConfig(16, 16, 4, 2)
+LENGTHS = [53, 0, 1, 17]
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_flex_decode(page):
+    each = batch([2] * 4, LENGTHS, 6, 2)
+    sinks = torch.randn(6)
+    cache, table = poisoned_pages(each, page) if page else (poisoned_cache(each, 60), None)
+    for scale, score_mod in ((None, softcap(9.0)), (-0.3, alibi(6, "cpu"))):
+        got = flex_decode(
+            each.q.unflatten(0, (4, 2)), cache, seq_lens=each.numbers(LENGTHS), block_table=table,
+            score_mod=score_mod, mask_mod=causal, sinks=sinks, scale=scale, return_lse=True,
+        )  # fmt: skip
+        call = {"score_mod": score_mod, "mask_mod": causal, "sinks": sinks, "scale": scale}
+        assert_right([x.flatten(0, 1) for x in got], each, **call)
+
+
+def test_flex_decode_of_mla():
+    each = batch([1] * 4, LENGTHS, 5, 1, 40, 32)
+    for k, v in zip(each.k, each.v, strict=True):
+        v.copy_(k[..., :32])
+    (cache, _), table = poisoned_pages(each, 4)
+    q = each.q.unflatten(0, (4, 1))
+    call = {"seq_lens": each.numbers(LENGTHS), "block_table": table, "return_lse": True}
+    got = flex_decode(q, cache, head_dim_v=32, **call)
+    assert_right([x.flatten(0, 1) for x in got], each)
+
+
+def test_a_run_compiles_and_allocates_nothing(monkeypatch):
+    plan = plan_for(batch([2] * 4, [60] * 4, 6, 2), page=4, config=SMALL, mask_mod=causal)
+    each = batch([2] * 4, LENGTHS, 6, 2)
+    cache, table = poisoned_pages(each, 4)
+    q, lens = each.q.unflatten(0, (4, 2)), each.numbers(LENGTHS)
+    before = builder().compiled
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a run allocates nothing")
+
+    for name in ("empty", "zeros", "empty_strided", "full", "empty_like"):
+        monkeypatch.setattr(torch, name, refused)
+    monkeypatch.setattr(plans, "build", refused)
+    first = plan.run(q, cache, seq_lens=lens, block_table=table)
+    again = plan.run(q, cache, seq_lens=lens, block_table=table)
+    monkeypatch.undo()
+    assert builder().compiled == before
+    assert first[0].data_ptr() == again[0].data_ptr()
+    assert_right([x.flatten(0, 1) for x in again], each, mask_mod=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("D", [16, 40, 192])
+def test_states_merge(D, dtype):
+    draw = torch.Generator().manual_seed(D)
+    scores = torch.randn(37, 3, 90, generator=draw, dtype=torch.float64) * 3
+    v = torch.randn(90, D, generator=draw, dtype=torch.float64)
+    states = []
+    for part in (slice(0, 13), slice(13, 90)):
+        lse = scores[..., part].logsumexp(-1)
+        out = scores[..., part].softmax(-1) @ v[part]
+        states.append((out.to(dtype), lse.float()))
+    out, lse = merge_states(*states[0], *states[1])
+    exact, total = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(lse.double(), total, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(out.double(), exact, atol=2 * tolerance, rtol=tolerance)
+
+
+def test_a_state_without_keys_adds_nothing():
+    out, lse = torch.randn(5, 2, 16), torch.randn(5, 2)
+    nothing = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
+    for states in ((out, lse, *nothing), (*nothing, out, lse)):
+        merged = merge_states(*states)
+        torch.testing.assert_close(merged[0], out)
+        torch.testing.assert_close(merged[1], lse)
+    merged = merge_states(*nothing, *nothing)
+    assert (merged[0] == 0).all() and (merged[1] == -math.inf).all()
+
+
+@pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("prefix", [0, 8, 41])
+def test_a_cascade_is_attention_over_prefix_and_own_keys(prefix, page):
+    """Mods see positions in the whole request, in both passes."""
+    own, q_len, Hq, Hkv = [19, 2, 40], 2, 6, 2
+    lengths = [prefix + n for n in own]
+    each = batch([q_len] * 3, lengths, Hq, Hkv)
+    for b in (1, 2):
+        each.k[b][:prefix], each.v[b][:prefix] = each.k[0][:prefix], each.v[0][:prefix]
+    split = batch([q_len] * 4, [*own, prefix], Hq, Hkv)
+    for name in ("k", "v"):
+        for b in range(3):
+            getattr(split, name)[b] = getattr(each, name)[b][prefix:]
+        getattr(split, name)[3] = getattr(each, name)[0][:prefix]
+    mods = {"score_mod": alibi(Hq, "cpu"), "mask_mod": sliding_window(35)}
+    sinks = torch.randn(Hq)
+    plan = CascadePlan(
+        batch=3, prefix_len=50, own_len=44, q_len=q_len, heads=(Hq, Hkv), head_dim=16,
+        dtype=torch.float32, device="cpu", page_size=page, sinks=True, config=SMALL,
+        prefix_config=SMALL, **mods,
+    )  # fmt: skip
+    call = {
+        "prefix_len": each.numbers([prefix]),
+        "kv_start": each.numbers([prefix] * 3),
+        "seq_lens": each.numbers(lengths),
+        "sinks": sinks,
+    }
+    if page:
+        cache, table = poisoned_pages(split, page)
+        call |= {"block_table": table[:3], "prefix_table": table[3:]}
+    else:
+        whole = poisoned_cache(split, 50)
+        cache, call["prefix_cache"] = tuple(x[:3] for x in whole), tuple(x[3:] for x in whole)
+    got = plan.run(each.q.unflatten(0, (3, q_len)), cache, **call)
+    assert_right([x.flatten(0, 1) for x in got], each, sinks=sinks, **mods)
+
+
+WRONG = {
+    "a page past the cache": ({"block_table": [[9, 999], [1, 2]]}, "pages 0 to"),
+    "a negative page": ({"block_table": [[-1, 0], [1, 2]]}, "pages 0 to"),
+    "a request that is too long": ({"seq_lens": [41, 3]}, "at most the plan's 40 keys"),
+    "a table that is too short": ({"seq_lens": [35, 3]}, "lists 2 pages of 16 keys"),
+    "a negative length": ({"seq_lens": [-1, 3]}, "not negative"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_checked_mode_says_what_the_kernels_clamp(name):
+    change, words = WRONG[name]
+    pool = torch.zeros(12, 16, 1, 16)
+    plan = DecodePlan(
+        batch=2, kv_len=40, heads=(2, 1), head_dim=16, dtype=torch.float32, device="cpu",
+        page_size=16, config=SMALL,
+    )  # fmt: skip
+    given = {"seq_lens": [30, 3], "block_table": [[0, 1], [2, 3]]} | change
+    call = {key: torch.tensor(value, dtype=torch.int32) for key, value in given.items()}
+    q = torch.zeros(2, 1, 2, 16)
+    with override(check=True), pytest.raises(InputError, match=words):
+        plan.run(q, (pool, pool), **call)
+    with override(check=False):
+        assert plan.run(q, (pool, pool), **call).isfinite().all()
+
+
+def test_tensors_that_do_not_fit_a_plan():
+    each = batch([1] * 2, [30, 3], 2, 1)
+    plan = plan_for(each, page=4, config=SMALL)
+    pages, table = poisoned_pages(each, 4)
+    q, lens = each.q[:, None], each.numbers([30, 3])
+    good = {"seq_lens": lens, "block_table": table}
+    for wrong, words in (
+        ({"q": q.half()}, "plan is for torch.float32"),
+        ({"kv_cache": tuple(x.half() for x in pages)}, "torch.float32"),
+        ({"kv_cache": tuple(x[:, :2] for x in pages)}, "pages of 4"),
+        ({"seq_lens": lens.long()}, "int32"),
+        ({"block_table": None}, "block_table is missing"),
+        ({"sinks": torch.zeros(2)}, "sinks is given"),
+        ({"q": q.expand(-1, 3, -1, -1)}, "at most 1"),
+        ({"q": each.q[:1, None]}, "row for each request"),
+    ):
+        call = {"q": q, "kv_cache": pages, **good, **wrong}
+        with pytest.raises(InputError, match=words):
+            plan.run(call.pop("q"), call.pop("kv_cache"), **call)
+    assert_right([x.flatten(0, 1) for x in plan.run(q, pages, **good)], each)
+
+
+def test_maxima_that_no_plan_serves():
+    for change, words in (
+        ({"page_size": 300}, "1 to 256"),
+        ({"heads": (3, 2)}, "multiple"),
+        ({"kv_dtype": torch.float16}, "float8_e4m3fn"),
+        ({"layout": "DHN"}, "NHD"),
+    ):
+        options = {"batch": 2, "kv_len": 40, "heads": (2, 1), "head_dim": 16, "device": "cpu"}
+        with pytest.raises(InputError, match=words):
+            DecodePlan(**(options | change))
+    with pytest.raises(ConfigError, match="power of two"):
+        DecodePlan(**options, config=ServingConfig(16, 48, 4, 2))
+
+
+def test_lengths_at_the_ends_of_the_plan():
+    """Exactly the maxima, one key, and a table that is exactly full."""
+    each = batch([1] * 3, [64, 1, 64], 2, 1)
+    plan = DecodePlan(
+        batch=3, kv_len=64, heads=(2, 1), head_dim=16, dtype=torch.float32, device="cpu",
+        page_size=16, config=SMALL, lse=True, mask_mod=sliding_window(200),
+    )  # fmt: skip
+    assert_right(run(plan, each), each, mask_mod=sliding_window(200))
