@@ -1,9 +1,10 @@
-"""Cold starts: the first call of fresh processes that compile, replay a cache, or load binaries.
+"""Cold starts: the first call of a tuned problem in fresh processes.
 
     python -m bench.cold --out cold.json
 
-Each sample is a process of its own. Imports and the CUDA context are timed apart, and so is what
-only a trace or a compile imports; the first call is everything else.
+The config comes from a record; its kernel is compiled, taken from Triton's cache or loaded as a
+binary. Each sample is a process of its own. Imports and the CUDA context are timed apart, and so
+is what only a trace or a compile imports; the first call is everything else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the status is 1 where a process with binaries compiled or traced."""
+    """Run the bench; the status is 1 where a process with binaries compiled or traced.
+
+    Raises RuntimeError for a process that was not served by the record.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.cold", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each kind and mode")
     parser.add_argument("--kinds", nargs="+", choices=LENGTHS, default=list(LENGTHS))
@@ -84,18 +88,25 @@ def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
         for mode, (warm, binaries) in MODES.items():
             with tempfile.TemporaryDirectory(dir=folder) as empty:
                 cache = str(folder / "warm") if warm else empty
-                environment = {"TRITON_CACHE_DIR": cache, "FLEXATTN_CACHE_DIR": empty}
+                environment = {
+                    "TRITON_CACHE_DIR": cache,
+                    "FLEXATTN_CACHE_DIR": empty,
+                    "FLEXATTN_CACHE": str(folder / "records"),
+                }
                 if binaries:
                     environment["FLEXATTN_BINARIES"] = str(exported)
                 compiler = "none" if binaries else "compiler"
                 found[mode].append(_child(environment, "run", kind, compiler))
+    if {each["how"] for samples in found.values() for each in samples} != {"hit"}:
+        raise RuntimeError(f"{kind}: a process was not served by the record")
     if len({each["checksum"] for samples in found.values() for each in samples}) != 1:
         raise RuntimeError(f"{kind}: the modes computed different outputs")
     return found
 
 
 def _child(environment: Mapping[str, str], *arguments: str) -> Any:
-    kept = {name: value for name, value in os.environ.items() if name != "FLEXATTN_BINARIES"}
+    ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,

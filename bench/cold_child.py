@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 LENGTHS = {"prefill": 2048, "decode": 1}
 KEYS = 2048
+# Of tuning: what a cold start costs does not depend on how good the config is.
+SECONDS = 2.0
 
 
 def step(times: dict[str, float], name: str, since: float) -> float:
@@ -54,9 +57,11 @@ def run(kind: str, import_compiler: bool) -> dict[str, Any]:
         import triton  # noqa: F401
 
     at = step(times, "import tracer and compiler", at)
+    from flexattn.attention import make_call
     from flexattn.build import builder
     from flexattn.catalogue import causal, softcap
     from flexattn.mods.bind import stats
+    from flexattn.plan import plan
 
     with torch.no_grad():
         at = time.perf_counter()
@@ -65,15 +70,18 @@ def run(kind: str, import_compiler: bool) -> dict[str, Any]:
             mask = flexattn.create_block_mask(causal, None, None, LENGTHS[kind], KEYS, "cuda")
             torch.cuda.synchronize()
         at = step(times, "block mask", at)
-        call = {"score_mod": softcap(30.0), "block_mask": mask, "enable_gqa": True}
+        cap = softcap(30.0)
+        call = {"score_mod": cap, "block_mask": mask, "enable_gqa": True}
         out = flexattn.flex_attention(q, k, v, **call)
         torch.cuda.synchronize()
         at = step(times, "first call", at)
         flexattn.flex_attention(q, k, v, **call)
         torch.cuda.synchronize()
         step(times, "second call", at)
+        again = plan(make_call(q, k, v, cap, mask, None, True, False, None, None))
     return {
         "seconds": times,
+        "how": again.launch.choice.how,
         "compiled": builder().compiled,
         "loaded": builder().loaded,
         "traces": stats().traces,
@@ -82,17 +90,26 @@ def run(kind: str, import_compiler: bool) -> dict[str, Any]:
 
 
 def export(kind: str, out: Path) -> dict[str, Any]:
-    """Make the directory that a run of this kind needs."""
+    """Tune a kind's problem for a moment into `records` beside `out`; make the directory of both.
+
+    A run serves that record: it is found through FLEXATTN_CACHE.
+    """
     import torch
 
     import flexattn
     from flexattn.attention import make_call
     from flexattn.binaries import export as write
-    from flexattn.cache.record import Policy
+    from flexattn.cache.store import Store
     from flexattn.catalogue import causal, softcap
+    from flexattn.launch import Lists
     from flexattn.measure.task import Task
+    from flexattn.measure.worker import Worker
     from flexattn.mods import bind
     from flexattn.plan import plan
+    from flexattn.tune.builds import build_all, compilers
+    from flexattn.tune.method import method_for
+    from flexattn.tune.tuner import tune
+    from flexattn.tune.workload import policy_for
 
     q, k, v = inputs(kind)
     mask = None
@@ -101,11 +118,19 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     cap = softcap(30.0)
     with torch.no_grad():
         choice = plan(make_call(q, k, v, cap, mask, None, True, False, None, None)).launch.choice
+    problem, device = choice.problem, choice.device
+    lists = None
+    if mask is not None:
+        lists = Lists(*(None if each is None else each.cpu() for each in Lists.of(mask)))
     task = Task(
-        f"cold {kind}", choice.problem, choice.device, Policy(False, True, 1, 1.0), 128**-0.5,
-        bind(cap, "score"), None if mask is None else bind(causal, "mask"),
+        f"cold {kind}", problem, device, policy_for(problem.structure.kind, device), 128**-0.5,
+        bind(cap, "score"), None if mask is None else bind(causal, "mask"), lists,
     )  # fmt: skip
-    found = write([task], choice.device, out, mods=[(cap, "score"), (causal, "mask")])
+    store = Store(out.parent / "records")
+    with compilers() as pool, Worker() as worker:
+        build = partial(build_all, problem, device=device, pool=pool)
+        store.write(tune(task, worker, build, method_for("quick", SECONDS)), replace=True)
+    found = write([task], device, out, store, mods=[(cap, "score"), (causal, "mask")])
     return {"kernels": found.kernels, "block_masks": found.block_masks, "mods": found.mods}
 
 

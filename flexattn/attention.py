@@ -13,7 +13,9 @@ from flexattn import checks, options
 from flexattn.errors import InputError
 from flexattn.launch import Outputs
 from flexattn.plan import Call, ScoreMod, bind_on, plan
+from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
+from flexattn.sinks import add_sinks
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
 # Paths on which no plan is made, which would check the call.
@@ -32,6 +34,7 @@ def flex_attention(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the scores modified and masked by two Python callables, as torch defines it.
 
@@ -39,44 +42,54 @@ def flex_attention(
     or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv.
     score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
     or ours. scale: 1/sqrt(E) where None. kernel_options: torch's FlexKernelOptions.
+    sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
+    score after score_mod: not scaled. float16, bfloat16 or float32, or of query's dtype.
 
     Returns out [B, Hq, L, Ev] in query's dtype; with return_lse also lse [B, Hq, L] (float32,
-    natural log); with return_aux an AuxOutput of what it asks for. A row that may attend to
-    nothing gives zeros and lse -inf.
+    natural log); with return_aux an AuxOutput of what it asks for. lse includes the sink,
+    max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or its sink.
 
     Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`.
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
-    masks and score_mod as in FlexAttention (arXiv 2412.05496).
+    masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925).
     """
     if torch.compiler.is_dynamo_compiling():
         from flexattn.graph_break import outside
 
         return outside(  # type: ignore[no-any-return]
             flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa,
-            return_lse, kernel_options, return_aux=return_aux,
+            return_lse, kernel_options, return_aux=return_aux, sinks=sinks,
         )  # fmt: skip
-    call = make_call(
+    given = Arguments(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux,
+        return_aux, sinks,
     )  # fmt: skip
-    route, why = route_of(call)
-    if route in PLANLESS:
-        check_call(call)
-    if route == "reference":
-        outputs = _reference(call)
-    elif route == "torch":
-        say_once(f"{why}: the call is handed to torch's flex_attention")
-        outputs = _torch(call)
-    elif route == "empty":
-        outputs = _empty(call)
-    else:
-        outputs = plan(call).run()
+    outputs = recall(given) or _serve(given)
     if return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
     if return_lse:
         assert outputs.lse is not None
         return outputs.out, outputs.lse
     return outputs.out
+
+
+def _serve(given: Arguments) -> Outputs:
+    """The long way: validate, choose the path, make the plan."""
+    call = make_call(*given)
+    route, why = route_of(call)
+    if route in PLANLESS:
+        check_call(call)
+    if route == "reference":
+        return _reference(call)
+    if route == "torch":
+        say_once(f"{why}: the call is handed to torch's flex_attention")
+        return _torch(call)
+    if route == "empty":
+        return _empty(call)
+    planned = plan(call)
+    outputs = planned.run()
+    remember(given, planned)
+    return outputs
 
 
 def make_call(
@@ -90,6 +103,7 @@ def make_call(
     return_lse: bool,
     kernel_options: Mapping[str, Any] | None,
     return_aux: AuxRequest | None,
+    sinks: Tensor | None = None,
 ) -> Call:
     """flex_attention's arguments as one value; raises InputError for what no path can take."""
     if return_lse and return_aux is not None:
@@ -100,9 +114,13 @@ def make_call(
     lse, max_scores = return_aux or (return_lse, False)
     scale = checks.check_scale(scale, q.shape[-1])
     score = None if score_mod is None else bind_on(score_mod, "score", q)
+    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.is_contiguous()):
+        checks.check_sinks(sinks, q)
+        sinks = sinks.contiguous()
     return Call(
-        q, k, v, score_mod, score, block_mask, scale, enable_gqa, kernel_options, lse, max_scores
-    )
+        q, k, v, score_mod, score, block_mask, scale, enable_gqa, kernel_options, lse, max_scores,
+        sinks,
+    )  # fmt: skip
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,8 +148,9 @@ def route_of(call: Call) -> tuple[Route, str]:
 
 def _wants_grad(call: Call) -> str:
     """The name of what requires grad, or nothing."""
-    for name, tensor in (("query", call.q), ("key", call.k), ("value", call.v)):
-        if tensor.requires_grad:
+    named = (("query", call.q), ("key", call.k), ("value", call.v), ("sinks", call.sinks))
+    for name, tensor in named:
+        if tensor is not None and tensor.requires_grad:
             return name
     learned = call.score is not None and any(each.requires_grad for each in call.score.tensors)
     return "a tensor that score_mod captures" if learned else ""
@@ -140,6 +159,7 @@ def _wants_grad(call: Call) -> str:
 def check_call(call: Call) -> None:
     """The rules that a plan checks, for the paths that make none."""
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
+    checks.check_sinks(call.sinks, call.q)
     checks.check_devices(call.q)
     options.parse(call.kernel_options)
     if call.block_mask is not None:
@@ -149,12 +169,11 @@ def check_call(call: Call) -> None:
 
 def _empty(call: Call) -> Outputs:
     q, rows = call.q, call.q.shape[:3]
-    nothing = torch.full(rows, float("-inf"), device=q.device)
-    return Outputs(
-        q.new_zeros((*rows, call.v.shape[-1])),
-        nothing if call.lse else None,
-        nothing.clone() if call.max_scores else None,
-    )
+    out = q.new_zeros((*rows, call.v.shape[-1]))
+    lse = nothing = torch.full(rows, float("-inf"), device=q.device)
+    if call.sinks is not None:
+        out, lse = add_sinks(out, nothing, call.sinks)
+    return Outputs(out, lse.clone() if call.lse else None, nothing if call.max_scores else None)
 
 
 def _reference(call: Call) -> Outputs:
@@ -162,7 +181,7 @@ def _reference(call: Call) -> Outputs:
 
     out, lse, max_scores = attention(
         call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
-        scale=call.scale,
+        scale=call.scale, sinks=call.sinks,
     )  # fmt: skip
     return Outputs(
         out,
@@ -179,6 +198,12 @@ def _torch(call: Call) -> Outputs:
         call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
         scale=call.scale, enable_gqa=call.enable_gqa,
         kernel_options=options.for_torch(call.kernel_options),
-        return_aux=AuxRequest(lse=call.lse, max_scores=call.max_scores),
+        return_aux=AuxRequest(
+            lse=call.lse or call.sinks is not None, max_scores=call.max_scores
+        ),
     )  # fmt: skip
-    return Outputs(out, aux.lse, aux.max_scores)
+    lse = aux.lse
+    if call.sinks is not None:
+        # torch knows no sinks: what they take from a row follows from its lse alone.
+        out, lse = add_sinks(out, lse, call.sinks)
+    return Outputs(out, lse if call.lse else None, aux.max_scores)

@@ -1,35 +1,33 @@
-"""Which blocks of a mask are empty, partial or full: by interval where that decides, else exactly.
+"""Which blocks of a mask are empty, partial or full: by its bounds, by elements where left open.
 
-A causal mask of 32k x 32k has 65536 blocks, and all but 256 of them follow from their corners.
+A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from their corners.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flexattn.build import builder
-from flexattn.device import detect
+from flexattn.block_kernels import BlockClassifier
 from flexattn.mods import Bound
-from flexattn.mods.bounds import dtype_range
-from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ops import is_int
-from flexattn.problem import Captures
-from flexattn.render.arguments import captured_values
-from flexattn.render.source import render_block_mask
+from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
+from flexattn.mods.expr import walk
 from flexattn.render.torch_printer import evaluate
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "block_kinds"]
+__all__ = ["EMPTY", "FULL", "PARTIAL", "block_kinds", "kinds_by_rows"]
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-# Elements that the CPU path evaluates at a time.
-_CHUNK = 2**22
-# A sum of two such numbers does not wrap in 64 bits.
-_LARGEST = 2**61
-
-Interval = tuple[Tensor, Tensor]
+_OPEN = 3
+# Blocks whose kinds a GPU holds at a time on the way to the lists, and elements and blocks that
+# the CPU path works on at a time.
+_SLAB, _CHUNK, _TILES = 2**25, 2**20, 2**18
+# The CPU path first decides squares of so many blocks, where there are more than _FEW.
+_COARSE, _FEW = 16, 2**12
+# Elements of an open block that are looked at before all of it: so many rows, and keys.
+_SAMPLED = 4
 
 
 def block_kinds(
@@ -37,205 +35,137 @@ def block_kinds(
 ) -> Tensor:
     """Whether each block is EMPTY, PARTIAL or FULL: int8 [B, H, q_blocks, kv_blocks].
 
-    A block that reaches past a length is never FULL, as in torch. On a GPU one kernel decides
-    each block in registers; on the CPU interval arithmetic decides most of them, and the lanes
-    of the others are evaluated a few blocks at a time.
+    A block that reaches past a length is never FULL, as in torch.
     """
     B, H, q_len, kv_len = sizes
     shape = (B, H, -(-q_len // block[0]), -(-kv_len // block[1]))
     kinds = torch.empty(shape, dtype=torch.int8, device=device)
-    if kinds.numel() == 0:
-        return kinds
-    if device.type == "cuda":
-        _on_gpu(kinds, bound, sizes, block)
-    else:
-        for b in range(B):
-            for h in range(H):
-                _on_cpu(kinds[b, h], bound, (b, h), (q_len, kv_len), block)
+    rows = kinds.view(shape[0] * shape[1] * shape[2], shape[3])
+    for first, found in kinds_by_rows(bound, sizes, block, device):
+        rows[first : first + found.shape[0]] = found
     return kinds
 
 
-def _on_gpu(
-    kinds: Tensor, bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int]
-) -> None:
-    device = kinds.device
-    captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
-    target = detect(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    kernel = builder().kernel(render_block_mask(captures, *block, target), target, index)
-    captured = captured_values(captures, bound)
-    fixed = [None, *sizes[1:], *kinds.shape[2:], *[None] * len(captured)]
-    launcher = kernel.prepare(kinds.numel(), fixed, ())
-    with torch.cuda.device(index):
-        launcher.launch(torch.cuda.current_stream(index).cuda_stream, [kinds, *captured])
+def kinds_by_rows(
+    bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """block_kinds, some rows at a time: the first row, and kinds int8 [rows, kv_blocks].
 
-
-def _on_cpu(
-    kinds: Tensor,
-    bound: Bound,
-    place: tuple[int, int],
-    lengths: tuple[int, int],
-    block: tuple[int, int],
-) -> None:
-    """One head's kinds [q_blocks, kv_blocks]."""
-    firsts = [torch.arange(n) * size for n, size in zip(kinds.shape, block, strict=True)]
-    lasts = [
-        (first + size).clamp(max=length) - 1
-        for first, size, length in zip(firsts, block, lengths, strict=True)
-    ]
-    ranges = {
-        "b": (torch.tensor(place[0]),) * 2,
-        "h": (torch.tensor(place[1]),) * 2,
-        "q_idx": (firsts[0][:, None], lasts[0][:, None]),
-        "kv_idx": (firsts[1][None, :], lasts[1][None, :]),
-    }
-    low, high = _truth(_interval(bound.mod.expr, ranges))
-    whole = (firsts[0] + block[0] <= lengths[0])[:, None] & (firsts[1] + block[1] <= lengths[1])
-    kinds.copy_(torch.where(high == 0, EMPTY, torch.where((low == 1) & whole, FULL, PARTIAL)))
-    unsure = ((low == 0) & (high == 1)).expand(kinds.shape)
-    where = torch.nonzero(unsure)
-    lanes = [torch.arange(size) for size in block]
-    for some in where.split(max(1, _CHUNK // (block[0] * block[1]))):
-        q_idx = (some[:, 0] * block[0])[:, None, None] + lanes[0][None, :, None]
-        kv_idx = (some[:, 1] * block[1])[:, None, None] + lanes[1][None, None, :]
-        env = {"b": torch.tensor(place[0]), "h": torch.tensor(place[1])}
-        env |= {"q_idx": q_idx, "kv_idx": kv_idx}
-        keep = evaluate(bound.mod, env, bound.tensors, bound.scalars)
-        tiles = keep & (q_idx < lengths[0]) & (kv_idx < lengths[1])
-        found = tiles.any(2).any(1).to(torch.int8) + tiles.all(2).all(1).to(torch.int8)
-        kinds[some[:, 0], some[:, 1]] = found
-
-
-def _truth(found: Interval | None) -> Interval:
-    return (torch.tensor(0), torch.tensor(1)) if found is None else found
-
-
-def _interval(expr: Expr, ranges: dict[str, Interval]) -> Interval | None:
-    """The least and the most that an integer or bool Expr is in every block; None: not known.
-
-    As flexattn.mods.bounds for all blocks at once: bounds are tensors that broadcast to
-    [q_blocks, kv_blocks]. Memory and scalars are not looked at.
+    Rows are counted over B, H and q_blocks. A GPU decides all of a row's blocks by their bounds,
+    and evaluates the elements of those that are left open, in one kernel; the CPU decides squares
+    of blocks, then the blocks of open squares, and evaluates elements some blocks at a time.
     """
-    found: dict[Expr, Interval | None] = {}
-    for node in walk(expr):
-        found[node] = _bound(node, [found[arg] for arg in node.args], ranges)
-    return found[expr]
+    B, H, q_len, kv_len = sizes
+    rows, columns = B * H * -(-q_len // block[0]), -(-kv_len // block[1])
+    if not rows or not columns:
+        return
+    if device.type != "cuda":
+        yield 0, _Host(bound, sizes, block).kinds().view(rows, columns)
+        return
+    classifier = BlockClassifier(bound, sizes, block, device)
+    slab = max(1, _SLAB // columns)
+    kinds = torch.empty(min(slab, rows), columns, dtype=torch.int8, device=device)
+    for first in range(0, rows, slab):
+        part = kinds[: rows - first]
+        classifier.run(part, first)
+        yield first, part
 
 
-def _bound(
-    node: Expr, args: list[Interval | None], ranges: dict[str, Interval]
-) -> Interval | None:
-    if node.dtype != "bool" and not is_int(node.dtype):
-        return None
-    if node.op == "const":
-        value = int(node.value or 0)
-        return (torch.tensor(value),) * 2 if abs(value) <= _LARGEST else None
-    if node.op == "var":
-        return ranges.get(str(node.value))
-    if node.dtype == "bool" and node.op in ("and", "or", "where"):
-        # The one known operand may decide; an operand that is not known may be either.
-        args = [_truth(arg) for arg in args]
-    elif node.op == "where":
-        args = [_truth(args[0]), *args[1:]]
-    rules = _TRUTHS if node.dtype == "bool" else _NUMBERS
-    rule = rules.get(node.op)
-    known = [arg for arg in args if arg is not None]
-    if rule is None or len(known) < len(args):
-        return None
-    result = rule(*known)
-    if result is None or node.dtype == "bool":
-        return result
-    limit = dtype_range(node.dtype)
-    least, most = int(result[0].min()), int(result[1].max())
-    if least < max(limit[0], -_LARGEST) or most > min(limit[1], _LARGEST):
-        return None  # it may wrap
-    return result
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The CPU path for one mask; a tile is told by its b, h, row and column."""
+
+    bound: Bound
+    sizes: tuple[int, int, int, int]
+    block: tuple[int, int]
+
+    def kinds(self) -> Tensor:
+        """int8 [B, H, q_blocks, kv_blocks]."""
+        names = {node.value for node in walk(self.bound.mod.expr) if node.op == "var"}
+        B, H = (self.sizes[i] if name in names else 1 for i, name in enumerate("bh"))
+        blocks = [-(-self.sizes[2 + i] // self.block[i]) for i in range(2)]
+        rule = (
+            bounds_of(self.bound.mod),
+            tables_of(bounds_of(self.bound.mod).tables, self.bound.tensors, self.block),
+        )
+        step = _COARSE if blocks[0] * blocks[1] > _FEW else 1
+        coarse = [-(-count // step) for count in blocks]
+        kinds = torch.empty(B * H * coarse[0] * coarse[1], dtype=torch.int8)
+        for first in range(0, kinds.numel(), _TILES):
+            number = torch.arange(first, min(first + _TILES, kinds.numel()))
+            kinds[number] = self._bounded(_unflat(number, H, coarse), step, *rule)
+        fine = kinds.view(B, H, *coarse)
+        if step > 1:
+            fine = fine.repeat_interleave(step, 2)[:, :, : blocks[0]]
+            fine = fine.repeat_interleave(step, 3)[:, :, :, : blocks[1]].contiguous()
+            self._settle(fine, *rule)
+        flat = fine.view(-1)
+        pending = torch.nonzero(flat == _OPEN)[:, 0]
+        for some in pending.split(max(1, _CHUNK // _SAMPLED**2)):
+            flat[some] = self._sampled(_unflat(some, H, blocks))
+        pending = pending[flat[pending] == _OPEN]
+        for some in pending.split(max(1, _CHUNK // (self.block[0] * self.block[1]))):
+            flat[some] = self._exact(_unflat(some, H, blocks))
+        for dim, count in enumerate(blocks):
+            if self.sizes[2 + dim] % self.block[dim]:
+                last = fine.select(2 + dim, count - 1)
+                last.copy_(last.clamp(max=PARTIAL))
+        return fine.expand(*self.sizes[:2], *blocks).contiguous()
+
+    def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Table, ...]) -> None:
+        """Decide the blocks of open squares, each by itself."""
+        flat = fine.view(-1)
+        pending = torch.nonzero(flat == _OPEN)[:, 0]
+        for some in pending.split(_TILES):
+            flat[some] = self._bounded(
+                _unflat(some, fine.shape[1], list(fine.shape[2:])), 1, bounds, tables
+            )
+
+    def _bounded(
+        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Table, ...]
+    ) -> Tensor:
+        """The kinds of squares of step x step blocks, _OPEN where the bounds do not say."""
+        b, h, *places = tiles
+        corners = {"b": b, "h": h}
+        for name, at, size, length in zip(
+            ("q", "kv"), places, self.block, self.sizes[2:], strict=True
+        ):
+            corners[f"{name}_lo"] = at * (size * step)
+            corners[f"{name}_hi"] = ((at + 1) * (size * step)).clamp(max=length) - 1
+        must, may = verdicts(bounds, corners, self.bound.tensors, self.bound.scalars, tables)
+        kinds = torch.where(must, FULL, torch.where(may, _OPEN, EMPTY)).to(torch.int8)
+        return kinds.expand(b.shape)
+
+    def _sampled(self, tiles: list[Tensor]) -> Tensor:
+        """PARTIAL where some elements are kept and others are not, else _OPEN."""
+        lanes = []
+        for at, size, length in zip(tiles[2:], self.block, self.sizes[2:], strict=True):
+            first = at * size
+            span = ((at + 1) * size).clamp(max=length) - 1 - first
+            lanes.append(first[:, None] + span[:, None] * torch.arange(_SAMPLED) // (_SAMPLED - 1))
+        keep = self._keep(tiles, *lanes).flatten(1)
+        return torch.where(keep.any(1) & ~keep.all(1), PARTIAL, _OPEN).to(torch.int8)
+
+    def _exact(self, tiles: list[Tensor]) -> Tensor:
+        """The kinds of blocks by each of their elements; what lies past a length is not kept."""
+        q_idx, kv_idx = (
+            (at * size)[:, None] + torch.arange(size)
+            for at, size in zip(tiles[2:], self.block, strict=True)
+        )
+        inside = (q_idx < self.sizes[2])[:, :, None] & (kv_idx < self.sizes[3])[:, None, :]
+        keep = (self._keep(tiles, q_idx, kv_idx) & inside).flatten(1)
+        return keep.any(1).to(torch.int8) + keep.all(1).to(torch.int8)
+
+    def _keep(self, tiles: list[Tensor], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The mask at queries [tiles, m] and keys [tiles, n]: bool [tiles, m, n]."""
+        env = dict(zip("bh", (at[:, None, None] for at in tiles[:2]), strict=True))
+        env |= {"q_idx": q_idx[:, :, None], "kv_idx": kv_idx[:, None, :]}
+        keep = evaluate(self.bound.mod, env, self.bound.tensors, self.bound.scalars)
+        return keep.expand(len(tiles[0]), q_idx.shape[1], kv_idx.shape[1])
 
 
-def _where(cond: Interval, x: Interval, y: Interval) -> Interval:
-    low = torch.where(cond[1] == 0, y[0], torch.minimum(x[0], y[0]))
-    high = torch.where(cond[1] == 0, y[1], torch.maximum(x[1], y[1]))
-    return torch.where(cond[0] == 1, x[0], low), torch.where(cond[0] == 1, x[1], high)
-
-
-def _multiply(x: Interval, y: Interval) -> Interval | None:
-    if _magnitude(x) * _magnitude(y) > _LARGEST:
-        return None
-    return _hull([i * j for i in x for j in y])
-
-
-def _divide(mode: str) -> Callable[[Interval, Interval], Interval | None]:
-    def rule(x: Interval, y: Interval) -> Interval | None:
-        if int(y[0].min()) <= 0:
-            return None
-        return _hull([torch.div(i, j, rounding_mode=mode) for i in x for j in y])
-
-    return rule
-
-
-def _remainder(x: Interval, y: Interval) -> Interval | None:
-    """x mod one positive number: exact within a period, else the whole period."""
-    if int(y[0].min()) <= 0 or not torch.equal(y[0], y[1]):
-        return None
-    size = y[0]
-    one_period = x[0].div(size, rounding_mode="floor") == x[1].div(size, rounding_mode="floor")
-    low = torch.where(one_period, x[0].remainder(size), 0)
-    return low, torch.where(one_period, x[1].remainder(size), size - 1)
-
-
-def _absolute(x: Interval) -> Interval:
-    least = torch.where((x[0] <= 0) & (x[1] >= 0), 0, torch.minimum(x[0].abs(), x[1].abs()))
-    return least, torch.maximum(x[0].abs(), x[1].abs())
-
-
-def _hull(values: list[Tensor]) -> Interval:
-    stacked = torch.stack(torch.broadcast_tensors(*values))
-    return stacked.amin(0), stacked.amax(0)
-
-
-def _magnitude(x: Interval) -> int:
-    return max(abs(int(x[0].min())), abs(int(x[1].max())))
-
-
-def _flag(low: Tensor, high: Tensor) -> Interval:
-    return low.to(torch.int64), high.to(torch.int64)
-
-
-def _equal(x: Interval, y: Interval) -> Interval:
-    same = (x[0] == x[1]) & (y[0] == y[1]) & (x[0] == y[0])
-    return _flag(same, (x[0] <= y[1]) & (y[0] <= x[1]))
-
-
-def _differ(x: Interval, y: Interval) -> Interval:
-    low, high = _equal(x, y)
-    return 1 - high, 1 - low
-
-
-_NUMBERS: dict[str, Callable[..., Interval | None]] = {
-    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
-    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
-    "mul": _multiply,
-    "neg": lambda x: (-x[1], -x[0]),
-    "abs": _absolute,
-    "minimum": lambda x, y: (torch.minimum(x[0], y[0]), torch.minimum(x[1], y[1])),
-    "maximum": lambda x, y: (torch.maximum(x[0], y[0]), torch.maximum(x[1], y[1])),
-    "where": _where,
-    "floor_div": _divide("floor"),
-    "trunc_div": _divide("trunc"),
-    "floor_mod": _remainder,
-    "trunc_mod": lambda x, y: _remainder(x, y) if int(x[0].min()) >= 0 else None,
-    "cast": lambda x: x,
-}
-_TRUTHS: dict[str, Callable[..., Interval | None]] = {
-    "lt": lambda x, y: _flag(x[1] < y[0], x[0] < y[1]),
-    "le": lambda x, y: _flag(x[1] <= y[0], x[0] <= y[1]),
-    "gt": lambda x, y: _flag(x[0] > y[1], x[1] > y[0]),
-    "ge": lambda x, y: _flag(x[0] >= y[1], x[1] >= y[0]),
-    "eq": _equal,
-    "ne": _differ,
-    "and": lambda x, y: (x[0] & y[0], x[1] & y[1]),
-    "or": lambda x, y: (x[0] | y[0], x[1] | y[1]),
-    "not": lambda x: (1 - x[1], 1 - x[0]),
-    "where": _where,
-    "cast": lambda x: _differ(x, (torch.tensor(0), torch.tensor(0))),
-}
+def _unflat(number: Tensor, heads: int, blocks: list[int]) -> list[Tensor]:
+    """b, h, row and column of tiles that are counted over [B, H, rows, columns]."""
+    rest, column = number // blocks[1], number % blocks[1]
+    rest, row = rest // blocks[0], rest % blocks[0]
+    return [rest // heads, rest % heads, row, column]

@@ -171,6 +171,27 @@ def _check_lists(mask: BlockMask) -> None:
             )
 
 
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """That sinks are one logit for each query head, where query is; raises InputError."""
+    if sinks is None:
+        return
+    rule = "sinks are one logit for each query head, [Hq]"
+    if not isinstance(sinks, Tensor):
+        raise InputError(f"sinks is a {type(sinks).__name__}", f"{rule}, in a torch.Tensor")
+    if sinks.shape != q.shape[1:2]:
+        got = f"sinks has shape {tuple(sinks.shape)}, query has {q.shape[1]} heads"
+        raise InputError(got, rule)
+    if sinks.dtype not in DTYPES and sinks.dtype != q.dtype:
+        allowed = ", ".join(map(str, DTYPES))
+        raise InputError(f"sinks is {sinks.dtype}", f"it is {allowed} or query's", "convert it")
+    if sinks.device != q.device:
+        raise InputError(
+            f"sinks is on {sinks.device}, query on {q.device}",
+            "they are on one device",
+            f"call sinks.to({str(q.device)!r})",
+        )
+
+
 def check_devices(q: Tensor) -> None:
     """That the tensors are where something can compute them; raises InputError."""
     if q.device.type not in ("cpu", "cuda"):

@@ -6,6 +6,7 @@ __all__ = [
     "BuildError",
     "CacheError",
     "ConfigError",
+    "DeviceError",
     "FlexAttnError",
     "InputError",
     "KernelError",
@@ -71,7 +72,11 @@ class CacheError(FlexAttnError):
 
 
 class MeasureError(FlexAttnError):
-    """Nothing can be measured on a device any more, or its worker cannot be brought back."""
+    """Nothing of a problem can be measured."""
+
+
+class DeviceError(MeasureError):
+    """The device itself is at fault, whatever is asked of it next: its worker takes no more."""
 
 
 class KernelError(FlexAttnError):

@@ -81,6 +81,7 @@ def explain(
     kernel_options: Mapping[str, Any] | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
 ) -> Explanation:
     """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
 
@@ -88,7 +89,7 @@ def explain(
     """
     call = make_call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux,
+        return_aux, sinks,
     )  # fmt: skip
     route, why = route_of(call)
     if route in PLANLESS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,17 +83,30 @@ class Launch:
         """What the kernel was chosen for."""
         return self.choice.problem
 
+    def rest_of(
+        self, lists: Lists | None, score: Bound | None, mask: Bound | None
+    ) -> tuple[Any, ...]:
+        """The arguments that follow the scale: the mask's lists, then what the mods capture.
+
+        They are the same for as long as these tensors have the sizes and strides they have.
+        """
+        structure = self.choice.problem.structure
+        return (
+            *[each for each in lists or () if each is not None],
+            *captured_values(structure.score, score),
+            *captured_values(structure.mask, mask),
+        )
+
     def run(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scale: float,
-        lists: Lists | None,
-        score: Bound | None,
-        mask: Bound | None,
+        rest: Sequence[Any],
+        sinks: Tensor | None = None,
     ) -> Outputs:
-        """Allocate the outputs and launch on the current stream."""
+        """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
         device, structure = self.device, self.choice.problem.structure
         out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
         rows = self.out_shape[:3]
@@ -106,10 +120,10 @@ class Launch:
             given.append(workspace)
             merged = [workspace, *written]
         given.append(scale)
-        if lists is not None:
-            given += [each for each in lists if each is not None]
-        given += captured_values(structure.score, score)
-        given += captured_values(structure.mask, mask)
+        if sinks is not None:
+            given.append(sinks)
+            merged.append(sinks)
+        given += rest
         if device.type != "cuda":
             self._launch(-1, given, merged)
         elif device.index == torch._C._cuda_getDevice():
@@ -168,6 +182,8 @@ def prepare(
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
+    sinks = [None] * bool(structure.sinks)
+    fixed += sinks
     if lists is not None:
         fixed += [None for each in lists if each is not None]
     fixed += _mask_strides(lists)
@@ -178,7 +194,7 @@ def prepare(
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
-        combine = merger.prepare(rows, [None, None, *statistics, *sizes], ())
+        combine = merger.prepare(rows, [None, None, *statistics, *sinks, *sizes], ())
     return Launch(
         choice,
         grid,

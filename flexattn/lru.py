@@ -40,6 +40,13 @@ class Lru(Generic[K, V]):
             while len(self._items) > self._size:
                 self._items.popitem(last=False)
 
+    def discard(self, key: K) -> None:
+        """Forget an item, if it is held.
+
+        One step that takes no lock: the garbage collector may ask for it in the middle of put().
+        """
+        self._items.pop(key, None)
+
     def items(self) -> list[tuple[K, V]]:
         """All that is held now, the least recently used first."""
         with self._lock:

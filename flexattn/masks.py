@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,10 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from flexattn.block_kinds import EMPTY, FULL, PARTIAL, block_kinds
+from flexattn.block_kinds import kinds_by_rows
+from flexattn.block_lists import lists_of
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.lazy_mask import LazyBlockMask
 from flexattn.mods import bind
 
 __all__ = [
@@ -49,7 +50,11 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The BlockMask of a mask_mod: torch's class with torch's contents, without the L x S square.
+    """The BlockMask of a mask_mod: torch's contents, without the L x S square.
+
+    What it returns is torch's class but for its lists by key (q_num_blocks, q_indices and those of
+    full blocks): they are made when they are first read. A block is decided by the bounds of the
+    mask over it (flexattn.mods.algebra), and by its elements where the bounds leave it open.
 
     mask_mod(b, h, q_idx, kv_idx) -> bool. B, H: None where the mask does not depend on them.
     BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths. device: the
@@ -69,8 +74,11 @@ def create_block_mask(
     bound = bind(mask_mod, "mask", where)
     assert bound is not None
     sizes = (batch, heads, Q_LEN, KV_LEN)
-    kinds = block_kinds(bound, sizes, (q_block, kv_block), where)
-    mask = from_kinds(kinds, mask_mod, (q_block, kv_block), (Q_LEN, KV_LEN), separate_full_blocks)
+    block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
+    shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
+    parts = kinds_by_rows(bound, sizes, block, where)
+    lists = lists_of(parts, shape, where, separate_full_blocks)
+    mask = LazyBlockMask.of(lists, block, mask_mod, lengths)
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
@@ -84,21 +92,11 @@ def from_kinds(
     separate_full_blocks: bool = True,
 ) -> BlockMask:
     """The BlockMask that lists what block_kinds found, on the device of its answer."""
-    lists: tuple[Tensor, ...]
-    if separate_full_blocks:
-        lists = (*_ordered(kinds == PARTIAL), *_ordered(kinds == FULL))
-    else:
-        lists = _ordered(kinds != EMPTY)
-    fixed: dict[str, Any] = {"BLOCK_SIZE": block, "mask_mod": mask_mod, "seq_lengths": lengths}
-    mask: BlockMask = BlockMask.from_kv_blocks(*lists, **fixed)
-    return mask
-
-
-def _ordered(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense block mask as torch keeps it: counts, and indices with the listed ones first."""
-    counts = dense.sum(dim=-1, dtype=torch.int32)
-    indices = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
-    return counts.contiguous(), indices.to(torch.int32).contiguous()
+    B, H, rows, columns = kinds.shape
+    flat = kinds.reshape(B * H * rows, columns)
+    parts = [(0, flat)] if flat.numel() else []
+    lists = lists_of(parts, (B, H, rows, columns), kinds.device, separate_full_blocks)
+    return LazyBlockMask.of(lists, block, mask_mod, lengths)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.mods.rules import RULES
+from flexattn.problem import Tanh
 from flexattn.settings import say_once
 from flexattn.space.config import Config, DecodeConfig, PrefillConfig
 
-HONOURED = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND")
+HONOURED = (
+    "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND",
+    "RULES_OFF", "TANH",
+)  # fmt: skip
 # Keys of torch that change nothing here: the backward's, ROCm's and hints that are not needed.
 WITHOUT_EFFECT = (
     "BLOCK_M1",
@@ -27,7 +32,7 @@ WITHOUT_EFFECT = (
 )
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
-OURS_ALONE = ("SPLIT_KV",)
+OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH")
 BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE")
 
 
@@ -36,6 +41,7 @@ class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
     exact: the whole config, where a tuner decides; the numbers are then not looked at.
+    rules_off, tanh: as a Structure has them.
     """
 
     kind: str | None = None
@@ -46,6 +52,8 @@ class Options:
     num_splits: int | None = None
     use_tma: bool | None = None
     exact: Config | None = None
+    rules_off: tuple[str, ...] = ()
+    tanh: Tanh = "auto"
 
     @property
     def overrides(self) -> bool:
@@ -100,6 +108,8 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         num_stages=_integer(chosen, "num_stages"),
         num_splits=_integer(chosen, "SPLIT_KV"),
         use_tma=_boolean(chosen, "USE_TMA"),
+        rules_off=_rules(chosen.get("RULES_OFF", "")),
+        tanh=_tanh(chosen.get("TANH", "auto")),
     )
 
 
@@ -134,6 +144,29 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
     if legacy or backend == "TRITON":
         return "prefill"
     return "decode" if backend == "TRITON_DECODE" else None
+
+
+def _rules(value: object) -> tuple[str, ...]:
+    """Names of rewrites, separated by commas, or "all"."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else [value]
+    if names == ["all"]:
+        return tuple(sorted(RULES))
+    found = [name for name in names if name != ""]
+    unknown = [name for name in found if name not in RULES]
+    if unknown:
+        raise ConfigError(
+            f"kernel_options['RULES_OFF']={value!r}",
+            f"the rules are {', '.join(RULES)}, separated by commas, or all",
+        )
+    return tuple(sorted(set(map(str, found))))
+
+
+def _tanh(value: object) -> Tanh:
+    for known in get_args(Tanh):
+        if value == known:
+            found: Tanh = known
+            return found
+    raise ConfigError(f"kernel_options['TANH']={value!r}", f"it is one of {get_args(Tanh)}")
 
 
 def _integer(chosen: Mapping[str, Any], name: str) -> int | None:

@@ -40,6 +40,7 @@ class Call(NamedTuple):
     kernel_options: Mapping[str, Any] | None
     lse: bool
     max_scores: bool
+    sinks: Tensor | None = None
 
 
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
@@ -62,12 +63,14 @@ class Plan(NamedTuple):
     lists: Lists | None
     mask: Bound | None
 
+    def rest(self) -> tuple[Any, ...]:
+        """The launch's arguments after the scale."""
+        return self.launch.rest_of(self.lists, self.call.score, self.mask)
+
     def run(self) -> Outputs:
         """Launch on the current stream."""
         call = self.call
-        return self.launch.run(
-            call.q, call.k, call.v, call.scale, self.lists, call.score, self.mask
-        )
+        return self.launch.run(call.q, call.k, call.v, call.scale, self.rest(), call.sinks)
 
 
 def plan(call: Call) -> Plan:
@@ -91,6 +94,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         q.dtype == torch.float32 and checks.tf32_allowed(q),
         _identity(call.score), _identity(mask),
         _mask_identity(call, lists),
+        None if call.sinks is None else (call.sinks.dtype, call.sinks.shape, call.sinks.device),
         repr(call.kernel_options) if call.kernel_options else None,
         settings.mode, settings.cache, settings.cache_dir, generation(),
     )  # fmt: skip
@@ -104,6 +108,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
 def _check(call: Call) -> None:
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
     checks.check_kernel_input(call.q, call.v)
+    checks.check_sinks(call.sinks, call.q)
     if call.block_mask is not None:
         checks.check_block_mask(call.block_mask, call.q, call.k)
 
@@ -133,9 +138,13 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         max_scores=call.max_scores,
         tf32=checks.tf32_allowed(q),
         positive_scale=call.scale > 0,
+        sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
+        rules_off=chosen.rules_off,
+        tanh=chosen.tanh,
     )
     launch = prepare(problem, target, q.device, dispatcher(), chosen, q, k, v, lists)
-    note(problem, target, launch.choice.how, call.score, mask)
+    if not chosen.rules_off and chosen.tanh == "auto":  # a tuner would tune the ordinary kernel
+        note(problem, target, launch.choice.how, call.score, mask)
     return launch
 
 

@@ -9,8 +9,10 @@ from typing import Literal
 import torch
 
 from flexattn.mods import Bound, Mod
+from flexattn.mods.terms import ALL, Terms, split
 
 Kind = Literal["prefill", "decode"]
+Tanh = Literal["auto", "fast", "exact"]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float16: "float16",
@@ -82,6 +84,9 @@ class Structure:
 
     group: query heads per KV head. lse, max_scores: which statistics are written.
     tf32: float32 products may round to tf32. positive_scale: the softmax scale is above 0.
+    sinks: the dtype of the heads' sink logits, "" without them.
+    rules_off: rules of flexattn.mods.rules that the caller switched off, sorted.
+    tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     """
 
     kind: Kind
@@ -97,6 +102,20 @@ class Structure:
     max_scores: bool
     tf32: bool
     positive_scale: bool
+    sinks: str = ""
+    rules_off: tuple[str, ...] = ()
+    tanh: Tanh = "auto"
+
+    @property
+    def terms(self) -> Terms | None:
+        """The score_mod as this kernel computes it; None without one."""
+        if self.score is None:
+            return None
+        # Packed heads differ from row to row, so a diagonal of decode's tile has many values.
+        barred = {"diagonal"} if self.kind == "decode" else set()
+        if self.dtype == "float32":
+            barred.add("tilt")
+        return split(self.score.mod, ALL - barred - set(self.rules_off))
 
     @property
     def itemsize(self) -> int:
@@ -145,6 +164,8 @@ class Problem:
         ]
         if s.sparsity is not None:
             parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
+        if s.sinks:
+            parts.append("sinks")
         return " ".join(parts)
 
 
@@ -175,6 +196,9 @@ def make_problem(
     max_scores: bool = False,
     tf32: bool = False,
     positive_scale: bool = True,
+    sinks: str = "",
+    rules_off: tuple[str, ...] = (),
+    tanh: Tanh = "auto",
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -191,6 +215,9 @@ def make_problem(
         max_scores=max_scores,
         tf32=tf32,
         positive_scale=positive_scale,
+        sinks=sinks,
+        rules_off=rules_off if score is not None else (),
+        tanh=tanh if score is not None else "auto",
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class)
@@ -198,8 +225,11 @@ def make_problem(
 
 def fingerprint(structure: Structure) -> str:
     """A sha256 of the structure, equal in every process: names files and, later, cache entries."""
+    # What is seldom changed is told only then: names that were given before it existed stay.
     parts = [
-        f"{name}={_stable(getattr(structure, name))}" for name in Structure.__dataclass_fields__
+        f"{name}={_stable(value)}"
+        for name, field in Structure.__dataclass_fields__.items()
+        if (value := getattr(structure, name)) != field.default
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import InputError
+from flexattn.sinks import add_sinks
 
 __all__ = ["Precision", "Reference", "attention", "dense_blocks"]
 
@@ -58,14 +59,17 @@ def attention(
     score_mod: ScoreMod | None = None,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     precision: Precision = Precision.WORKING,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
     q [B, Hq, L, E], k [Bkv, Hkv, S, E], v [Bkv, Hkv, S, Ev]: Bkv is B or 1, Hkv divides Hq, L and
-    S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). Differentiable in q, k, v and
-    what the mods capture; `max_scores` is not. Only lanes in listed blocks are attended; full
-    blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse and max_scores.
+    S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). sinks [Hq]: a logit of each
+    head in the softmax's sum, without a value; lse has it, max_scores has not. Differentiable in
+    q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
+    attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
+    sink) and max_scores.
     Raises InputError for shapes that do not fit, and IndexError where a lane that the mask keeps
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
@@ -74,7 +78,7 @@ def attention(
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
     scale = 1 / math.sqrt(E) if scale is None else scale
-    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v))
+    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v), sinks)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
@@ -145,6 +149,7 @@ class _Run:
     blocks: _Blocks | None
     scale: float
     rounding: _Rounding
+    sinks: Tensor | None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
@@ -155,11 +160,11 @@ class _Run:
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
             out = _shared(torch.matmul, scores, v_work)
-            return Reference(self.rounding.store(out), none, none)
+            return self._stored(out, none, none, h)
         lanes = tuple(
             torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
         )
-        return self._softmax(self._modified(scores, lanes), v_work)
+        return self._softmax(self._modified(scores, lanes), v_work, h)
 
     def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
         kept = None if self.blocks is None else self.blocks.kept(lanes)
@@ -167,13 +172,18 @@ class _Run:
             scores = _modded(self.score_mod, scores, kept, lanes)
         return scores if kept is None else torch.where(kept, scores, -math.inf)
 
-    def _softmax(self, scores: Tensor, v: Tensor) -> Reference:
+    def _softmax(self, scores: Tensor, v: Tensor, h: slice) -> Reference:
         top = scores.detach().amax(-1)
         empty = top == -math.inf
         p = torch.exp(scores - torch.where(empty, 0.0, top)[..., None])
         total = torch.where(empty, 1.0, p.sum(-1))
         out = _shared(_weighted_sum, self.rounding.weights(p), v) / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
+        return self._stored(out, lse, top, h)
+
+    def _stored(self, out: Tensor, lse: Tensor, top: Tensor, h: slice) -> Reference:
+        if self.sinks is not None:
+            out, lse = add_sinks(out, lse, self.sinks[h])
         return Reference(self.rounding.store(out), lse, top)
 
 

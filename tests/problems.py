@@ -22,6 +22,7 @@ def problem(
     kv_len=8192,
     lse=True,
     layout=DENSE,
+    sinks="",
 ):
     """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`."""
     structure = Structure(
@@ -38,6 +39,7 @@ def problem(
         max_scores=False,
         tf32=False,
         positive_scale=True,
+        sinks=sinks,
     )
     length = q_len or (1 if kind == "decode" else 4096)
     return Problem(structure, 2, 8 * group, 8, length, kv_len)

@@ -28,6 +28,12 @@ def inputs(
     return [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
 
 
+def sinks(heads, dtype=torch.float32, device="cpu"):
+    """A logit for each head, some above every score and some below: the same on every device."""
+    draw = torch.Generator().manual_seed(heads)
+    return (3 * torch.randn(heads, generator=draw)).to(device, dtype)
+
+
 def block_mask(mask_mod, q, k, block_size=128, per_batch=True, per_head=True):
     """The block mask of a mask_mod for q and k; None for None."""
     if mask_mod is None:
@@ -59,6 +65,13 @@ def assert_judged(got, q, k, v, **call):
     oracle = attention(q, k, v, precision=Precision.ORACLE, **call)
     rounded = attention(q, k, v, precision=Precision.ROUNDED, **call)
     verdict = judge(got, oracle, rounded, q.dtype)
+    assert verdict.passed, verdict.message()
+
+
+def assert_close_as(got, exact, other):
+    """Hold any result to the accuracy rule: its error beside that of another run of its dtype."""
+    triples = [(x, None, None) for x in (got, exact.double(), other)]
+    verdict = judge(*triples, got.dtype)
     assert verdict.passed, verdict.message()
 
 

@@ -24,6 +24,7 @@ def make_task(
     layout=DENSE,
     lse=False,
     per_head=False,
+    sinks="",
 ):
     """A task of shape (B, Hq, Hkv, q_len, kv_len, D, Dv), all of it on the CPU."""
     sizes = Shape(*shape)
@@ -36,5 +37,5 @@ def make_task(
         lists = Lists.of(mask)
         sparsity = lists.sparsity(mask.BLOCK_SIZE, sizes.Hq // sizes.Hkv)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
-    problem = make_problem(kind, dtype, sizes, score, mask, sparsity, layout, lse=lse)
+    problem = make_problem(kind, dtype, sizes, score, mask, sparsity, layout, lse=lse, sinks=sinks)
     return Task("a test", problem, device, policy, 1 / math.sqrt(sizes.D), score, mask, lists)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexattn import cuda_driver, render
+from flexattn import cuda_driver, mods, render
 from flexattn.cache.record import SCHEMA, Environment, Policy
 from flexattn.device import Device
 from flexattn.problem import Kind
@@ -20,6 +20,8 @@ __all__ = ["environment", "renderer_hash", "serving_policy", "source_hash"]
 
 # What prints for plain torch, or runs in the interpreter, decides no compiled kernel.
 _NOT_RENDERING = ("torch_printer.py", "interpreted_math.py")
+# How a score_mod is taken apart, after its fingerprint was made.
+_OF_MODS = ("dependence.py", "rules.py", "terms.py")
 _DOCSTRING = re.compile(r'^[ \t]*r?"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 # With a quote behind it this may be the inside of a string, which counts.
 _COMMENT = re.compile(r"""(^|[ ]{2})[ \t]*#[^"'\n]*$""", re.MULTILINE)
@@ -80,6 +82,7 @@ def renderer_hash() -> str:
     """A hash of the renderer's own sources without comments and docstrings."""
     folder = Path(render.__file__).parent
     files = sorted(path for path in folder.glob("*.py") if path.name not in _NOT_RENDERING)
+    files += [Path(mods.__file__).parent / name for name in _OF_MODS]
     text = "\n".join(bare(path.read_text(encoding="utf-8")) for path in files)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
-__all__ = ["append_line", "aside", "listing", "locked"]
+from flexattn.files import publish, read_regular
+
+__all__ = ["append_line", "aside", "drop_lines", "listing", "locked"]
+
+_LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def append_line(path: Path, line: bytes, most: int) -> bool:
@@ -17,14 +21,47 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
 
     False where the file would pass `most` bytes. Raises OSError where it cannot be written.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    handle = os.open(path, flags, 0o644)
-    try:
+    with _held(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as handle:
         if os.fstat(handle).st_size + len(line) >= most:
             return False
         return os.write(handle, line + b"\n") == len(line) + 1
-    finally:
-        os.close(handle)
+
+
+def drop_lines(path: Path, drop: Callable[[bytes], bool], most: int) -> int:
+    """Put a file without some of its lines in its place; how many those were.
+
+    Who appends meanwhile waits and appends to the new one. Raises OSError where there is none or
+    it cannot be written, CacheError for no plain file of at most `most` bytes.
+    """
+    with _held(path, os.O_RDONLY):
+        lines = (read_regular(path, most) or b"").splitlines()
+        kept = [line for line in lines if not drop(line)]
+        if len(kept) < len(lines):
+            publish(path, b"".join(line + b"\n" for line in kept))
+        return len(lines) - len(kept)
+
+
+@contextlib.contextmanager
+def _held(path: Path, how: int) -> Iterator[int]:
+    """A file that is at its place, and that nobody else appends to or replaces for this block."""
+    while True:
+        handle = os.open(path, how | _LINES, 0o644)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if _same(handle, path):
+                yield handle
+                return
+        finally:
+            os.close(handle)
+
+
+def _same(handle: int, path: Path) -> bool:
+    """Whether a file was not replaced while this process waited for it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def aside(path: Path) -> Path:

@@ -55,10 +55,14 @@ class Key:
     mask_class: str
     layout: str
     precision: str
+    sinks: bool = False
 
     def digest(self) -> str:
-        """24 hexadecimal digits of a sha256 over every field, equal in every process."""
-        return _digest(f"{name}={getattr(self, name)!r}" for name in _FIELDS)
+        """24 hexadecimal digits of a sha256 over every field, equal in every process.
+
+        A field that has a default counts where it differs, so older records keep their names.
+        """
+        return _digest(self, _FIELDS)
 
     def family(self) -> str:
         """The digest of all that is not a size: the keys of one family are neighbours."""
@@ -72,13 +76,16 @@ class Key:
 
 @lru_cache(maxsize=1024)
 def _family(key: Key) -> str:
-    return _digest(f"{name}={getattr(key, name)!r}" for name in _FIELDS if name not in SIZES)
+    return _digest(key, (name for name in _FIELDS if name not in SIZES))
 
 
 _FIELDS = tuple(field.name for field in fields(Key))
+_DEFAULTS = {field.name: field.default for field in fields(Key)}
 
 
-def _digest(parts: Iterable[str]) -> str:
+def _digest(key: Key, names: Iterable[str]) -> str:
+    values = ((name, getattr(key, name)) for name in names)
+    parts = [f"{name}={value!r}" for name, value in values if value != _DEFAULTS[name]]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -112,6 +119,9 @@ def key_of(problem: Problem) -> Key:
         )
     )
     tf32 = s.tf32 and s.dtype == "float32"
+    precision = ["tf32"] * tf32 + ["signed-scale"] * (not s.positive_scale)
+    precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
+    precision += [f"without-{name}" for name in s.rules_off]
     sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,
@@ -128,7 +138,8 @@ def key_of(problem: Problem) -> Key:
         blocks=blocks,
         mask_class=problem.mask_class,
         layout=layout + " aligned" * s.layout.aligned,
-        precision=("tf32 " * tf32 + "signed-scale" * (not s.positive_scale)).strip(),
+        precision=" ".join(precision),
+        sinks=s.sinks != "",
     )
 
 

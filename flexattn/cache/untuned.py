@@ -12,13 +12,13 @@ import re
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from flexattn.cache.codec import decode, encode
-from flexattn.cache.files import append_line
-from flexattn.cache.key import Key, key_of
+from flexattn.cache.files import append_line, drop_lines
+from flexattn.cache.key import Key, Sizes, key_of
 from flexattn.cache.record import SCHEMA
 from flexattn.device import Device
 from flexattn.errors import CacheError
@@ -39,7 +39,7 @@ from flexattn.problem import (
 )
 from flexattn.settings import current, log, say_once
 
-__all__ = ["Captured", "Untuned", "bound_of", "note", "read", "untuned_path"]
+__all__ = ["Captured", "Untuned", "bound_of", "drop", "note", "read", "untuned_path"]
 
 MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
 MAX_NOTED = 1000
@@ -99,6 +99,7 @@ class _Line:
     max_scores: bool
     tf32: bool
     positive_scale: bool
+    sinks: Literal["", "float16", "bfloat16", "float32"] = ""
 
 
 def untuned_path() -> Path:
@@ -158,6 +159,35 @@ def read(path: Path) -> list[Untuned]:
     return list(found.values())
 
 
+def drop(key: Key, device: str) -> None:
+    """Take a problem off the user's list, since it has a record now; other lines stay as they are.
+
+    It never raises: a list that cannot be written is said once.
+    """
+    path = untuned_path()
+
+    def listed(line: bytes) -> bool:
+        try:
+            data = json.loads(line)
+            if data["device"] != device or key.sizes != _sizes(data):
+                return False  # without a look at the mods
+            each = _untuned(line)
+        except (ValueError, KeyError, TypeError, RecursionError, CacheError):
+            return False
+        return key_of(each.problem) == key
+
+    try:
+        drop_lines(path, listed, 2 * MAX_FILE)
+    except FileNotFoundError:
+        return
+    except (OSError, CacheError) as error:
+        say_once(f"{path} keeps what was tuned since: {error}")
+
+
+def _sizes(data: dict[str, Any]) -> Sizes:
+    return Sizes(data["B"], data["q_len"], data["kv_len"]).rounded()
+
+
 def _line(
     problem: Problem, device: Device, how: str, score: Bound | None, mask: Bound | None
 ) -> bytes:
@@ -200,7 +230,7 @@ def _untuned(raw: bytes) -> Untuned:
     structure = Structure(
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
-        line.lse, line.max_scores, line.tf32, line.positive_scale,
+        line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
     )  # fmt: skip
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
     problem = Problem(structure, *sizes, line.mask_class)

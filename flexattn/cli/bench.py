@@ -23,7 +23,7 @@ from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.launch import Lists, Outputs
 from flexattn.masks import create_block_mask
-from flexattn.measure.inputs import make_inputs
+from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import oracle
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
 from flexattn.mods import bind
@@ -107,6 +107,7 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
         score_mod, mask_mod = mods_of(row)  # what they capture is made on the device
     task = task_from(row, score_mod, mask_mod, target, where)
     q, k, v = make_inputs(task.problem, where)
+    sinks = make_sinks(task.problem, where)
     mask = None
     if mask_mod is not None and task.lists is not None:
         B, H = (None if size == 1 else size for size in task.lists.kv_num.shape[:2])
@@ -114,17 +115,17 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
         mask = create_block_mask(mask_mod, B, H, *lengths, where, row.block_size)
     common: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": task.scale}
     choice = plan(
-        make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None)
+        make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)
     ).launch.choice
     static = kernel_options(default(choice.problem, target))
-    ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True)
+    ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True, sinks=sinks)
     calls: dict[str, Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":
         calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
     score, bound = bind(score_mod, "score"), bind(mask_mod, "mask")
     lists = None if mask is None else Lists.of(mask)
     sparsity = choice.problem.structure.sparsity
-    judge = oracle(q, k, v, task.scale, score, bound, lists, sparsity)
+    judge = oracle(q, k, v, task.scale, score, bound, lists, sparsity, sinks)
     with torch.no_grad():
         verdict = judge(Outputs(ours(), None, None))
         cuda, policy = where.type == "cuda", task.policy
@@ -137,6 +138,8 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
             clock="cuda" if cuda else "cpu",
         )
     failures = [f"{name}: {s.failure}" for name, s in samples.items() if s.failure is not None]
+    if sinks is not None and rival != "none":
+        failures.append(f"{TORCH} has no sinks: its time is without them")
     notes = failures if verdict.passed else [verdict.message(), *failures]
     return Benched(
         row.title,

@@ -92,7 +92,8 @@ def kernel_options(config: Config) -> dict[str, int | bool]:
 def short(config: Config | NkiConfig) -> str:
     """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits.
 
-    Of NKI's, 128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip.
+    Of NKI's, 128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip; st: keys lie
+    on the partitions.
     """
     if isinstance(config, (NkiPrefillConfig, NkiDecodeConfig)):
         return _short_nki(config)
@@ -109,7 +110,9 @@ def _short_nki(config: NkiConfig) -> str:
     if isinstance(config, NkiDecodeConfig):
         parts += [f"x{config.num_splits}"] * (config.num_splits > 1)
     parts += ["dma"] * (config.transpose == "dma") + ["scalar"] * (config.evict == "scalar")
-    return " ".join(parts + [config.mask] * (config.mask != "range"))
+    return " ".join(
+        parts + [config.mask] * (config.mask != "range") + ["st"] * (config.form == "st")
+    )
 
 
 def _names(config: Config) -> tuple[str, ...]:

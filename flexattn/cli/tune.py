@@ -6,8 +6,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,27 +19,16 @@ from flexattn.cache.store import Store
 from flexattn.cache.untuned import untuned_path
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.dry import plan_of, print_plan
-from flexattn.cli.neuron import check_measuring, effort_there, ranker
-from flexattn.cli.offline import short
+from flexattn.cli.neuron import check_measuring
 from flexattn.cli.places import users
-from flexattn.cli.selection import (
-    EFFORTS,
-    device_here,
-    device_of,
-    effort_of,
-    gpus_like,
-    rows_of,
-)
-from flexattn.cli.watch import Watch
+from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
+from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.measure.task import Task
 from flexattn.neuron.tune import environment_of as environment_there
 from flexattn.presets import files
-from flexattn.space.triton import Effort
-from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
-from flexattn.tune.crew import Crew
-from flexattn.tune.method import Method, method_for
+from flexattn.tune.campaign import Outcome, Where, environment_of
+from flexattn.tune.method import method_for
 from flexattn.tune.tasks import distinct, tasks
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
@@ -121,25 +109,28 @@ def tune(
     if from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
     if target.backend == "neuron":
-        outcomes, interrupted = _rank(chosen, store, which, again)
+        ran = rank(chosen, store, which, again)
     else:
-        outcomes, interrupted = _run(chosen, store, method, jobs, again, storage)
+        ran = run(chosen, store, method, jobs, again, storage)
     told = {
         "directory": str(store.root),
-        "problems": [_told(outcome, store) for outcome in outcomes],
+        "problems": [_told(outcome, store) for outcome in ran.outcomes],
         "same_key": {task.title: kept.title for task, kept in others},
-        "left": len(chosen) - len(outcomes),
-        "interrupted": interrupted,
+        "left": len(chosen) - len(ran.outcomes),
+        "lost": list(ran.lost),
+        "interrupted": ran.interrupted,
     }
     if as_json:
         typer.echo(json.dumps(told, indent=1))
     else:
-        typer.echo(f"{_counts(outcomes)}; records in {store.root}")
-    if interrupted:
+        for words in ran.lost:
+            typer.echo(words)
+        typer.echo(f"{_counts(ran.outcomes)}; records in {store.root}")
+    if ran.interrupted:
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
         typer.echo(f"interrupted with {told['left']} left; go on with: {again_with}", err=True)
         raise typer.Exit(INTERRUPTED)
-    if any(outcome.status == "failed" for outcome in outcomes):
+    if any(outcome.status == "failed" for outcome in ran.outcomes):
         raise typer.Exit(1)
 
 
@@ -154,58 +145,6 @@ def _can_time(target: Device) -> None:
         f"run it there; here, --dry-run lists the problems, and `flexattn build --device "
         f"{target.name}` compiles them",
     )
-
-
-def _run(
-    chosen: Sequence[Task],
-    store: Store,
-    method: Method,
-    jobs: int,
-    again: bool,
-    storage: str | None,
-) -> tuple[list[Outcome], bool]:
-    """What became of the tasks, and whether Ctrl-C ended it; a worker for every such GPU."""
-    todo = len(pending(chosen, store, again))
-    alike = gpus_like(chosen[0].device) if chosen else []
-    with Watch(todo, Console(stderr=True)) as watch, ExitStack() as stack:
-        crews = [
-            stack.enter_context(
-                Crew(method, jobs, store.root / "journals", watch.lane(), gpu=gpu, storage=storage)
-            )
-            for gpu in (alike or [0])[: max(1, todo)]
-        ]
-        return _followed(campaign(chosen, store, [crew.tune for crew in crews], again), watch)
-
-
-def _rank(
-    chosen: Sequence[Task], store: Store, effort: Effort, again: bool
-) -> tuple[list[Outcome], bool]:
-    """As `_run`, by the cost model, in this process."""
-    todo = len(pending(chosen, store, again, environment_there))
-    with Watch(todo, Console(stderr=True)) as watch:
-        rank: Tune = ranker(watch.lane(), effort_there(effort))
-        return _followed(campaign(chosen, store, [rank], again, environment_there), watch)
-
-
-def _followed(outcomes: Iterator[Outcome], watch: Watch) -> tuple[list[Outcome], bool]:
-    found: list[Outcome] = []
-    try:
-        for outcome in outcomes:
-            found.append(outcome)
-            watch.finished(_line(outcome), outcome.status != "kept")
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
-
-
-def _line(outcome: Outcome) -> str:
-    if outcome.answer is None:
-        return f"{outcome.title}: failed: {outcome.message}"
-    decision, config = outcome.answer.decision, short(outcome.answer.config)
-    gain = "the static default" if decision.winner == decision.default else config
-    by = " by the model" if outcome.answer.provenance == "model" else ""
-    took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
-    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{by}{took}"
 
 
 def _counts(outcomes: Sequence[Outcome]) -> str:

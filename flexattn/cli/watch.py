@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -13,10 +11,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from flexattn.closing import Closing
+
 __all__ = ["Lane", "Watch"]
 
 
-class Watch:
+class Watch(Closing):
     """Bars over many problems with the time left; lines alone where nobody watches."""
 
     def __init__(self, problems: int, console: Console | None = None) -> None:
@@ -31,18 +31,11 @@ class Watch:
             transient=True,
             disable=not self._console.is_terminal,
         )
+        self._bars.start()
         self._problems = self._bars.add_task("problems", total=problems, text="")
 
-    def __enter__(self) -> Watch:
-        self._bars.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Take the bars away; the lines stay."""
         self._bars.stop()
 
     def lane(self) -> Lane:
@@ -52,6 +45,10 @@ class Watch:
     def finished(self, line: str, counts: bool = True) -> None:
         """A problem is done; `line` stays. counts: it was among those that had to be tuned."""
         self._bars.advance(self._problems, int(counts))
+        self.say(line)
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

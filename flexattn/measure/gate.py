@@ -86,13 +86,15 @@ def judge(got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype) -> V
 
     Each triple is out [..., L, Ev], lse [..., L], max_scores [..., L]; a None in `got` is not
     judged. `dtype` is what `out` must have; lse and max_scores must be float32, float64 if `dtype`
-    is. Fully masked rows are those where the oracle's lse is -inf. Raises InputError if nothing is
-    left to judge, or if the oracle or the reference run lacks a tensor that is to be judged.
+    is. Fully masked rows are those where the oracle's max_scores is -inf, which no sink changes,
+    or its lse where it gives no max_scores. Raises InputError if nothing is left to judge, or if
+    the oracle or the reference run lacks a tensor that is to be judged.
     """
     rows: list[Row] = []
     faults: list[str] = []
     worst: list[Sample] = []
-    empty = None if oracle[1] is None else (oracle[1] == -math.inf)
+    reached = oracle[1] if oracle[2] is None else oracle[2]
+    empty = None if reached is None else (reached == -math.inf)
     for name, mine, exact, reference in zip(_NAMES, got, oracle, rounded, strict=True):
         if mine is None:
             continue

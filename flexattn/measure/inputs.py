@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexattn.problem import DTYPES, Problem
 
-__all__ = ["make_inputs"]
+__all__ = ["make_inputs", "make_sinks"]
 
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -31,6 +31,15 @@ def make_inputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor,
         for heads, length, dim, contiguous in sizes
     )
     return q, k, v
+
+
+def make_sinks(problem: Problem, device: torch.device) -> Tensor | None:
+    """Sinks [Hq] for `make_inputs`, equal each time; None where the problem has none."""
+    if not problem.structure.sinks:
+        return None
+    draw = torch.Generator(device).manual_seed(1)
+    sinks = torch.randn(problem.Hq, generator=draw, device=device)
+    return sinks.to(_TORCH[problem.structure.sinks])
 
 
 def _normal(

@@ -19,7 +19,7 @@ from flexattn.launch import Lists, Outputs, prepare
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
-from flexattn.measure.inputs import make_inputs
+from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import Judge, oracle
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Event, race
@@ -62,6 +62,8 @@ class DeviceLab:
         elif torch.cuda.is_available():
             self._where = torch.device("cuda", 0)
             torch.cuda.set_device(self._where)
+            # A GPU may be listed and answer nothing: that is found here, and is no config's fault.
+            torch.ones(8, device=self._where).sum().item()
         else:
             raise UnsupportedError(
                 "torch sees no GPU here",
@@ -97,12 +99,13 @@ class DeviceLab:
             # What the reference run of float32 inputs looks at.
             torch.backends.cuda.matmul.allow_tf32 = structure.tf32
         q, k, v = make_inputs(task.problem, self._where)
+        sinks = make_sinks(task.problem, self._where)
         score, mask = _moved(task.score, self._where), _moved(task.mask, self._where)
         lists = None
         if task.lists is not None:
             lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
         self._clock = _clock(task.policy, self._where)
-        self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity)
+        self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
 
         def build(config: Config) -> Callable[[], Outputs]:
             launch = prepare(
@@ -116,7 +119,8 @@ class DeviceLab:
                 v,
                 lists,
             )
-            return partial(launch.run, q, k, v, task.scale, lists, score, mask)
+            rest = launch.rest_of(lists, score, mask)
+            return partial(launch.run, q, k, v, task.scale, rest, sinks)
 
         self._build = build
 

@@ -35,8 +35,9 @@ def oracle(
     mask: Bound | None,
     lists: Lists | None,
     sparsity: Sparsity | None,
+    sinks: Tensor | None = None,
 ) -> Judge:
-    """What judges attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev].
+    """What judges attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev], sinks [Hq].
 
     All of them where the oracle is affordable, else slices. It is computed here, once for all.
     """
@@ -46,15 +47,16 @@ def oracle(
     if scores > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV:
         if lists is not None and sparsity is not None:
             mask_mod = kept(lists, sparsity, mask_mod, k.shape[2])
-        return Slices.of(q, k, v, score_mod, mask_mod, scale).judge_all
+        return Slices.of(q, k, v, score_mod, mask_mod, scale, sinks).judge_all
     block_mask = None
     if lists is not None and sparsity is not None:
         block_mask = _block_mask(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
 
     def run(precision: Precision) -> Reference:
         return attention(
-            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, precision=precision
-        )
+            q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, sinks=sinks,
+            precision=precision,
+        )  # fmt: skip
 
     with torch.no_grad():
         exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)

@@ -16,9 +16,12 @@ __all__ = ["Measurer"]
 class Measurer(Protocol):
     """Judges and times the configs of one task at a time; a config that fails is a value.
 
-    Only `open` raises for what the task is, and every method raises MeasureError where nothing
-    can be measured any more: the device is gone, or its worker cannot be brought back.
+    Only `open` raises for what the task is. Every method raises MeasureError where nothing of a
+    task can be measured, and DeviceError where nothing of any: the device is gone.
     """
+
+    def start(self) -> None:
+        """Bring up what measuring needs, so that no task pays for it."""
 
     def open(self, task: Task) -> None:
         """Make the inputs of a task and what its outputs are judged by; ends the task before.

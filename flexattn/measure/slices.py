@@ -67,8 +67,12 @@ class Slices:
         score_mod: ScoreMod | None,
         mask_mod: MaskMod | None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Slices:
-        """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev]."""
+        """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev].
+
+        sinks: [Hq], or None.
+        """
         runs = []
         group, kv_len = q.shape[1] // k.shape[1], k.shape[2]
         for place in _places(*q.shape[:3]):
@@ -85,6 +89,7 @@ class Slices:
                         score_mod=score,
                         block_mask=mask,
                         scale=scale,
+                        sinks=None if sinks is None else sinks[place.h : place.h + 1],
                         precision=precision,
                     )
                     for precision in (Precision.ORACLE, Precision.ROUNDED)

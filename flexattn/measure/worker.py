@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from flexattn.cache.record import Failed, Gated
-from flexattn.errors import MeasureError
+from flexattn.closing import Closing
+from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.measure.failures import failed
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess, Died
@@ -39,7 +39,7 @@ class Deadlines:
     step: float = 60.0
 
 
-class Worker:
+class Worker(Closing):
     """The Measurer of a GPU: asks a child process, kills it at a deadline, and starts another.
 
     lab: "package.module:Class" of the child's Lab. gpu: index among the GPUs this process sees.
@@ -69,16 +69,9 @@ class Worker:
         """The child's process id, where there is one."""
         return None if self._child is None else self._child.pid
 
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def start(self) -> None:
+        """As Measurer.start."""
+        self._started()
 
     def open(self, task: Task) -> None:
         """As Measurer.open."""
@@ -124,7 +117,7 @@ class Worker:
             elif trouble is not None:
                 unexplained += 1
                 if trouble.error is not None or unexplained > _UNEXPLAINED:
-                    raise trouble.error or _lost(trouble.failed)
+                    raise trouble.error or self._blamed(trouble.failed)
             complete = leg.complete()
             for place, i in enumerate(running):
                 if place in leg.out:
@@ -157,7 +150,7 @@ class Worker:
             return child
         got = self._ask(self._started, Request("open", (self._task,)), self._deadlines.open)
         if isinstance(got, Trouble):
-            raise got.error if got.error is not None else _lost(got.failed)
+            raise got.error or self._blamed(got.failed)
         self._is_open = True
         assert self._child is not None
         return self._child
@@ -166,9 +159,18 @@ class Worker:
         if self._child is not None and not self._child.alive:
             self._end()
         if self._child is None:
-            self._child = ChildProcess(self._lab, self._gpu, self._deadlines.start)
+            try:
+                self._child = ChildProcess(self._lab, self._gpu, self._deadlines.start)
+            except FlexAttnError as error:
+                got = f"nothing can be measured on GPU {self._gpu}: {error.got}"
+                raise DeviceError(got, error.rule, error.do) from error
             self.starts += 1
         return self._child
+
+    def _blamed(self, failure: Failed) -> MeasureError:
+        """What to raise where no config is the culprit; DeviceError where no child starts now."""
+        self._started()
+        return _lost(failure)
 
     def _ask(
         self, where: Callable[[], ChildProcess], request: Request, patience: float
@@ -183,7 +185,7 @@ class Worker:
             if isinstance(got, Answer) or got.begun:
                 return got
             if not attempts:
-                raise _lost(got.failed)
+                raise self._blamed(got.failed)
 
     def _race(self, request: Request, leg: _Leg) -> Trouble | None:
         child = self._ready()

@@ -1,6 +1,7 @@
 """mods: the user's score_mod or mask_mod as data."""
 
-from flexattn.mods.bind import Bound, bind
+from flexattn.mods.bind import Bound, bind, watch
 from flexattn.mods.expr import Buffer, Expr, Mod
+from flexattn.mods.witness import Witness
 
-__all__ = ["Bound", "Buffer", "Expr", "Mod", "bind"]
+__all__ = ["Bound", "Buffer", "Expr", "Mod", "Witness", "bind", "watch"]

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import renumber
 from flexattn.mods.site import Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
+from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
 
-__all__ = ["Bound", "Stats", "bind", "clear", "record", "stats"]
+__all__ = ["Bound", "Stats", "bind", "clear", "record", "stats", "watch"]
 
 _SITES = 512
 
@@ -67,6 +69,19 @@ def bind(
     if device is not None:
         _check_device(fn, kind, found, torch.device(device))
     return found
+
+
+def watch(fn: Callable[..., Any], kind: str, bound: Bound) -> Witness | None:
+    """What tells in a microsecond that bind() would give `bound` again; None where nothing can."""
+    if type(fn) is not FunctionType:
+        return None
+    identity = identify(fn, kind)
+    site = _sites.get(tuple(identity.key)) if identity.trusted else None
+    found = site.layout.find(identity) if site else None
+    if found is None or found.mod is not bound.mod:
+        return None
+    pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
+    return witness(fn, identity) if all(one is other for one, other in pairs) else None
 
 
 def stats() -> Stats:

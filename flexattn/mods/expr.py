@@ -186,7 +186,7 @@ _RANK = {"var": 0, "scalar": 5, "load": 6, "const": 8}
 def _order(node: Expr, bits: tuple[str, Value | bytes]) -> tuple[int, bytes, bytes]:
     rank = _RANK.get(node.op, 7)
     if node.op == "var":
-        rank += list(VARS).index(str(node.value))
+        rank += list(VARS).index(str(node.value)) if node.value in VARS else len(VARS)
     exact = repr((node.op, node.dtype, bits)).encode()
     slotted = node.op in ("load", "scalar")
     blind = repr((node.op, node.dtype, len(node.args))).encode() if slotted else exact

@@ -13,13 +13,16 @@ import torch
 
 from flexattn.mods.reads import LIBRARIES, Attributes, reads_of
 
-__all__ = ["Identity", "Path", "identify"]
+__all__ = ["MISSING", "Identity", "Path", "identify"]
 
 # (path of the owner, how the owner holds it): substitute.py walks the same steps back.
 Path = tuple[Any, ...]
+# A cell with None, a dict with a key, or a function with None; and what was found there.
+Read = tuple[Any, Any, Any]
 
 _CAP = 2048
-_MISSING = object()
+# What a name holds that holds nothing.
+MISSING = object()
 # Modules whose attributes are taken to be constant; kept alive, so that an id stays theirs.
 _libraries: dict[int, types.ModuleType] = {}
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, range, complex, bytes)
@@ -37,10 +40,11 @@ class Identity:
     `key`: structure, dtypes, ranks, devices and every value that is no int or float.
     `tensors`, `scalars`: the captured values, in the order they were met; `paths` tells where
     each scalar lives. `shared`: paths of what was reached twice, which cannot be replaced in
-    one place. Not `trusted`: something could not be looked into.
+    one place. Not `trusted`: something could not be looked into. `reads`: the names that were
+    looked up, with what they held; None once something was met that may change behind its name.
     """
 
-    __slots__ = ("_seen", "key", "paths", "scalars", "shared", "tensors", "trusted")
+    __slots__ = ("_seen", "key", "paths", "reads", "scalars", "shared", "tensors", "trusted")
 
     def __init__(self, kind: str) -> None:
         self.key: list[Any] = [kind]
@@ -49,15 +53,16 @@ class Identity:
         self.paths: list[Path] = []
         self.shared: list[Path] = []
         self.trusted = True
+        self.reads: list[Read] | None = []
         self._seen: dict[Any, tuple[int, Path]] = {}
 
     def visit(self, value: Any, path: Path) -> None:
         """Add a value and what it reaches."""
-        handler = _HANDLERS.get(type(value))
-        if handler is not None:
-            handler(self, value, path)
-        else:
-            _other(self, value, path)
+        kind = type(value)
+        handler = _HANDLERS.get(kind, _other)
+        if handler is _other or kind in _CHANGEABLE:
+            self.reads = None
+        handler(self, value, path)
 
     def again(self, value: Any, path: Path, method: Any = None) -> bool:
         """Whether this object (as the owner of this method) was met before, or no room is left."""
@@ -77,6 +82,11 @@ class Identity:
         """Note something that cannot be looked into."""
         self.trusted = False
 
+    def read(self, owner: Any, name: Any, value: Any) -> None:
+        """Note that a name held a value: a cell's, a dict's, or a function's own parts."""
+        if self.reads is not None:
+            self.reads.append((owner, name, value))
+
 
 def identify(fn: Callable[..., Any], kind: str) -> Identity:
     """Look at a callable: the values it would read if it were called now."""
@@ -84,6 +94,7 @@ def identify(fn: Callable[..., Any], kind: str) -> Identity:
     if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
         identity.visit(fn, ())
     else:
+        identity.reads = None
         _callable(identity, fn)
     return identity
 
@@ -122,10 +133,10 @@ def _module(self: Identity, value: types.ModuleType, path: Path) -> None:
 
 
 def _function(
-    self: Identity, fn: types.FunctionType, path: Path, owner: Any = _MISSING, at: Path = ()
+    self: Identity, fn: types.FunctionType, path: Path, owner: Any = MISSING, at: Path = ()
 ) -> None:
     reads = reads_of(fn)
-    if owner is _MISSING:
+    if owner is MISSING:
         if reads.library and fn.__closure__ is None:
             self.key.append(fn)
             return
@@ -133,32 +144,38 @@ def _function(
             return
     self.key.append(reads)
     self.trusted &= reads.trusted
+    self.read(fn, None, (fn.__code__, fn.__defaults__))
     if reads.cells:
         cells = fn.__closure__ or ()
         for i, chains in reads.cells:
             try:
                 value = cells[i].cell_contents
             except ValueError:
-                self.key.append(_MISSING)
+                self.key.append(MISSING)
+                self.reads = None
                 continue
+            self.read(cells[i], None, value)
             _chains(self, value, chains, (path, "cell", i))
     if reads.globals:
         scope = fn.__globals__
         for name, chains in reads.globals:
-            value = scope.get(name, _MISSING)
+            value = scope.get(name, MISSING)
+            self.read(scope, name, value)
             if id(value) in _libraries:
                 self.key.append(value)
                 continue
-            if value is _MISSING:
+            if value is MISSING:
                 value = _builtin(scope, name)
+                self.reads = None if value is MISSING else self.reads
             _chains(self, value, chains, (path, "global", name))
-    if owner is not _MISSING:
+    if owner is not MISSING:
         chains = reads.arguments.get(reads.code.co_varnames[0], ())
         _chains(self, owner, chains, at)
     if fn.__defaults__:
         for i, value in enumerate(fn.__defaults__):
             self.visit(value, (path, "default", i))
     if fn.__kwdefaults__:
+        self.reads = None
         for name, value in fn.__kwdefaults__.items():
             self.visit(value, (path, "kwdefault", name))
 
@@ -166,7 +183,7 @@ def _function(
 def _builtin(scope: dict[str, Any], name: str) -> Any:
     builtins = scope.get("__builtins__")
     names = builtins if isinstance(builtins, dict) else getattr(builtins, "__dict__", {})
-    return names.get(name, _MISSING)
+    return names.get(name, MISSING)
 
 
 def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
@@ -183,13 +200,14 @@ def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
             elif kind in _CLOSED:
                 break
             try:
+                self.reads = None
                 value = getattr(value, name)
             except AttributeError:
-                value = _MISSING
+                value = MISSING
                 break
             here = (here, "attr", name)
-        if value is _MISSING:
-            self.key.append(_MISSING)
+        if value is MISSING:
+            self.key.append(MISSING)
         else:
             self.visit(value, here)
 
@@ -331,8 +349,8 @@ def _object(self: Identity, value: Any, cls: type, path: Path) -> None:
         self.visit(item, (path, "attr", name))
     for name in slots:
         self.key.append(name)
-        item = getattr(value, name, _MISSING)
-        if item is not _MISSING:
+        item = getattr(value, name, MISSING)
+        if item is not MISSING:
             self.visit(item, (path, "attr", name))
 
 
@@ -346,6 +364,9 @@ def _slots(cls: type) -> tuple[str, ...]:
 _CLOSED = frozenset(
     (torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list, tuple, dict)
 )
+
+# Their parts may change while every name keeps what it holds.
+_CHANGEABLE = frozenset((list, dict, types.MethodType, functools.partial))
 
 _HANDLERS: dict[type, Callable[[Identity, Any, Path], None]] = {
     torch.Tensor: _tensor,

@@ -9,16 +9,25 @@ from flexattn.neuroncore import CORES
 from flexattn.problem import Problem
 from flexattn.render.nki.source import print_mods
 from flexattn.space import nki
-from flexattn.space.nki_config import MaskForm, NkiConfig, NkiDecodeConfig, NkiPrefillConfig
+from flexattn.space.nki_config import (
+    Form,
+    MaskForm,
+    NkiConfig,
+    NkiDecodeConfig,
+    NkiPrefillConfig,
+)
 
 __all__ = ["default", "needs", "reasons", "survey"]
 
 
 @lru_cache(maxsize=256)
-def needs(problem: Problem, target: str, form: MaskForm) -> nki.Needs:
-    """What the mods need in one form of masks; `refused` says why they cannot be expressed."""
+def needs(problem: Problem, target: str, mask: MaskForm, form: Form = "s") -> nki.Needs:
+    """What the mods need in one form of masks and of scores.
+
+    `refused` says why they cannot be expressed.
+    """
     try:
-        mods = print_mods(problem, _plain(problem, form), target)
+        mods = print_mods(problem, _plain(problem, mask, form), target)
     except UnsupportedError as error:
         return nki.Needs(refused=str(error))
     ranged = mods.mask is not None and mods.mask.reduces
@@ -27,13 +36,14 @@ def needs(problem: Problem, target: str, form: MaskForm) -> nki.Needs:
 
 def reasons(config: NkiConfig, problem: Problem, target: str) -> list[str]:
     """Why a config cannot run for a problem on a target such as "trn2"."""
-    return nki.reasons(config, problem, CORES[target], needs(problem, target, config.mask))
+    known = needs(problem, target, config.mask, config.form)
+    return nki.reasons(config, problem, CORES[target], known)
 
 
 def default(problem: Problem, target: str) -> NkiConfig:
     """The config to start from; raises as `survey` does."""
     _check_mods(problem, target)
-    return nki.default(problem, CORES[target], lambda form: needs(problem, target, form))
+    return nki.default(problem, CORES[target], _needs_of(problem, target))
 
 
 def survey(problem: Problem, target: str, effort: nki.Effort = "full") -> nki.NkiSurvey:
@@ -43,7 +53,11 @@ def survey(problem: Problem, target: str, effort: nki.Effort = "full") -> nki.Nk
     ConfigError with the reasons where no config fits.
     """
     _check_mods(problem, target)
-    return nki.survey(problem, CORES[target], lambda form: needs(problem, target, form), effort)
+    return nki.survey(problem, CORES[target], _needs_of(problem, target), effort)
+
+
+def _needs_of(problem: Problem, target: str) -> nki.NeedsOf:
+    return lambda config: needs(problem, target, config.mask, config.form)
 
 
 def _check_mods(problem: Problem, target: str) -> None:
@@ -52,7 +66,7 @@ def _check_mods(problem: Problem, target: str) -> None:
         print_mods(problem, _plain(problem, nki.FORMS[-1]), target)
 
 
-def _plain(problem: Problem, form: MaskForm) -> NkiConfig:
+def _plain(problem: Problem, mask: MaskForm, form: Form = "s") -> NkiConfig:
     if problem.structure.kind == "decode":
-        return NkiDecodeConfig(128, 128, mask=form)
-    return NkiPrefillConfig(128, 128, mask=form)
+        return NkiDecodeConfig(128, 128, mask=mask, form=form)
+    return NkiPrefillConfig(128, 128, mask=mask, form=form)

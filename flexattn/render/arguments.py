@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexattn.mods import Bound
+from flexattn.mods.algebra import Bounds
 from flexattn.problem import Captures, Structure
+from flexattn.render.bounds_printer import table_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
@@ -32,6 +34,7 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
     if not prefill:
         found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
     found.append(Argument("sm_scale", "fp32"))
+    found += _sinks(structure)
     found += _sparse(structure)
     for captures in (structure.score, structure.mask):
         found += _captured(captures)
@@ -43,6 +46,7 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     return (
         Argument("WORKSPACE", "*fp32", 16),
         *_outputs(structure),
+        *_sinks(structure),
         *(Argument(f"stride_o{axis}", "i64") for axis in "bhm"),
         Argument("Hq", "i32"),
         Argument("q_len", "i32"),
@@ -51,12 +55,30 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     )
 
 
-def mask_arguments(captures: Captures) -> tuple[Argument, ...]:
+def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
     """Arguments of the kernel that classifies the blocks of a mask."""
-    return (
+    found = [
         Argument("KINDS", "*i8", 16),
+        Argument("first_row", "i64"),
         *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
         *_captured(captures),
+    ]
+    for number, use in enumerate(bounds.tables):
+        buffer = captures.mod.buffers[use.slot]
+        element = "u8" if buffer.dtype == "bool" else signature_type(buffer.dtype)
+        names = table_names(number, use, buffer.rank)
+        found += [Argument(name, kind or f"*{element}") for name, kind in names]
+    return tuple(found)
+
+
+def list_arguments() -> tuple[Argument, ...]:
+    """Arguments of the kernel that lists the blocks of each row."""
+    lists = ("KV_NUM", "KV_IDX", "FULL_NUM", "FULL_IDX")
+    return (
+        Argument("KINDS", "*i8", 1),
+        *(Argument(name, "*i32", 4) for name in lists),
+        Argument("blocks", "i32"),
+        Argument("separate", "i32"),
     )
 
 
@@ -109,6 +131,10 @@ def _strides(structure: Structure) -> list[Argument]:
         axes = axes[:3] if inner[tensor] else axes
         found += [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
     return found + [Argument(f"stride_o{axis}", "i64") for axis in "bhm"]
+
+
+def _sinks(structure: Structure) -> list[Argument]:
+    return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
 
 
 def _sparse(structure: Structure) -> list[Argument]:

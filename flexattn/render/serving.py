@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 from flexattn.device import Device
 from flexattn.problem import Captures
 from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, _captured
+from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -75,8 +77,9 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    score, mask = (_printed(each, form, device) for each in (form.score, form.mask))
-    used = [each for each in (score, mask) if each is not None]
+    score = None if form.score is None else whole_score(form.score, _traits(form, device))
+    mask = _printed(form.mask, form, device)
+    used: list[Printed | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering._pieces("qk", form.head_dim_qk)
     v = rendering._pieces("v", form.head_dim_v)
     eight = ITEMSIZE[form.kv_dtype] == 1
@@ -186,7 +189,10 @@ def _request_names(form: ServingForm) -> list[str]:
 
 
 def _shared(
-    form: ServingForm, config: ServingConfig, device: Device, used: list[Printed]
+    form: ServingForm,
+    config: ServingConfig,
+    device: Device,
+    used: Sequence[Printed | PrintedScore],
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
     found: tuple[Edge, ...] = ()
@@ -214,7 +220,8 @@ def _shared(
         return ", ".join((*values, *captured))
 
     return {
-        **rendering._mod_context(used, device),
+        **rendering._mod_context([each.lines for each in used], device),
+        "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
         "request_arguments": ["b", *names],

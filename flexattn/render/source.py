@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.device import Device
+from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
+    list_arguments,
     mask_arguments,
 )
+from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
+from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed, Traits, print_mod
 from flexattn.settings import current
@@ -28,6 +32,8 @@ from flexattn.space.terms import loads_tiles
 from flexattn.space.tiles import tiles_per_q
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
+# Blocks that a program classifies, and that it lists at a time.
+STRIP, _LISTED = 128, 512
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -79,15 +85,19 @@ class _Piece:
 def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
-    score, mask = _printed(structure.score, structure, device), None
+    traits = _traits(device, structure)
+    score = None if structure.score is None else print_score(structure, traits)
+    mask = None
     if structure.mask is not None:
-        mask = _printed(structure.mask, structure, device)
+        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
     qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     ragged_q = False
     if structure.kind == "decode":
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
+    if score is not None and score.strip:
+        settings |= {"STRIP": _power(config.BLOCK_M + config.BLOCK_N)}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -96,9 +106,10 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used = [printed for printed in (score, mask) if printed is not None]
+    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
     context = {
-        **_mod_context(used, device),
+        **_mod_context([each.lines for each in used], device),
+        "hoisted": [line for each in used for line in each.hoisted],
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -114,12 +125,13 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "order": config.order if isinstance(config, PrefillConfig) else "",
         "early_loads": config.early_loads,
         "licm": _moves_out_of_loops(structure, config, device),
-        "fold_scale": score is None and structure.positive_scale,
+        "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
         "precision": _precision(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     return _source(
         name,
@@ -151,6 +163,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "element": triton_type(structure.dtype),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     return _source(
@@ -160,24 +173,37 @@ def render_combine(structure: Structure, device: Device) -> Source:
 
 def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
     """The kernel that classifies every block of a mask."""
-    mask = print_mod(captures.mod, captures.contiguous, _traits(device, "float32"))
-    tile_m, tile_n = (min(64, _power(block)) for block in (q_block, kv_block))
+    interpreted = Traits(interpreted=device.backend == "interpreter")
+    mask = print_mod(captures.mod, captures.contiguous, interpreted)
+    bounds = bounds_of(captures.mod)
+    printed = print_bounds(captures.mod, bounds)
+    tile_m, tile_n = (min(32, _power(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,
         "BLOCK_M": tile_m,
         "BLOCK_N": tile_n,
+        "TILES": STRIP,
     }
     context = {
-        **_mod_context([mask], device),
+        **_mod_context([mask.lines, printed.statements], device),
+        "hoisted": mask.hoisted,
         "mask": mask,
+        "bounds": printed,
+        "tables": any(use.dim >= 0 for use in bounds.tables),
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
     header = [title, f"mask_mod: {_one_line(captures)}"]
-    return _source(
-        "triton/block_mask.py.jinja", device, header, context, mask_arguments(captures), 4, 1
-    )
+    found = mask_arguments(captures, bounds)
+    return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
+
+
+def render_block_lists(device: Device) -> Source:
+    """The kernel that lists each row's blocks, of any mask."""
+    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
+    header = [f"block lists for {device.arch}"]
+    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(
@@ -210,31 +236,20 @@ def _source(
     return Source(text, hashlib.sha256(key.encode()).hexdigest(), found, num_warps, num_stages)
 
 
-def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:
-    if captures is None:
-        return None
-    return print_mod(
-        captures.mod,
-        captures.contiguous,
-        _traits(device, structure.dtype, structure.kind == "decode"),
-    )
-
-
-def _traits(device: Device, dtype: str, head_per_row: bool = False) -> Traits:
+def _traits(device: Device, structure: Structure) -> Traits:
+    half = structure.dtype in ("bfloat16", "float16")
+    fast = structure.tanh == "fast" or (structure.tanh == "auto" and structure.dtype == "bfloat16")
     return Traits(
-        head_per_row=head_per_row,
+        head_per_row=structure.kind == "decode",
         interpreted=device.backend == "interpreter",
-        fast_tanh=device.has_tanh and dtype == "bfloat16",
-        short_tanh=dtype in ("bfloat16", "float16"),
+        fast_tanh=device.has_tanh and fast,
+        short_tanh=half and structure.tanh == "auto",
     )
 
 
-def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object]:
-    """What a template needs to know of the mods it holds: statements, helpers and imports."""
-    found = list(printed)
-    lines = [
-        line for each in found for line in (*each.hoisted, *each.early, *each.body, each.result)
-    ]
+def _mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
+    """What a template needs to know of the statements it holds: helpers and imports."""
+    lines = [line for each in printed for line in each]
     called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"
@@ -245,7 +260,6 @@ def _mod_context(printed: Iterable[Printed], device: Device) -> dict[str, object
     )
     helpers = render_template("triton/helpers.jinja", {"used": called})
     return {
-        "hoisted": [line for each in found for line in each.hoisted],
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",
     }

@@ -20,8 +20,6 @@ INDEX_RANGES: dict[str, Range] = {
     "q_idx": (0, MAX_LENGTH + 2**12),
     "kv_idx": (0, MAX_LENGTH + 2**12),
 }
-PER_KEY = ("score", "kv_idx")
-PER_ROW = ("score", "q_idx")
 INT32: Range = (-(2**31), 2**31 - 1)
 
 
@@ -42,19 +40,43 @@ class Traits:
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """Where an expression is computed, which decides what its variables are called there.
+
+    prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
+    of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
+    keys: the shape of a tensor with one element a key.
+    """
+
+    prefix: str = ""
+    q_idx: str = "q_idx"
+    kv_idx: str = "kv_idx"
+    h: str = "h"
+    by_row: bool = True
+    by_key: bool = True
+    keys: str = "[1, BLOCK_N]"
+
+
+TILE = View()
+
+
+@dataclass(frozen=True, slots=True)
 class Printed:
     """Statements of three kinds, and the result.
 
     hoisted: before the loop over keys. early: inside it, on the keys alone, so what they load can
-    come while the scores are computed. body: after the scores. full: the result depends on the
-    score, so it already has the tile's shape.
+    come while the scores are computed. body: after the scores.
     """
 
     hoisted: tuple[str, ...]
     early: tuple[str, ...]
     body: tuple[str, ...]
     result: str
-    full: bool
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, and the result."""
+        return (*self.hoisted, *self.early, *self.body, self.result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +89,16 @@ class _Value:
     key: bool = False
 
 
-def print_mod(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> Printed:
+def print_mod(
+    mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View = TILE
+) -> Printed:
     """Triton statements for a mod over `score`, `b`, `h`, `q_idx` and `kv_idx`.
 
     contiguous: for each captured tensor, whether its innermost stride is 1.
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return _Printer(mod, contiguous, traits).run()
+    return _Printer(mod, contiguous, traits, view).run()
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -93,8 +117,13 @@ def scalar_name(kind: str, slot: int) -> str:
 
 
 class _Printer:
-    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> None:
-        self.mod, self.contiguous, self.traits = mod, contiguous, traits
+    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View) -> None:
+        self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
+        self.keyed = ("score", "kv_idx") if view.by_key else ("score",)
+        self.rowed = ("score", "q_idx") if view.by_row else ("score",)
+        if view.by_row:
+            varying = ["h"] * traits.head_per_row + ["b"] * traits.batch_per_row
+            self.rowed = (*self.rowed, *varying)
         self.hoisted: list[str] = []
         self.early: list[str] = []
         self.body: list[str] = []
@@ -103,12 +132,9 @@ class _Printer:
         nodes = list(walk(mod.expr))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
-        self.full = any(node.op == "var" and node.value == "score" for node in nodes)
         self.ahead = _feeding_loads(nodes)
         self.node = mod.expr
-        per_key = depending(nodes, PER_KEY)
-        self.rowwise = (*PER_ROW, *["h"] * traits.head_per_row, *["b"] * traits.batch_per_row)
-        per_row = depending(nodes, self.rowwise)
+        per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
         self.crossing = {
             arg
@@ -123,11 +149,11 @@ class _Printer:
             self.values[node] = self._node(node)
         result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
-        return Printed(hoisted, early, body, result, self.full)
+        return Printed(hoisted, early, body, result)
 
     def _name(self, value: _Value) -> _Value:
         """Give a value a statement of its own, as early as it can be computed."""
-        name = f"{self.mod.kind}_{self.count}"
+        name = f"{self.view.prefix or self.mod.kind}_{self.count}"
         self.count += 1
         inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
@@ -136,8 +162,9 @@ class _Printer:
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":
             name = str(node.value)
+            view = {"q_idx": self.view.q_idx, "kv_idx": self.view.kv_idx, "h": self.view.h}
             dtype = "float32" if name == "score" else "int32"
-            return _Value(name, dtype, name in self.rowwise, name in PER_KEY)
+            return _Value(view.get(name, name), dtype, name in self.rowed, name in self.keyed)
         if node.op == "const":
             return _Value(literal(node.value, node.dtype), node.dtype)
         if node.op == "scalar":
@@ -308,7 +335,7 @@ class _Printer:
         Pipelined, a gather goes through shared memory element by element, and its stages crowd
         out those of K and V. The pipeline takes no load behind a condition; this one holds.
         """
-        zeros = f"tl.zeros([1, BLOCK_N], {triton_type(load.dtype)})"
+        zeros = f"tl.zeros({self.view.keys}, {triton_type(load.dtype)})"
         value = self._name(replace(load, text=zeros))
         self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
         return value

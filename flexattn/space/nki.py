@@ -9,7 +9,7 @@ from itertools import product
 from typing import Literal
 
 from flexattn.errors import ConfigError
-from flexattn.neuroncore import PSUM_BANKS, STATIONARY_MAX, NeuronCore
+from flexattn.neuroncore import BANK_BYTES, PSUM_BANKS, STATIONARY_MAX, NeuronCore
 from flexattn.problem import Problem
 from flexattn.space.nki_config import (
     CHUNK,
@@ -29,7 +29,7 @@ FORMS: tuple[MaskForm, ...] = ("range", "affine", "select")
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a problem's mods ask of a kernel, with masks in one form.
+    """What a problem's mods ask of a kernel, with masks and scores in one form.
 
     tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
     expressed, "" if they can.
@@ -40,7 +40,7 @@ class Needs:
     refused: str = ""
 
 
-NeedsOf = Callable[[MaskForm], Needs]
+NeedsOf = Callable[[NkiConfig], Needs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,25 @@ def _limits(
         yield NkiRule("sbuf", words)
     if banks > PSUM_BANKS:
         yield NkiRule("psum", f"PSUM: {banks} banks, there are {PSUM_BANKS}")
-    if config.transpose == "dma":
+    if config.transpose == "dma" and config.form == "s":
         if not core.has_dma_transpose:
             yield NkiRule("dma transpose", f"transpose=dma: {core.name} has no DMA transpose")
         if shape_of(problem, config).itemsize != 2:
             yield NkiRule("dma transpose", "transpose=dma: it moves elements of 2 bytes")
-    if needs.range_select and not core.has_range_select:
+    if config.form == "st":
+        yield from _keys_on_partitions(config, core, needs)
+    elif needs.range_select and not core.has_range_select:
         yield NkiRule("range_select", f"mask=range: {core.name} has no range_select")
+
+
+def _keys_on_partitions(config: NkiConfig, core: NeuronCore, needs: Needs) -> Iterator[NkiRule]:
+    if needs.range_select:
+        words = "mask=range: range_select compares along the free dimension, and form=st has rows"
+        yield NkiRule("form", f"{words} there")
+    columns = BANK_BYTES // 4
+    if columns % config.BLOCK_M and not core.has_bf16_psum:
+        words = f"form=st: tiles of BLOCK_M={config.BLOCK_M} rows cross the end of a PSUM bank"
+        yield NkiRule("form", words)
 
 
 def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
@@ -108,7 +120,7 @@ def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
     for config in _preferences(problem):
         for form in _forms(problem):
             chosen = _with(config, mask=form)
-            found = reasons(chosen, problem, core, needs_of(form))
+            found = reasons(chosen, problem, core, needs_of(chosen))
             if not found:
                 return chosen
             refused.append(f"{chosen}: {'; '.join(found)}")
@@ -125,10 +137,10 @@ def survey(
     """Every config of an effort that fits, each once; raises ConfigError where none does."""
     first = default(problem, core, needs_of)
     offered, rejected = [first], Counter[str]()
-    for config in dict.fromkeys(_grid(problem, effort)):
+    for config in dict.fromkeys((*_grid(problem, effort), *_turned(problem, effort))):
         if config == first:
             continue
-        broken = violated(config, problem, core, needs_of(config.mask))
+        broken = violated(config, problem, core, needs_of(config))
         if broken:
             rejected[broken[0].name] += 1
         else:
@@ -170,6 +182,33 @@ def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
         if problem.structure.kind == "prefill":
             for ahead in (1, 2) if full and problem.kv_len > section else (1,):
                 yield NkiPrefillConfig(rows, width, kv_buffers=ahead, **chosen)  # type: ignore[arg-type]
+            continue
+        for splits in (1, 2, 4, 8) if full else (1, 2):
+            if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+
+
+def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
+    """Configs that compute S^T: rows that fit tiles of many chunks, and no engine to turn P."""
+    full = effort == "full"
+    prefill = problem.structure.kind == "prefill"
+    heights = ((64, 128) if full else (128,)) if prefill else (32, 128)
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    values = (1, 2) if full else (1,)
+    exact = problem.structure.lse and problem.structure.itemsize == 2
+    evicts = ("vector", "scalar") if exact else ("vector",)
+    masks = FORMS[1:] if problem.structure.mask is not None else FORMS[:1]
+    axes = (heights, widths, sections, (1, 2), values, evicts, masks)
+    for rows, width, section, scores, value, evict, mask in product(*axes):
+        chosen = {
+            "section": section, "score_buffers": scores, "value_buffers": value, "evict": evict,
+            "mask": mask, "form": "st",
+        }  # fmt: skip
+        if prefill:
+            yield NkiPrefillConfig(rows, width, **chosen)  # type: ignore[arg-type]
             continue
         for splits in (1, 2, 4, 8) if full else (1, 2):
             if splits * CHUNK <= max(problem.kv_len, CHUNK):

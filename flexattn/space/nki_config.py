@@ -23,6 +23,7 @@ __all__ = [
 MaskForm = Literal["range", "affine", "select"]
 Transpose = Literal["tensor", "dma"]
 Evict = Literal["vector", "scalar"]
+Form = Literal["s", "st"]
 
 CHUNK = 128
 # States of query rows that wait for the next section of keys.
@@ -37,7 +38,8 @@ class NkiPrefillConfig:
     score_buffers, value_buffers: tiles in PSUM of QK^T, and of P^T and PV. buffers: working tiles
     in SBUF. kv_buffers: sections in SBUF. transpose: the engines that turn P. evict: the engine
     that moves it out of PSUM. mask: how masks are applied where they are simple. mixed: float32
-    tensors are multiplied as bfloat16.
+    tensors are multiplied as bfloat16. form: "s" has query rows on the partitions, S = Q K^T; "st"
+    has keys there, S^T = K Q^T, and P need not be turned.
     """
 
     BLOCK_M: int
@@ -51,6 +53,7 @@ class NkiPrefillConfig:
     evict: Evict = "vector"
     mask: MaskForm = "range"
     mixed: bool = False
+    form: Form = "s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class NkiDecodeConfig:
     evict: Evict = "vector"
     mask: MaskForm = "range"
     mixed: bool = False
+    form: Form = "s"
 
 
 NkiConfig = NkiPrefillConfig | NkiDecodeConfig
@@ -89,7 +93,9 @@ class NkiShape:
 
     section: keys of a section, whole blocks of a mask. chunks: of a section, at most. tile_parts:
     chunks of a tile, at most. pieces, value_pieces: (first, size) of the head dimensions. states:
-    of query rows at a time. group: turned chunks of P that one PSUM bank holds.
+    of query rows at a time. group: turned chunks of P that one PSUM bank holds. lanes: elements of
+    a tile in one partition. exact_sums: P is summed before it is rounded, for the sake of lse.
+    reference: the dtype of what is subtracted before exp, where keys lie on the partitions.
     """
 
     section: int
@@ -101,6 +107,9 @@ class NkiShape:
     group: int
     turns: int
     itemsize: int
+    lanes: int
+    exact_sums: bool
+    reference: str
 
     @property
     def value_width(self) -> int:
@@ -119,18 +128,29 @@ def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
     per_block = -(-block // CHUNK)
     itemsize = 2 if config.mixed else structure.itemsize
     visits = visits_of(problem, config)
+    chunks = section // block * per_block
+    tile_parts = (
+        min((config.BLOCK_N // block + 1) * per_block, chunks)
+        if block < config.BLOCK_N
+        else -(-config.BLOCK_N // CHUNK)
+    )
+    if config.form == "st":
+        tile_parts = min(max(1, config.BLOCK_N // CHUNK), chunks)
+    # Rounded to bfloat16 a maximum serves as well, unless it is asked for or P could overflow.
+    rounded = structure.dtype != "float16" and not structure.max_scores
     return NkiShape(
         section=section,
-        chunks=section // block * per_block,
-        tile_parts=min((config.BLOCK_N // block + 1) * per_block, section // block * per_block)
-        if block < config.BLOCK_N
-        else -(-config.BLOCK_N // CHUNK),
+        chunks=chunks,
+        tile_parts=tile_parts,
         pieces=_pieces(structure.head_dim_qk, 128),
         value_pieces=_pieces(structure.head_dim_v, 512),
         states=2 if sections == 1 else max(2, min(visits, MAX_STATES)),
         group=max(1, BANK_BYTES // (config.BLOCK_M * itemsize)),
         turns=min(TURNS, BANK_BYTES // (128 * itemsize)),
         itemsize=itemsize,
+        lanes=tile_parts * config.BLOCK_M if config.form == "st" else config.BLOCK_N,
+        exact_sums=structure.lse and itemsize == 2,
+        reference="bfloat16" if rounded else "float32",
     )
 
 
@@ -173,21 +193,35 @@ def memory_of(problem: Problem, config: NkiConfig, tiles: dict[str, int]) -> tup
     turned = len(shape.pieces)
     sbuf = 2 * item * (2 * s.head_dim_qk + turned * config.BLOCK_M)
     sbuf += item * config.kv_buffers * (turned * shape.section + shape.chunks * s.head_dim_v)
-    sbuf += item * config.buffers * (config.BLOCK_N + shape.tile_parts * config.BLOCK_M)
+    sbuf += item * config.buffers * shape.lanes
+    if config.form == "st":
+        sbuf += _statistics(config, shape)
+    else:
+        sbuf += item * config.buffers * shape.tile_parts * config.BLOCK_M
     sbuf += shape.states * (12 + 4 * s.head_dim_v)
     sbuf += 16 * config.buffers + 2 * s.head_dim_v * out + 32
-    widths = {"s": config.buffers * config.BLOCK_N * 4, "keep": config.BLOCK_N}
+    widths = {"s": config.buffers * shape.lanes * 4, "keep": shape.lanes}
     sizes = {"tile_f32": 4, "tile_bf16": 2, "tile_f16": 2, "tile_i32": 4, "tile_u8": 1}
     for pool, count in tiles.items():
         if pool in widths:
             sbuf += widths[pool]
         else:
-            sbuf += count * sizes[pool] * config.BLOCK_N if pool in sizes else 4 * count
-    banks = 1 + config.score_buffers * -(-config.BLOCK_N // 512)
-    banks += config.value_buffers * len(shape.value_pieces)
+            sbuf += count * sizes[pool] * shape.lanes if pool in sizes else 4 * count
+    banks = 1 + config.value_buffers * len(shape.value_pieces)
+    if config.form == "st":
+        return sbuf, banks + 2 + -(-config.score_buffers * shape.lanes // 512)
+    banks += config.score_buffers * -(-config.BLOCK_N // 512)
     if config.transpose == "tensor":
         banks += -(-config.value_buffers * shape.group * config.BLOCK_M * item // BANK_BYTES)
     return sbuf, banks
+
+
+def _statistics(config: NkiConfig, shape: NkiShape) -> int:
+    """SBUF bytes of a partition that maxima and sums across partitions take."""
+    reference = ITEMSIZE[shape.reference]
+    sbuf = config.buffers * (4 * config.BLOCK_M + reference * (config.BLOCK_M + 2))
+    sbuf += reference * CHUNK + (4 if shape.exact_sums else shape.itemsize)
+    return sbuf + 4 * config.buffers * shape.lanes * shape.exact_sums
 
 
 def _pieces(size: int, most: int) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from flexattn.device import Device
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.problem import Captures, Structure
+from flexattn.problem import Structure
 from flexattn.space.config import ORDERS, Config, DecodeConfig, PrefillConfig, padded, pieces
 from flexattn.space.tiles import power_above
 
@@ -49,29 +49,44 @@ def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
 
 def loads_tiles(structure: Structure) -> bool:
     """Whether a mod reads a value of its own for every score, which takes a tile to rearrange."""
-    return any(
-        _loads(captures, by_row=True) for captures in (structure.score, structure.mask) if captures
-    )
+    return any(_loads(expr, by_row=True) for expr in _tiles(structure))
 
 
 def loads_by_key(structure: Structure) -> bool:
     """Whether a mod reads a value for every key, the same for all rows of a tile."""
-    return any(
-        _loads(captures, by_row=False)
-        for captures in (structure.score, structure.mask)
-        if captures
+    terms = structure.terms
+    column = () if terms is None or terms.column is None else (terms.column,)
+    # A column's q_idx is one row, so what it loads is the same for all.
+    return any(_loads(expr, by_row=False) for expr in _tiles(structure)) or any(
+        _loads(expr, by_row=row) for expr in column for row in (False, True)
     )
 
 
 def loads_early(structure: Structure) -> bool:
     """Whether a config's early_loads moves anything: what a score_mod reads by key alone."""
-    return structure.score is not None and _loads(
-        structure.score, by_row=False, head_per_row=structure.kind == "decode"
+    terms = structure.terms
+    if terms is None:
+        return False
+    if terms.diagonal is not None:
+        return any(node.op == "load" for node in walk(terms.diagonal))
+    decode = structure.kind == "decode"
+    return any(
+        _loads(expr, by_row=False, head_per_row=decode)
+        for expr in (terms.core, terms.column, terms.rest)
+        if expr is not None
     )
 
 
-def _loads(captures: Captures, by_row: bool, head_per_row: bool = False) -> bool:
-    nodes: list[Expr] = list(walk(captures.mod.expr))
+def _tiles(structure: Structure) -> list[Expr]:
+    """What is computed for every score of a tile."""
+    terms = structure.terms
+    found = [] if terms is None else [terms.core, terms.rest, terms.keep]
+    found.append(None if structure.mask is None else structure.mask.mod.expr)
+    return [expr for expr in found if expr is not None]
+
+
+def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> bool:
+    nodes: list[Expr] = list(walk(expr))
     rows = ("score", "q_idx", "h") if head_per_row else ("score", "q_idx")
     per_key, per_row = depending(nodes, ("score", "kv_idx")), depending(nodes, rows)
     return any(

@@ -18,7 +18,7 @@ from flexattn.settings import log
 from flexattn.tune.claims import Claims
 from flexattn.tune.search import tell_cost
 
-__all__ = ["Board", "Heart", "Held", "Pulse", "connect"]
+__all__ = ["Board", "Heart", "Held", "Pulse", "connect", "rounds"]
 
 T = TypeVar("T")
 
@@ -105,6 +105,18 @@ def _let_readers_write(engine: Any) -> None:
     engine.dispose()
     with engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+
+
+def rounds(storage: Any, name: str) -> int:
+    """How many rounds of a study there are: 0 before the first, which has the plain name."""
+    import optuna
+
+    names: list[str] = patient(lambda: optuna.get_all_study_names(storage))
+    numbers = [1 for each in names if each == name]
+    numbers += [
+        int(tail) for each in names if (tail := each.removeprefix(f"{name} round ")).isdigit()
+    ]
+    return max(numbers, default=0)
 
 
 class Heart:

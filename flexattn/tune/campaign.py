@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,7 @@ from flexattn.cache.environment import environment
 from flexattn.cache.key import Key, key_of
 from flexattn.cache.record import Answer, Environment, Record
 from flexattn.cache.store import Store
-from flexattn.errors import FlexAttnError
+from flexattn.errors import DeviceError, FlexAttnError
 from flexattn.measure.task import Task
 
 __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
@@ -21,6 +22,8 @@ __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
 Status = Literal["tuned", "kept", "failed"]
 Tune = Callable[[Task], Record]
 Where = Callable[[Task], Environment]
+Landed = Callable[[Record], None]
+Lost = Callable[[int, DeviceError], None]
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,17 @@ def campaign(
     tuners: Sequence[Tune],
     again: bool = False,
     where: Where = environment_of,
+    landed: Landed = lambda record: None,
+    lost: Lost = lambda tuner, error: None,
 ) -> Iterator[Outcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
-    A task that raises a FlexAttnError or an OSError has failed and the others go on.
-    KeyboardInterrupt goes through, and the same call later keeps what is there. again: tune and
-    replace it instead, unless that would lose what was measured for what was made up.
-    where: the environment that the tuners' records hold in.
+    A task that raises a FlexAttnError or an OSError has failed and the others go on. A tuner that
+    raises DeviceError is asked no more: its task goes to another one, and `lost` is told its
+    number; what is left when all are lost has failed. KeyboardInterrupt goes through, and the same
+    call later keeps what is there. again: tune and replace it instead, unless that would lose
+    what was measured for what was made up. where: the environment that the tuners' records hold
+    in. landed: told of each record once the store has it, or a better one; it does not raise.
     """
     todo = []
     for task in tasks:
@@ -68,20 +75,19 @@ def campaign(
             todo.append(task)
         else:
             yield Outcome(task.title, key_of(task.problem), "kept", known)
-    if len(tuners) == 1:
-        for task in todo:
-            yield _outcome(task, store, tuners[0])
-    elif todo:
-        yield from _side_by_side(todo, store, tuners)
+    yield from _side_by_side(todo, store, tuners, landed, lost)
 
 
-def _outcome(task: Task, store: Store, tune: Tune) -> Outcome:
+def _outcome(task: Task, store: Store, tune: Tune, landed: Landed) -> Outcome:
     key, begin = key_of(task.problem), time.monotonic()
     try:
         record = tune(task)
         written = store.write(record, replace=_replaces)
+    except DeviceError:  # no fault of the task
+        raise
     except (FlexAttnError, OSError) as error:  # a disk that refuses the record, too
         return Outcome(task.title, key, "failed", None, time.monotonic() - begin, str(error))
+    landed(record)
     seconds = time.monotonic() - begin
     if not written:
         kept = store.answer(record.environment, key)
@@ -94,29 +100,45 @@ def _replaces(new: Record, old: Record) -> bool:
     return not (new.provenance == "untuned" and old.provenance == "measured")
 
 
-def _side_by_side(todo: Sequence[Task], store: Store, tuners: Sequence[Tune]) -> Iterator[Outcome]:
-    """Each tuner takes the next task when it is free; threads, since processes do the work."""
-    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Outcome | BaseException] = queue.SimpleQueue()
-    for task in todo:
-        waiting.put(task)
+def _side_by_side(
+    todo: Sequence[Task], store: Store, tuners: Sequence[Tune], landed: Landed, lost: Lost
+) -> Iterator[Outcome]:
+    """Each tuner has the next task when it is free; in threads, since processes do the work."""
+    waiting, idle = deque(todo), deque(range(len(tuners)))
+    busy: dict[int, Task] = {}
+    done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
+    errors: list[DeviceError] = []
 
-    def work(tune: Tune) -> None:
+    def work(number: int, task: Task) -> None:
         try:
-            while True:
-                done.put(_outcome(waiting.get_nowait(), store, tune))
-        except queue.Empty:
-            return
+            done.put((number, _outcome(task, store, tuners[number], landed)))
         except BaseException as error:  # the main thread raises it
-            done.put(error)
+            done.put((number, error))
 
-    for tune in tuners:
-        threading.Thread(target=work, args=(tune,), daemon=True).start()
-    for _ in todo:
-        outcome = done.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
-        yield outcome
+    while True:
+        while waiting and idle:
+            number = idle.popleft()
+            busy[number] = waiting.popleft()
+            if len(tuners) == 1:
+                work(number, busy[number])
+            else:
+                threading.Thread(target=work, args=(number, busy[number]), daemon=True).start()
+        if not busy:
+            break
+        number, found = done.get()
+        task = busy.pop(number)
+        if isinstance(found, DeviceError):
+            waiting.appendleft(task)
+            errors.append(found)
+            lost(number, found)
+        elif isinstance(found, BaseException):
+            raise found
+        else:
+            idle.append(number)
+            yield found
+    for task in waiting:
+        message = f"not tuned, no device is left: {errors[-1]}"
+        yield Outcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 
 
 def _stored(task: Task, store: Store, where: Where) -> Answer | None:

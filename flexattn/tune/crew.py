@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 from flexattn.cache.key import Sizes, key_of
 from flexattn.cache.layers import layers, ranked, transferred
 from flexattn.cache.record import Record
+from flexattn.closing import Closing
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker
@@ -46,12 +46,13 @@ class Lane(Progress, Protocol):
         """The next problem begins."""
 
 
-class Crew:
+class Crew(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its processes.
 
     jobs: processes that compile, 0 for as many as there are cores. journals: a folder that keeps
     what an interrupted problem had finished. measurer: a Worker of this host's GPU if None.
-    storage: a database's URL; workers that name it tune each problem together.
+    storage: a database's URL; workers that name it tune each problem together. again_since: what
+    they had finished before this moment, in seconds of the clock, is measured again.
     """
 
     def __init__(
@@ -63,21 +64,16 @@ class Crew:
         measurer: Measurer | None = None,
         gpu: int = 0,
         storage: str | None = None,
+        again_since: float | None = None,
     ) -> None:
         self._method, self._journals = method, journals
         self._compilers = compilers(jobs)
         self._progress, self._storage = progress, storage
+        self._again_since = again_since
         self._measurer = measurer or Worker(gpu=gpu, say=progress.note)
 
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End every process."""
         self._compilers.close()
         self._measurer.close()
 
@@ -104,6 +100,7 @@ class Crew:
                 self._storage,
                 self._method,
                 seeds=seeds(task),
+                again_since=self._again_since,
                 progress=self._progress,
             )
         return tune(

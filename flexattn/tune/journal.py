@@ -1,24 +1,27 @@
 """Journal: the finished screening batches of a tuning that was cut short, to go on from.
 
 Times of two runs compare only as ratios to the default of the same run: the journal keeps whole
-batches, each with the default's samples. It is append-only, and goes when the record is written.
+batches, each with the default's samples. It is append-only, and goes when the record is on the
+disk: not before, or a process that dies between loses both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flexattn.cache.codec import decode, encode
-from flexattn.cache.record import Provenance, Trial
+from flexattn.cache.key import Key
+from flexattn.cache.record import Environment, Policy, Provenance, Record, Trial
 from flexattn.errors import CacheError
-from flexattn.tune.subject import Subject
 
-__all__ = ["Entry", "Journal"]
+__all__ = ["Entry", "Journal", "settle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,28 @@ class Entry:
     code: str
 
 
+class Study(Protocol):
+    """What tells one journal from another: a Subject has it, and so has the Record of one."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def sizes(self) -> tuple[int, int, int]: ...
+    @property
+    def environment(self) -> Environment: ...
+    @property
+    def policy(self) -> Policy: ...
+
+
 class Journal:
-    """One file a subject: a line for each batch, the default first.
+    """One file a study: a line for each batch, the default first.
 
     provenance: of the record; a mask and captures that were made up are not the user's.
     """
 
-    def __init__(
-        self, folder: Path, subject: Subject, provenance: Provenance = "measured"
-    ) -> None:
+    def __init__(self, folder: Path, of: Study, provenance: Provenance = "measured") -> None:
         # All that must be equal for samples to be of one study; which configs there are may grow.
-        same = (subject.key, subject.sizes, subject.environment, subject.policy, provenance)
+        same = (of.key, tuple(of.sizes), of.environment, of.policy, provenance)
         self.path = folder / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:32]}.jsonl"
 
     def append(self, entries: Sequence[Entry]) -> None:
@@ -64,3 +78,14 @@ class Journal:
     def drop(self) -> None:
         """The record is written: nothing is left to go on from."""
         self.path.unlink(missing_ok=True)
+
+
+def settle(folder: Path, record: Record, until: float = math.inf) -> None:
+    """Drop the journal of a record that is on the disk.
+
+    until: seconds of the clock; a journal that was written to later is of a later tuning.
+    """
+    journal = Journal(folder, record, record.provenance)
+    with contextlib.suppress(FileNotFoundError):
+        if journal.path.stat().st_mtime <= until:
+            journal.drop()

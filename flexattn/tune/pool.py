@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from types import TracebackType
 from typing import IO, Any, Literal
 
+from flexattn.closing import Closing
 from flexattn.measure.failures import clipped
 from flexattn.measure.wire import receive, send
 from flexattn.settings import compiler_environment
@@ -52,7 +52,7 @@ class _Worker:
     ready: bool = field(default=False)
 
 
-class Pool:
+class Pool(Closing):
     """At most `jobs` processes that call `work` on tasks, each within `deadline` seconds.
 
     work: a function of a module that a new process can import; tasks and results are pickled.
@@ -64,17 +64,6 @@ class Pool:
         self._work = f"{work.__module__}:{work.__qualname__}"
         self._jobs, self._deadline = max(1, jobs), deadline
         self._workers: list[_Worker] = []
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Index and result of each task as it ends; a task without a result gives a Lost.

@@ -38,6 +38,9 @@ class ReplayMeasurer:
         self.gated: list[Config] = []
         self.measured: list[Config] = []
 
+    def start(self) -> None:
+        """Nothing has to run."""
+
     def open(self, task: Task | None = None) -> None:
         """Nothing is made: the results are there."""
 

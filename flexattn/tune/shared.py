@@ -9,6 +9,7 @@ import random
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from flexattn.cache.codec import decode, decode_record, encode, encode_record
 from flexattn.cache.environment import environment as environment_of
@@ -17,7 +18,7 @@ from flexattn.errors import CacheError, InputError
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
 from flexattn.space.config import Config
-from flexattn.tune.board import Board, Heart, Held, Pulse, connect
+from flexattn.tune.board import Board, Heart, Held, Pulse, connect, rounds
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
@@ -34,7 +35,8 @@ POLL_S = 0.3
 # Proposals that may be known or cannot be, before any free point is taken instead.
 PROPOSALS = 4
 PULSE = Pulse()
-ENDED = "ended"
+# Words that workers leave with a study: the budget is used up; when its record was made.
+ENDED, FINISHED = "ended", "finished"
 
 
 def tune_shared(
@@ -46,19 +48,23 @@ def tune_shared(
     *,
     seeds: Sequence[Config] = (),
     environment: Environment | None = None,
+    again_since: float | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """As `tune`, with all workers that call this for the problem; each gets the one record.
 
     Workers measure different points, and one of them races the finalists on its GPU. The space is
     the effort's alone, seeds widen it not: they are looked at first. A budget that one worker has
-    used up ends the search for all. Raises InputError for a URL that is no database's.
+    used up ends the search for all. again_since: a study that was finished before this moment
+    (seconds of the clock) is left as it is and a new round of it begins, which all who ask so
+    share. Raises InputError for a URL that is no database's.
     """
     where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort)
+    measurer.start()
     bench = Workbench(subject, measurer, build, method, progress)
     measurer.open(task)
-    return Shared(subject, bench, url, PULSE, subject.index(seeds)).run(HELD)
+    return Shared(subject, bench, url, PULSE, subject.index(seeds), again_since).run(HELD)
 
 
 def study_name(subject: Subject, method: Method) -> str:
@@ -84,11 +90,12 @@ def tune_shared_subject(
     seeds: Sequence[Config] = (),
     pulse: Pulse = PULSE,
     held: int = HELD,
+    again_since: float | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """As `tune_shared`, for a subject whose task the measurer has open already."""
     bench = Workbench(subject, measurer, build, method, progress)
-    return Shared(subject, bench, url, pulse, subject.index(seeds)).run(held)
+    return Shared(subject, bench, url, pulse, subject.index(seeds), again_since).run(held)
 
 
 class Shared:
@@ -101,6 +108,7 @@ class Shared:
         url: str,
         pulse: Pulse = PULSE,
         first: Sequence[int] = (),
+        again_since: float | None = None,
     ) -> None:
         self.subject, self.bench, self._first = subject, bench, first
         self._method = bench.method
@@ -112,7 +120,7 @@ class Shared:
             self._limit = min(self._limit, asked)
         storage = connect(url, pulse)
         self._heart = Heart(storage)
-        name = study_name(subject, self._method)
+        name = self._round(storage, study_name(subject, self._method), again_since)
         # Workers that draw alike would propose alike.
         self._draw = random.Random(uuid.uuid4().int)
         self._board = Board(
@@ -124,11 +132,23 @@ class Shared:
             distributions(self._axes),
             sampler_of(self._method.sampler, self._draw.randrange(2**31)),
         )
-        self._finals = Board(
-            storage, self._heart, f"{name} finals", lambda point: {}, lambda params: 0, {}
-        )
+        self._finals = self._race_of(storage, name)
         self._seen: set[int] = set()
         self._twins: list[tuple[Entry, ...]] = []
+
+    def _race_of(self, storage: Any, name: str) -> Board:
+        """The study of one point that whoever races the finalists owns."""
+        return Board(storage, self._heart, f"{name} finals", lambda point: {}, lambda p: 0, {})
+
+    def _round(self, storage: Any, name: str, again_since: float | None) -> str:
+        """The newest round of a study, or the one after it where that was finished before."""
+        number = rounds(storage, name)
+        newest = f"{name} round {number}" if number > 1 else name
+        if again_since is None or not number:
+            return newest
+        finals = self._race_of(storage, newest)
+        finished = finals.results() and (finals.noted(FINISHED) or 0.0) < again_since
+        return f"{name} round {number + 1}" if finished else newest
 
     def run(self, held: int) -> Record:
         """Measure what is left, with the others; then race the finalists, or wait for who does."""
@@ -232,6 +252,7 @@ class Shared:
             trials, decision, untried = self.bench.finals()
             seconds = time.monotonic() - self.bench.begin
             record = record_of(self.subject, self._method, trials, decision, untried, seconds)
+            self._finals.note(FINISHED, time.time())
             kept = self._finals.tell(held, 0.0, encode_record(record))
         except BaseException:
             self._finals.give_back([held])

@@ -90,6 +90,7 @@ def task_from(
         mask_class="" if block_mask is None else mask_class(block_mask),
         tf32=tf32 and torch.backends.cuda.matmul.allow_tf32,
         positive_scale=scale > 0,
+        sinks=row.dtype if row.sinks else "",
     )
     return Task(
         row.title, problem, device, policy_for(kind, device, row.policy), scale, score, mask, lists

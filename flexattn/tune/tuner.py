@@ -43,20 +43,18 @@ def tune(
 
     build: configs to what their builds tell. seeds: configs to look at first, such as the
     neighbours' winners and the shipped ones. environment: the record's; this process's if None.
-    journals: a folder that keeps finished batches until the record is made, so that the same
-    call goes on after an interrupt.
+    journals: a folder that keeps finished batches, so that the same call goes on after an
+    interrupt; whoever has written the record drops them with `flexattn.tune.journal.settle`.
     Raises MeasureError where no config of the space runs.
     """
     where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort, seeds)
     journal = None if journals is None else Journal(journals, subject, method.provenance)
+    measurer.start()
     # Its clock starts before the oracle is made, which the budget pays for.
     bench = Workbench(subject, measurer, build, method, progress)
     measurer.open(task)
-    record = _tuned(bench, seeds, journal)
-    if journal:
-        journal.drop()
-    return record
+    return _tuned(bench, seeds, journal)
 
 
 def tune_subject(

@@ -7,6 +7,7 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     heads = [32, 8]                                   # of the query, of the keys
     head_dim = 128                                    # or [192, 128]: of q and k, of v
     score = { mod = "my_model.mods:softcap", args = [50.0] }
+    sinks = true                                      # a learned logit of each head in the sum
     [[layers.calls]]
     name = "prefill"
     mask = "flexattn.catalogue:causal"
@@ -38,7 +39,7 @@ from flexattn.tune.tables import Table, read_file
 
 __all__ = ["ModPath", "Row", "Workload", "parse", "policy_for", "read"]
 
-SHARED = ("dtype", "score", "mask", "block_size", "page_size", "scale", "policy")
+SHARED = ("dtype", "score", "mask", "sinks", "block_size", "page_size", "scale", "policy")
 TOP = ("title", "models", "note", "dtype", "layers")
 LAYER = ("name", "heads", "head_dim", *SHARED, "calls")
 CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *SHARED)
@@ -56,7 +57,10 @@ class ModPath:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call of a workload. kind: None lets the lengths decide, as dispatch does."""
+    """One call of a workload. kind: None lets the lengths decide, as dispatch does.
+
+    sinks: whether each head has a sink, of the row's dtype.
+    """
 
     title: str
     kind: Kind | None
@@ -67,6 +71,7 @@ class Row:
     block_size: tuple[int, int]
     scale: float | None
     policy: tuple[tuple[str, float], ...]
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,7 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
             (blocks[0], blocks[-1]),
             said("scale").number("scale"),
             _policy(said("policy")),
+            said("sinks").flag("sinks") or False,
         )
 
 

@@ -50,9 +50,20 @@ def test_default_config(arch, kind, D, Dv, dtype):
         assert {"hip": "v_mfma", "cuda": "wgmma" if wgmma else "mma.sync"}[device.backend] in code
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
 @pytest.mark.parametrize("arch", DEVICES)
-def test_combine(arch):
+def test_sinks_cost_no_spill(arch, kind):
     device = named(DEVICES[arch])
-    source = render_combine(problem("decode", D=128).structure, device)
+    wanted = problem(kind, 64, mask_mod=causal, sinks="bfloat16")
+    source = render(wanted.structure, default(wanted, device), device, "sinks")
+    taken = resources(compile_source(source, device), device)
+    assert taken.shared <= device.shared_memory and not taken.starved
+
+
+@pytest.mark.parametrize("sinks", ["", "bfloat16"])
+@pytest.mark.parametrize("arch", DEVICES)
+def test_combine(arch, sinks):
+    device = named(DEVICES[arch])
+    source = render_combine(problem("decode", D=128, sinks=sinks).structure, device)
     taken = resources(compile_source(source, device), device)
     assert taken.spills == 0 and taken.shared <= device.shared_memory

@@ -65,6 +65,9 @@ GOLDENS = {
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())
     ),
     "decode_per_head_mask": lambda: kernel(DECODE, "decode", mask_mod=per_head, per_head=True),
+    "prefill_sinks_causal": lambda: kernel(PREFILL, D=64, mask_mod=causal, sinks="bfloat16"),
+    "decode_sinks": lambda: kernel(DECODE, "decode", D=64, sinks="bfloat16"),
+    "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
     "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),

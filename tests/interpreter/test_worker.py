@@ -41,7 +41,7 @@ def test_a_masked_prefill_is_gated_and_timed(worker):
 
 
 def test_decode_with_splits_is_gated_and_timed(worker):
-    worker.open(make_task(DECODE, INTERPRETER, kind="decode"))
+    worker.open(make_task(DECODE, INTERPRETER, kind="decode", sinks="float32"))
     configs = [DecodeConfig(16, 16, 4, 1, splits) for splits in (1, 3)]
     assert all(isinstance(got := worker.gate(c), Gated) and got.passed for c in configs)
     assert all(len(us) == 2 for us in worker.sample(configs, 2, 0))

@@ -51,6 +51,11 @@ class FaultyLab:
 
     def __init__(self):
         self.calls = Counter()
+        if starts := os.environ.get("FAULTY_LAB_STARTS"):
+            with open(starts, "a+") as file:
+                file.write("x")
+                if file.tell() > int(os.environ["FAULTY_LAB_LAST"]):
+                    raise RuntimeError("this device lets nobody start")
         print("this goes nowhere", flush=True)
 
     def open(self, given):

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "settings", "lru", "files"}
+BASE = {"errors", "settings", "lru", "files", "closing"}
 
 # What a part may import, with all that those may import, and BASE. A new edge is a decision.
 EDGES = {
@@ -18,6 +18,7 @@ EDGES = {
     "settings": {"errors"},
     "lru": set(),
     "files": {"errors"},
+    "closing": set(),
     "mods": set(),
     # What AWS documents of its cores, as numbers: the device table and the space both read it.
     "neuroncore": set(),
@@ -38,14 +39,19 @@ EDGES = {
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "block_kinds": {"build"},
-    "masks": {"block_kinds"},
+    "block_kernels": {"build"},
+    "block_kinds": {"block_kernels"},
+    "block_lists": {"block_kinds"},
+    "lazy_mask": {"block_lists"},
+    "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
     "launch": {"dispatch"},
     "training": set(),
-    "reference": set(),
+    "sinks": set(),
+    "reference": {"sinks"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"launch", "reference"},
     # What a kernel takes and whose code it shares is known before it is timed.
@@ -57,7 +63,9 @@ EDGES = {
     "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
-    "attention": {"plan", "reference", "training", "graph_break"},
+    # Knows plans, that it need not make one again.
+    "repeat": {"plan"},
+    "attention": {"repeat", "reference", "training", "graph_break"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},
@@ -71,7 +79,9 @@ EDGES = {
     },
     # It reads a workload as the tuner does, when it is called.
     "warm": {"tune"},
-    "__init__": {"explain", "catalogue", "serving", "warm"},
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
+    "__init__": {"explain", "catalogue", "serving", "warm", "visual"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
@@ -92,6 +102,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),

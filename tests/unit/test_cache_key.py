@@ -53,7 +53,7 @@ def test_sizes_are_read_back_from_a_files_name(B, q_len, kv_len):
 
 CHANGES = {
     "dtype": "float16", "head_dim_qk": 64, "head_dim_v": 64, "lse": False, "max_scores": True,
-    "positive_scale": False, "layout": Layout(True, True, True, False),
+    "positive_scale": False, "layout": Layout(True, True, True, False), "sinks": "float32",
 }  # fmt: skip
 
 

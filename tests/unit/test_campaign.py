@@ -9,9 +9,10 @@ import torch
 from flexattn.cache.key import key_of, sizes_of
 from flexattn.cache.store import Store
 from flexattn.device import named
-from flexattn.errors import MeasureError
+from flexattn.errors import DeviceError, MeasureError
 from flexattn.tune.campaign import campaign, environment_of, pending
 from flexattn.tune.decide import replay_study
+from flexattn.tune.journal import Entry, Journal, settle
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse
 from tests import records
@@ -109,3 +110,97 @@ def test_workers_take_the_next_problem_when_they_are_free(tasks, tmp_path):
     found = list(campaign(tasks, Store(tmp_path), [worker(0), worker(1)]))
     assert sorted(each.title for each in found) == sorted(task.title for task in tasks)
     assert seen == {0: 2, 1: 2}
+
+
+def broken(after=0):
+    """A tuner whose device is lost after so many problems; it must not be asked again."""
+    asked = []
+
+    def tune(task):
+        asked.append(task)
+        assert len(asked) <= after + 1, "it was asked after its device was lost"
+        if len(asked) > after:
+            raise DeviceError("GPU 1 fell off the bus")
+        return record_of(task)
+
+    return tune
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_lost_device_takes_no_more_and_the_others_finish(tasks, tmp_path, after):
+    """A worker that fails at once would be free at once, and would fail problem after problem."""
+    gone = []
+    slow = threading.Event()
+
+    def tune(task):
+        slow.wait(0.2)  # the broken one is free first
+        return record_of(task)
+
+    found = list(
+        campaign(
+            tasks, Store(tmp_path), [broken(after), tune], lost=lambda *told: gone.append(told)
+        )
+    )
+    assert {each.status for each in found} == {"tuned"} and len(found) == len(tasks)
+    assert [(number, str(error)) for number, error in gone] == [(0, "GPU 1 fell off the bus")]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_when_every_device_is_lost_what_is_left_has_failed(tasks, tmp_path, workers):
+    gone = []
+    found = list(
+        campaign(
+            tasks, Store(tmp_path), [broken() for _ in range(workers)],
+            lost=lambda number, error: gone.append(number),
+        )
+    )  # fmt: skip
+    assert [each.status for each in found] == ["failed"] * len(tasks)
+    assert all("no device is left: GPU 1 fell off" in each.message for each in found)
+    assert sorted(gone) == list(range(workers))
+
+
+class Full(Store):
+    """A disk that refuses its first record."""
+
+    refused = False
+
+    def write(self, record, replace=False):
+        if not self.refused:
+            self.refused = True
+            raise OSError(28, "No space left on device")
+        return super().write(record, replace)
+
+
+def test_what_a_record_came_from_is_kept_until_the_record_is_on_the_disk(tasks, tmp_path):
+    store, task = Full(tmp_path / "records"), tasks[0]
+    record = record_of(task)
+    journal = Journal(tmp_path / "journals", record)
+    there = []
+
+    def tune(task):
+        there.append(journal.path.exists())
+        journal.append([Entry(trial, "") for trial in record.trials])
+        return record
+
+    def landed(record):
+        assert store.read(record.environment, record.key) == record, "it is on the disk"
+        settle(tmp_path / "journals", record)
+
+    for status in ("failed", "tuned", "kept"):
+        (found,) = campaign([task], store, [tune], landed=landed)
+        assert found.status == status and journal.path.exists() == (status == "failed")
+    assert there == [False, True], "the second call goes on from what the first one kept"
+
+
+def test_a_journal_that_is_older_than_its_record_is_of_no_use(tasks, tmp_path):
+    """A process died between writing the record and dropping the journal."""
+    record = record_of(tasks[0])
+    journal = Journal(tmp_path, record)
+    journal.append([Entry(record.trials[0], "")])
+    written = journal.path.stat().st_mtime
+    settle(tmp_path, record, written - 1)
+    assert journal.path.exists(), "a later tuning that was interrupted goes on from it"
+    settle(tmp_path, replace(record, provenance="untuned"), written)
+    assert journal.path.exists(), "another study's"
+    settle(tmp_path, record, written)
+    assert not journal.path.exists()

@@ -114,6 +114,9 @@ CHILD = """
         def __init__(self, **given):
             pass
 
+        def start(self):
+            pass
+
         def open(self, task):
             pass
 

@@ -198,7 +198,7 @@ def padded():
     return lambda b, h, q_idx, kv_idx: kv_idx < lengths[b]
 
 
-def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700):
+def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700, sinks=None):
     """A decode call as far as its plan, on a machine that says it has an H200."""
     launch = SimpleNamespace(choice=SimpleNamespace(how=how))
     seen = []
@@ -210,7 +210,7 @@ def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700):
     mask = None
     if mask_mod is not None:
         mask = create_block_mask(mask_mod, 3, None, 1, kv_len, "cpu")
-    plan.plan(make_call(q, k, k, score_mod, mask, None, True, False, None, None))
+    plan.plan(make_call(q, k, k, score_mod, mask, None, True, False, None, None, sinks))
     return seen[0]
 
 
@@ -276,6 +276,13 @@ def test_a_listed_problem_is_rebuilt(monkeypatch, mods):
             (t.shape, t.dtype) for t in bound.tensors
         ]
         assert rebuilt.scalars == bound.scalars
+
+
+def test_sinks_are_listed_by_their_dtype(monkeypatch):
+    met = [call(monkeypatch, sinks=torch.zeros(8, dtype=d)) for d in (torch.float32, torch.half)]
+    assert [each.structure.sinks for each in met] == ["float32", "float16"]
+    (listed,) = read(untuned_path())  # one key: their dtype changes no config
+    assert listed.problem == met[0]
 
 
 def test_numbers_that_became_arguments_are_kept(monkeypatch):

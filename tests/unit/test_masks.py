@@ -11,21 +11,27 @@ from flexattn.catalogue import CASES, case, causal, sliding_window
 from tests.support import lists_of
 
 MASKS = [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
+LISTS = [
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
 SHAPES = [(2, 3, 1, 37, 53), (1, 2, 1, 64, 32), (1, 2, 2, 1, 130), (2, 2, 1, 130, 1)]
 
 
 def assert_same(mask_mod, B, H, L, S, block=16, **more):
     mine = flexattn.create_block_mask(mask_mod, B, H, L, S, "cpu", block, **more)
     theirs = torch_block_mask(mask_mod, B, H, L, S, device="cpu", BLOCK_SIZE=block, **more)
-    assert type(mine) is BlockMask and mine.mask_mod is mask_mod
+    assert isinstance(mine, BlockMask) and mine.mask_mod is mask_mod
     assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
     assert mine.seq_lengths == theirs.seq_lengths and mine.shape == theirs.shape
     assert lists_of(mine) == lists_of(theirs)
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_indices"):
+    for name in LISTS:
         ours, other = getattr(mine, name), getattr(theirs, name)
         assert (ours is None) == (other is None)
         if ours is not None:
-            assert ours.dtype == other.dtype and ours.shape == other.shape
+            assert ours.dtype == other.dtype and ours.is_contiguous() and torch.equal(ours, other)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

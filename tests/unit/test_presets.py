@@ -38,6 +38,11 @@ def test_every_problem_can_run_and_has_a_key_of_its_own(name):
         assert space(task.problem, H200, "quick"), task.title
 
 
+def test_gpt_oss_alone_has_sinks():
+    have = {name for name in NAMES if any(row.sinks for row in read(files()[name]).rows)}
+    assert have == {"gpt-oss"} and all(row.sinks for row in read(files()["gpt-oss"]).rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_takes_seconds(name, tmp_path):

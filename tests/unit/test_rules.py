@@ -224,7 +224,8 @@ def test_loads_are_moved_only_where_a_score_mod_reads_by_key():
     def by_head_and_key(score, b, h, q_idx, kv_idx):
         return score + per_head[h, kv_idx]
 
-    expected = {by_key: (True, True), by_head_and_key: (True, False), BIAS: (False, False)}
+    # A table by distance is read as one strip of diagonals, where a tile has one head.
+    expected = {by_key: (True, True), by_head_and_key: (True, False), BIAS: (True, False)}
     for score_mod, moves in expected.items():
         for kind, moved in zip(("prefill", "decode"), moves, strict=True):
             wanted = problem(kind, score_mod=score_mod)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bench.tuned import flip
+from bench.tuned import _flipped, flip
 from flexattn.cache.codec import decode_record, encode_record
 from flexattn.tune.ledger import cost
 from flexattn.tune.method import Method
@@ -50,6 +50,22 @@ def test_only_neighbours_of_one_environment_count():
     both = with_transfer([one, near])
     assert all(decode_record(encode_record(r).encode()) == r for r in both)
     assert both[0].transfer == transfer_regret(one, [near])
+
+
+def test_a_winner_that_the_other_tuning_did_not_time_is_no_agreement():
+    one = tuned(1)
+
+    def won_by_a_stranger(number):
+        stranger = dataclasses.replace(one.config, BLOCK_N=number)
+        trials = tuple(
+            dataclasses.replace(t, config=stranger) if t.config == one.config else t
+            for t in one.trials
+        )
+        return dataclasses.replace(one, trials=trials)
+
+    both = won_by_a_stranger(512), won_by_a_stranger(1024)
+    assert flip(one, one) == 0.0 and flip(*both) is None
+    assert _flipped(None) and _flipped(0.031) and not _flipped(0.03)
 
 
 def test_two_tunings_seldom_disagree_by_more_than_three_percent():

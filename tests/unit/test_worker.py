@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexattn.cache.record import Failed, Gated
-from flexattn.errors import InputError, MeasureError, SettingsError, UnsupportedError
+from flexattn.errors import DeviceError, InputError, MeasureError, SettingsError
 from flexattn.measure.failures import clipped, failed, is_sticky
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess
@@ -150,8 +150,21 @@ def test_a_lab_that_cannot_be_loaded_raises(lab):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 def test_without_a_gpu_the_worker_says_what_to_do():
-    with Worker() as worker, pytest.raises(UnsupportedError, match="FLEXATTN_INTERPRET=1"):
+    with Worker() as worker, pytest.raises(DeviceError, match="FLEXATTN_INTERPRET=1"):
         worker.open(task())
+
+
+@pytest.mark.parametrize(("child", "error"), [(2, DeviceError), (3, MeasureError)])
+def test_a_device_that_lets_no_child_start_is_at_fault(tmp_path, monkeypatch, child, error):
+    """The first child opens nothing; whether there is another one says who is to blame."""
+    monkeypatch.setenv("FAULTY_LAB_STARTS", str(tmp_path / "starts"))
+    monkeypatch.setenv("FAULTY_LAB_LAST", str(child - 1))
+    with Worker(LAB) as worker:
+        worker.start()
+        with pytest.raises(MeasureError) as caught:
+            worker.open(task("aborts"))
+    assert type(caught.value) is error
+    assert ("lets nobody start" in str(caught.value)) == (error is DeviceError)
 
 
 def test_nothing_is_measured_without_a_task():

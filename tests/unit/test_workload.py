@@ -53,6 +53,7 @@ name = "plain"
 kind = "decode"
 mask = ""
 score = ""
+sinks = true
 q_len = 4
 kv_len = [77, 99]
 """
@@ -82,6 +83,7 @@ def test_rows_of_a_file(tmp_path):
     assert prefill.block_size == (64, 32) and decode.block_size == (128, 128)
     assert (prefill.kind, plain.kind) == (None, "decode")
     assert plain.mask is None and plain.score is None and plain.scale == 0.25
+    assert plain.sinks and not prefill.sinks
     policy = policy_for("decode", H200, decode.policy)
     assert (policy.graph, policy.cold_l2, policy.min_ms) == (False, True, 1.5)
 
@@ -168,7 +170,8 @@ def row(**changes):
     return replace(parse(data, "x", "x").rows[0], **changes)
 
 
-def test_a_task_is_what_dispatch_would_make_of_the_call(monkeypatch):
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4, dtype=torch.bfloat16)], ids=["", "sinks"])
+def test_a_task_is_what_dispatch_would_make_of_the_call(monkeypatch, sinks):
     class Prepared(Exception):
         pass
 
@@ -176,12 +179,12 @@ def test_a_task_is_what_dispatch_would_make_of_the_call(monkeypatch):
         raise Prepared(problem)
 
     monkeypatch.setattr(plan, "prepare", prepare)
-    task = task_of(row(), INTERPRETER, CPU)
+    task = task_of(row(sinks=sinks is not None), INTERPRETER, CPU)
     clear()
     q, k, v = (torch.zeros(2, heads, 300, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     mask = create_block_mask(sliding_window(63), None, None, 300, 300, "cpu", 64)
     with pytest.raises(Prepared) as caught:
-        plan.plan(make_call(q, k, v, softcap(30.0), mask, None, True, False, None, None))
+        plan.plan(make_call(q, k, v, softcap(30.0), mask, None, True, False, None, None, sinks))
     (problem,) = caught.value.args
     assert problem == task.problem and key_of(problem) == key_of(task.problem)
 

@@ -121,6 +121,23 @@ class Tensor:
             raise fault(f"{self.shape} reshaped to {tuple(shape)}", "partitions and sizes stay")
         return moved
 
+    def permute(self, dims: Sequence[int]) -> Tensor:
+        """The same elements with their dimensions in another order; partitions stay first."""
+        if sorted(dims) != list(range(self.ndim)) or (self.storage.on_chip and dims[0] != 0):
+            raise fault(f"permute({tuple(dims)}) of {self.shape}", "partitions stay first")
+        shape, strides = ([each[dim] for dim in dims] for each in (self.shape, self.strides))
+        return Tensor(self.storage, shape, strides, self.offset)
+
+    def broadcast(self, dim: int, size: int) -> Tensor:
+        """A dimension of size 1 as `size` times the same element."""
+        if not 0 < dim < self.ndim or self.shape[dim] != 1:
+            raise fault(
+                f"broadcast({dim}, {size}) of {self.shape}", "a free dimension of size 1 repeats"
+            )
+        shape, strides = list(self.shape), list(self.strides)
+        shape[dim], strides[dim] = size, 0
+        return Tensor(self.storage, shape, strides, self.offset)
+
     def _check_contiguous(self, what: str) -> None:
         expected = 1
         for size, stride in reversed(list(zip(self.shape, self.strides, strict=True))):

@@ -156,8 +156,7 @@ class NkiEmitter:
         self.fill(result, no)
         predicate = taken = self.pools.take("tile_u8")
         if result.place == "column":
-            text = f"{taken.text.removesuffix(':cols]')}0:1]"
-            predicate = Value("column", text, taken.pool, taken.slot)
+            predicate = Value("column", self.pools.first(taken), taken.pool, taken.slot)
         self.fill(predicate, chosen)
         source, spare = yes, None
         if yes.place != "static" and (yes.place, yes.pool) != (result.place, result.pool):

@@ -74,12 +74,13 @@ def print_mask(
     predicate = ""
     if whole:
         kept = printer.print(cut.parts[0], cut.tables)
-        printer.body += _as_predicate(kept.place, kept.text)
-        predicate = "keep[:rows, :cols]"
+        predicate = f"keep{printer.pools.tile()}"
+        printer.body += _as_predicate(predicate, kept.place, kept.text)
         printer.pools.give(kept)
     lines = tuple(printer.body[begin:])
     del printer.body[begin:]
-    selections = [_affine_select(op, form_) for op, form_ in affine]
+    straight_select = _affine_select_turned if printer.pools.keys_first else _affine_select
+    selections = [straight_select(op, form_) for op, form_ in affine]
     columns = []
     for bound, value in zip(bounds, cut.parts[len(whole) :], strict=True):
         columns.append((bound.op, printer.as_column(printer.print(value, cut.tables)).text))
@@ -171,6 +172,16 @@ def _affine_select(op: str, form: Affine) -> str:
     )
 
 
+def _affine_select_turned(op: str, form: Affine) -> str:
+    rest = "0" if form.rest is None else python_of(form.rest, "mask")
+    return (
+        f"nisa.affine_select(dst=s[:keys, turn, :count, :rows], "
+        f"pattern=[[{form.kv} * keys, count], [{form.q}, rows]], "
+        f"channel_multiplier={form.kv}, on_true_tile=x, on_false_value=FP32_MIN, "
+        f"cmp_op=nl.{BINARY[op]}, offset={form.q} * q0 + {form.kv} * k0 + {rest})"
+    )
+
+
 def _range_selects(columns: list[tuple[str, str]]) -> list[str]:
     """Two bounds to a call; an odd one is compared twice."""
     calls = []
@@ -187,9 +198,8 @@ def _range_selects(columns: list[tuple[str, str]]) -> list[str]:
     return calls
 
 
-def _as_predicate(place: str, text: str) -> list[str]:
-    """Write a truth value of any place into the tile `keep`."""
-    keep = "keep[:rows, :cols]"
+def _as_predicate(keep: str, place: str, text: str) -> list[str]:
+    """Write a truth value of any place into the tile that is kept."""
     if place == "tile":
         return [f"nisa.tensor_copy(dst={keep}, src={text}, engine=nisa.engine.vector)"]
     if place == "static":

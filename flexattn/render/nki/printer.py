@@ -1,7 +1,8 @@
 """Print an Expr as NKI instructions: one a line, on tiles of the score's shape and on columns.
 
 A tile is [rows, cols]: query rows on the partitions, keys along the free dimension. What depends
-on rows alone is a column, [rows, 1], made once for all keys. Engines compute in float32, so
+on rows alone is a column, [rows, 1], made once for all keys. In the transposed form a tile is
+[keys, chunks, rows], and only what depends on neither is a column. Engines compute in float32, so
 integers are exact below 2^24; the printer refuses what could pass that.
 """
 
@@ -141,17 +142,20 @@ class NkiPrinter(NkiEmitter):
     def _loaded(self, table: Table) -> Value:
         """A table's values for the tile at hand, by DMA."""
         name = table.name
-        b, h = "b" if table.per_batch else "0", "h" if table.per_head else "0"
+        b, h = _place(table)
         start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
-        if table.kind in ("uniform", "row"):
+        if table.kind == "uniform" or (table.kind == "row" and not self.pools.keys_first):
             column = self.pools.take("column")
             source = f"{name}[{b}, {h}, q0:q0 + rows]"
             if table.kind == "uniform":
-                source = f"{name}.ap(pattern=[[0, rows], [1, 1]], offset={start})"
+                lanes = "keys" if self.pools.keys_first else "rows"
+                source = f"{name}.ap(pattern=[[0, {lanes}], [1, 1]], offset={start})"
             self.hoisted.append(f"nisa.dma_copy(dst={column.text}, src={source})")
             return column
         tile = self.pools.take("tile_f32")
-        if table.kind == "key":
+        if self.pools.keys_first:
+            source = f"{name}.ap(pattern={self._pattern(table)}, offset={self._offset(table)})"
+        elif table.kind == "key":
             source = f"{name}.ap(pattern=[[0, rows], [1, cols]], offset={start} + k0)"
         elif table.kind == "relative":
             # Row p of a table that repeats with its period starts p elements earlier.
@@ -162,9 +166,38 @@ class NkiPrinter(NkiEmitter):
         self.body.append(f"nisa.dma_copy(dst={tile.text}, src={source})")
         return tile
 
+    def _pattern(self, table: Table) -> str:
+        """Steps from key to key, from chunk to chunk and from row to row of a table."""
+        row = {
+            "row": "1", "key": "0", "relative": "relative_step", "pair": f"{table.name}.shape[3]",
+        }[table.kind]  # fmt: skip
+        if table.kind == "row":
+            return f"[[0, keys], [0, count], [{row}, rows]]"
+        return f"[[1, keys], [keys, count], [{row}, rows]]"
+
+    def _offset(self, table: Table) -> str:
+        """Where a tile's first element lies in a table."""
+        name, (b, h) = table.name, _place(table)
+        start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
+        return {
+            "row": f"{start} + q0",
+            "key": f"{start} + k0",
+            # Row r of a table that repeats with its period starts r elements earlier.
+            "relative": f"{start} + k0 - q0 + relative_zero",
+            "pair": f"({start} + q0) * {name}.shape[3] + k0",
+        }[table.kind]
+
     def _iota(self, node: Expr) -> Value:
         form = self.affine[node]
         rest = "0" if form.rest is None else python_of(form.rest, self.prefix)
+        if self.pools.keys_first:
+            tile = self.pools.take("tile_f32")
+            self.body.append(
+                f"nisa.iota(dst={tile.text}, pattern=[[{form.kv} * keys, count], "
+                f"[{form.q}, rows]], offset={form.q} * q0 + {form.kv} * k0 + {rest}, "
+                f"channel_multiplier={form.kv})",
+            )
+            return tile
         if form.kv == 0:
             column = self.pools.take("column")
             self.hoisted.append(
@@ -243,6 +276,10 @@ class NkiPrinter(NkiEmitter):
         if node.op != "cast":
             self.pools.give(value)
         return result
+
+
+def _place(table: Table) -> tuple[str, str]:
+    return "b" if table.per_batch else "0", "h" if table.per_head else "0"
 
 
 def _names(node: Expr) -> set[str]:

@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from flexattn.errors import UnsupportedError
 from flexattn.mods.expr import Mod, pretty
 from flexattn.problem import Captures, Problem
 from flexattn.render.environment import render_template, template_hash
@@ -13,7 +14,13 @@ from flexattn.render.nki.masks import PrintedMask, print_mask
 from flexattn.render.nki.printer import NkiPrinter
 from flexattn.render.nki.tables import Table, tabulate
 from flexattn.render.nki.values import Pools, Value
-from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, described, shape_of
+from flexattn.space.nki_config import (
+    NkiConfig,
+    NkiDecodeConfig,
+    NkiShape,
+    described,
+    shape_of,
+)
 
 __all__ = ["Mods", "NkiSource", "print_mods", "render_nki", "render_nki_combine"]
 
@@ -27,7 +34,6 @@ _POOLS = (
     ("column", "float32", False),
     ("column_i32", "int32", False),
 )
-_SCORE = Value("tile", "s[:rows, turn, :cols]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +75,20 @@ def print_mods(problem: Problem, config: NkiConfig, target: str) -> Mods:
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.
     """
     structure = problem.structure
+    if structure.sinks:
+        raise UnsupportedError(
+            f"sinks on {target}",
+            "kernels for Neuron have no sinks",
+            "leave them out, and rescale out by sigmoid(lse - sink)",
+        )
     packed = structure.kind == "decode"
     lengths = (problem.q_len, problem.kv_len)
-    pools = Pools()
+    pools = Pools(keys_first=config.form == "st")
     printer = NkiPrinter(target, lengths, packed, pools)
     tables: list[Table] = []
     score = _print_score(structure.score, printer, tables)
     if score is None and not structure.positive_scale:
-        score = _Score((), _SCORE.text)
+        score = _Score((), _scores(pools).text)
     mask = None
     if structure.mask is not None:
         printer.body = []
@@ -99,8 +111,13 @@ def _print_score(
     cut = tabulate(mod, (mod.expr,), printer.target, printer.packed)
     tables += cut.tables
     printer.prefix = mod.kind
-    value = printer.as_tile(printer.print(cut.parts[0], cut.tables, _SCORE))
+    printed = printer.print(cut.parts[0], cut.tables, _scores(printer.pools))
+    value = printer.as_tile(printed)
     return _Score(tuple(printer.body), value.text)
+
+
+def _scores(pools: Pools) -> Value:
+    return Value("tile", f"s{pools.tile('turn')}")
 
 
 def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> NkiSource:
@@ -139,6 +156,11 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "section": shape.section,
         "chunks": shape.chunks,
         "tile_parts": shape.tile_parts,
+        "lanes": shape.lanes,
+        "form": config.form,
+        "view": Pools(keys_first=config.form == "st").tile("turn"),
+        "exact_sums": shape.exact_sums,
+        "reference": f"nl.{shape.reference}",
         "states": shape.states,
         "group": shape.group,
         "turns": shape.turns,
@@ -152,7 +174,8 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "value_buffers": config.value_buffers,
         "transpose": config.transpose,
         "evict_engine": config.evict,
-        "pools": _allocations(mods.tiles, config.BLOCK_N),
+        "pools": _allocations(mods.tiles, _extent(config, shape)),
+        "extent": _extent(config, shape),
         "needs_s": "s" in mods.tiles,
         "score": mods.score,
         "mask": mods.mask,
@@ -178,6 +201,7 @@ def render_nki_combine(problem: Problem, target: str) -> NkiSource:
     results = ("out", *["lse"] * structure.lse, *["max_scores"] * structure.max_scores)
     lines = (f"combine for {problem.describe()}", f"template: {name} {template_hash(name)}")
     context: dict[str, object] = {
+        "form": "s",
         "header": "\n".join(f"# {line}, for {target}" for line in lines),
         "results": results,
         "lse": structure.lse,
@@ -188,12 +212,19 @@ def render_nki_combine(problem: Problem, target: str) -> NkiSource:
     return NkiSource(text, digest, ("q", "partial", "maxima", "sums"), (), (), results)
 
 
-def _allocations(tiles: dict[str, int], width: int) -> list[tuple[str, str, int, int]]:
+def _extent(config: NkiConfig, shape: NkiShape) -> str:
+    """The free dimensions of a tile."""
+    if config.form == "st":
+        return f"{shape.tile_parts}, {config.BLOCK_M}"
+    return str(config.BLOCK_N)
+
+
+def _allocations(tiles: dict[str, int], extent: str) -> list[tuple[str, str, int, str]]:
     found = []
     for name, dtype, wide in _POOLS:
         if tiles.get(name):
             plural = {"column": "columns", "column_i32": "columns_i32"}.get(name, name)
-            found.append((plural, dtype, tiles[name], width if wide else 0))
+            found.append((plural, dtype, tiles[name], extent if wide else ""))
     return found
 
 

@@ -1,0 +1,120 @@
+"""Block masks: what create_block_mask costs at long lengths, in time and in memory.
+
+    python -m bench.blocks --out blocks.json
+
+Each mask has a fresh process with empty caches, so its first call compiles; imports, the CUDA
+context and a first trace are not counted. Without a GPU the masks of 65,536 tokens are made on
+the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.blocks_child import LONG, ROWS, Row
+
+__all__ = ["failures", "main", "table"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# What every call may take: ms of the first, MB beyond the result of a mask of 65,536 tokens, and
+# ms on a CPU.
+FIRST_MS, BEYOND_MB, CPU_MS = 500.0, 50.0, 1000.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; the status is 1 where a limit is passed, 2 for a bad request."""
+    parser = argparse.ArgumentParser(prog="python -m bench.blocks", description=__doc__)
+    parser.add_argument("--rows", default="", metavar="REGEX", help="the masks whose name matches")
+    parser.add_argument("--rounds", type=int, default=20, help="calls after the first")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: the GPU if there is one"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every sample")
+    args = parser.parse_args(argv)
+    import torch
+
+    from bench.environment import describe
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [row for row in ROWS if re.search(args.rows, row.name)]
+    if device == "cpu":
+        rows = [row for row in rows if row.length == LONG]
+    if not rows:
+        names = ", ".join(row.name for row in ROWS)
+        print(f"--rows {args.rows!r} matches no mask of {device}: {names}", file=sys.stderr)
+        return 2
+    found = {row.name: _child(row, device, args.rounds) for row in rows}
+    if args.out:
+        report = {
+            "schema": 1, "bench": "blocks", "device": device, "environment": describe(),
+            "samples": found,
+        }  # fmt: skip
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(found, device))
+    missed = failures(found, device)
+    print("\n".join(["", *missed]) if missed else "\nwithin every limit")
+    return int(bool(missed))
+
+
+def table(found: Mapping[str, Mapping[str, Any]], device: str) -> str:
+    """First call, median and slowest call in ms, the result and the peak beyond it in MB."""
+    head = ["mask", "first ms", "median ms", "slowest ms", "limit ms", "result MB", "beyond MB"]
+    lines = [[*head, "partial", "full"], ["---"] * (len(head) + 2)]
+    for row in ROWS:
+        if row.name in found:
+            each = found[row.name]
+            ms = [each["first"], statistics.median(each["seconds"]), max(each["seconds"])]
+            cells = [f"{1e3 * seconds:.2f}" for seconds in ms] + [f"{_limit(row, device):g}"]
+            cells += [f"{each[name] / 1e6:.1f}" for name in ("result", "beyond")]
+            lines.append([row.name, *cells, str(each["partial"]), str(each["full"])])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def failures(found: Mapping[str, Mapping[str, Any]], device: str) -> list[str]:
+    """Which limits were passed, in words."""
+    missed = []
+    for row in ROWS:
+        each = found.get(row.name)
+        if each is None:
+            continue
+        median = 1e3 * statistics.median(each["seconds"])
+        if median > _limit(row, device):
+            missed.append(f"{row.name}: {median:.2f} ms, above {_limit(row, device):g}")
+        first = CPU_MS if device == "cpu" else FIRST_MS
+        if 1e3 * each["first"] > first:
+            missed.append(f"{row.name}: first call {1e3 * each['first']:.0f} ms, above {first:g}")
+        if device == "cuda" and row.length == LONG and each["beyond"] > 1e6 * BEYOND_MB:
+            missed.append(f"{row.name}: {each['beyond'] / 1e6:.1f} MB beyond the result")
+    return missed
+
+
+def _limit(row: Row, device: str) -> float:
+    return CPU_MS if device == "cpu" else row.limit_ms
+
+
+def _child(row: Row, device: str, rounds: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"TRITON_CACHE_DIR": f"{folder}/triton", "FLEXATTN_CACHE_DIR": f"{folder}/own"}
+        kept = {name: value for name, value in os.environ.items() if name != "FLEXATTN_BINARIES"}
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.blocks_child", row.name, device, str(rounds)],
+            env=kept | own, cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"bench.blocks_child {row.name} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The two kernels that make a block mask on a GPU: one classifies blocks, one lists them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.build import builder
+from flexattn.device import Device, detect
+from flexattn.lru import Lru
+from flexattn.mods import Bound
+from flexattn.mods.algebra import Table, bounds_of, tables_of
+from flexattn.problem import Captures
+from flexattn.render.arguments import captured_values
+from flexattn.render.bounds_printer import table_values
+from flexattn.render.source import STRIP, Source, render_block_lists, render_block_mask
+
+__all__ = ["BlockClassifier", "list_blocks"]
+
+_sources: Lru[tuple[Any, ...], Source] = Lru(256)
+
+
+class BlockClassifier:
+    """The kernel of one mask, with what it captures now and the tables that its bounds read.
+
+    On the CPU the kernel runs in Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        sizes: tuple[int, int, int, int],
+        block: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self._target, self._index = _place(device)
+        self._captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
+        self._source = _mask_source(self._captures, block, self._target)
+        _, heads, q_len, kv_len = sizes
+        blocks = -(-q_len // block[0]), -(-kv_len // block[1])
+        self._sizes = [heads, q_len, kv_len, *blocks]
+        bounds = bounds_of(bound.mod)
+        self._tables: tuple[Table, ...] = tables_of(bounds.tables, bound.tensors, block)
+        self._given = captured_values(self._captures, bound)
+        for use, table in zip(bounds.tables, self._tables, strict=True):
+            self._given += table_values(use, table)
+
+    def run(self, kinds: Tensor, first_row: int) -> None:
+        """Write kinds int8 [rows, kv blocks], contiguous; rows are counted over B, H, q blocks."""
+        rows, columns = kinds.shape
+        programs = rows * -(-columns // STRIP)
+        given = [kinds, first_row, *self._sizes, *self._given]
+        _launch(self._source, self._target, self._index, programs, given)
+
+
+def list_blocks(kinds: Tensor, lists: tuple[Tensor, ...], separate: bool) -> None:
+    """Write counts [rows] and indices [rows, blocks], int32, of kinds int8 [rows, blocks].
+
+    lists: counts and indices of partial blocks and, where `separate`, of full ones.
+    """
+    target, index = _place(kinds.device)
+    given = [kinds, *lists, *lists[: 4 - len(lists)], kinds.shape[1], int(separate)]
+    _launch(_list_source(target), target, index, kinds.shape[0], given)
+
+
+def _mask_source(captures: Captures, block: tuple[int, int], target: Device) -> Source:
+    key = (captures.mod.fingerprint, captures.contiguous, block, target.name)
+    found = _sources.get(key)
+    if found is None:
+        found = render_block_mask(captures, *block, target)
+        _sources.put(key, found)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _list_source(target: Device) -> Source:
+    return render_block_lists(target)
+
+
+def _place(device: torch.device) -> tuple[Device, int]:
+    if device.type != "cuda":
+        return detect(device), -1
+    return detect(device), torch.cuda.current_device() if device.index is None else device.index
+
+
+def _launch(source: Source, target: Device, index: int, programs: int, given: list[Any]) -> None:
+    kernel = builder().kernel(source, target, index)
+    launcher = kernel.prepare(programs, [None] * len(given), ())
+    if index < 0:
+        launcher.launch(-1, given)
+        return
+    with torch.cuda.device(index):
+        launcher.launch(torch.cuda.current_stream(index).cuda_stream, given)

@@ -1,0 +1,148 @@
+"""What `flexattn tune` runs: a campaign over every GPU of the host, or the cost model's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from flexattn.cache import untuned
+from flexattn.cache.environment import environment
+from flexattn.cache.key import key_of
+from flexattn.cache.layers import layers
+from flexattn.cache.record import Record
+from flexattn.cache.store import Store
+from flexattn.cli.neuron import effort_there, ranker
+from flexattn.cli.offline import short
+from flexattn.cli.selection import gpus_like, kind_of
+from flexattn.cli.watch import Watch
+from flexattn.device import Device
+from flexattn.errors import DeviceError
+from flexattn.measure.task import Task
+from flexattn.neuron.tune import environment_of as environment_there
+from flexattn.space.triton import Effort
+from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
+from flexattn.tune.crew import Crew
+from flexattn.tune.journal import settle
+from flexattn.tune.method import Method
+from flexattn.tune.pool import default_jobs
+
+__all__ = ["Ran", "rank", "run"]
+
+JOURNALS = "journals"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of the tasks, whether Ctrl-C ended it, and which devices were lost, in words."""
+
+    outcomes: tuple[Outcome, ...]
+    interrupted: bool = False
+    lost: tuple[str, ...] = ()
+
+
+def run(
+    chosen: Sequence[Task],
+    store: Store,
+    method: Method,
+    jobs: int,
+    again: bool,
+    storage: str | None,
+) -> Ran:
+    """Tune the tasks, with a worker for every such GPU of this host."""
+    todo = len(pending(chosen, store, again))
+    if not chosen:
+        return Ran(())
+    device = chosen[0].device
+    gpus = (gpus_like(device) or [0])[: max(1, todo)]
+    journals = store.root / JOURNALS
+    if again:
+        _forget(chosen, store)
+    # The cores are shared by the crews, each of which has compilers of its own.
+    jobs = jobs or max(1, default_jobs() // len(gpus))
+    with Watch(todo, Console(stderr=True)) as watch, ExitStack() as stack:
+        crews = [
+            stack.enter_context(
+                Crew(
+                    method, jobs, journals, watch.lane(), gpu=gpu, storage=storage,
+                    again_since=time.time() if again else None,
+                )
+            )
+            for gpu in gpus
+        ]  # fmt: skip
+        names = [f"GPU {gpu}" for gpu in gpus]
+        tuners = [crew.tune for crew in crews]
+        return _followed(
+            chosen, store, tuners, names, again, environment_of, watch, _landing(store, device)
+        )
+
+
+def rank(chosen: Sequence[Task], store: Store, effort: Effort, again: bool) -> Ran:
+    """As `run`, by the cost model, in this process."""
+    todo = len(pending(chosen, store, again, environment_there))
+    with Watch(todo, Console(stderr=True)) as watch:
+        tuners: list[Tune] = [ranker(watch.lane(), effort_there(effort))]
+        return _followed(
+            chosen, store, tuners, ["the model"], again, environment_there, watch, lambda r: None
+        )
+
+
+def _forget(chosen: Sequence[Task], store: Store) -> None:
+    """Journals of records that are there: a process died between writing one and dropping it."""
+    for task in chosen:
+        where, key = environment_of(task), key_of(task.problem)
+        if (old := store.read(where, key)) is not None:
+            settle(store.root / JOURNALS, old, store.path(where, key).stat().st_mtime)
+
+
+def _landing(store: Store, device: Device) -> Callable[[Record], None]:
+    """What is kept until a record is on the disk, and is dropped then."""
+    served = {each.store.root.resolve() for each in layers(device)}
+
+    def landed(record: Record) -> None:
+        settle(store.root / JOURNALS, record)
+        # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
+        here = environment(kind_of(record.key.kind), device)
+        if store.root.resolve() in served and record.environment == here:
+            untuned.drop(record.key, device.name)
+
+    return landed
+
+
+def _followed(
+    chosen: Sequence[Task],
+    store: Store,
+    tuners: Sequence[Tune],
+    names: Sequence[str],
+    again: bool,
+    where: Where,
+    watch: Watch,
+    landed: Callable[[Record], None],
+) -> Ran:
+    found: list[Outcome] = []
+    gone: list[str] = []
+
+    def lost(number: int, error: DeviceError) -> None:
+        gone.append(f"{names[number]} is lost and took no more problems: {error.got}")
+        watch.say(gone[-1])
+
+    try:
+        for outcome in campaign(chosen, store, tuners, again, where, landed, lost):
+            found.append(outcome)
+            watch.finished(_line(outcome), outcome.status != "kept")
+    except KeyboardInterrupt:
+        return Ran(tuple(found), True, tuple(gone))
+    return Ran(tuple(found), False, tuple(gone))
+
+
+def _line(outcome: Outcome) -> str:
+    if outcome.answer is None:
+        return f"{outcome.title}: failed: {outcome.message}"
+    decision, config = outcome.answer.decision, short(outcome.answer.config)
+    gain = "the static default" if decision.winner == decision.default else config
+    by = " by the model" if outcome.answer.provenance == "model" else ""
+    took = f" in {outcome.seconds:.0f} s" if outcome.status == "tuned" else ", kept"
+    return f"{outcome.title}: {gain}, {decision.speedup:.3f}x{by}{took}"

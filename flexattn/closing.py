@@ -1,0 +1,29 @@
+"""Closing: the base of what is used in a with block and ends its processes in close()."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TypeVar
+
+__all__ = ["Closing"]
+
+T = TypeVar("T", bound="Closing")
+
+
+class Closing:
+    """A context manager that is closed when its block ends, however it ends."""
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what is held."""
+        raise NotImplementedError

@@ -1,0 +1,188 @@
+"""bounds_of(): a mask's expression turned into two others, which decide a whole tile at once.
+
+The first says that every element of the tile is kept, the second that some element may be. They
+are expressions of the tile's corners (`q_lo`, `q_hi`, `kv_lo`, `kv_hi`, inclusive), of `b`, `h`,
+and of the least and the greatest value of captured tensors over ranges of indices. Interval
+arithmetic over linear forms (flexattn.mods.algebra.forms); sound, never exact by promise: no
+element is kept where the second is false, and none is removed where the first is true.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.lru import Lru
+from flexattn.mods.algebra import flags, whole
+from flexattn.mods.algebra.flags import Flag
+from flexattn.mods.algebra.forms import both, constant, integer, single, truth
+from flexattn.mods.algebra.whole import Whole, settled
+from flexattn.mods.bounds import dtype_range
+from flexattn.mods.expr import Expr, Mod, walk
+from flexattn.mods.ops import is_int
+from flexattn.mods.simplify import make
+
+__all__ = ["CORNERS", "Bounds", "TableUse", "bounds_of"]
+
+# What a tile is told by; each with the numbers that it never leaves.
+_LENGTH, _HEADS = 2**30, 2**20
+CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", "kv_hi"), _LENGTH)}
+# Numbers from memory and captured numbers beyond this decide nothing.
+_REMEMBERED = 2**48
+
+_bounds: Lru[str, Bounds] = Lru(256)
+
+
+@dataclass(frozen=True, slots=True)
+class TableUse:
+    """A captured tensor whose extremes are asked for over a range of dimension `dim`.
+
+    dim -1: it is read at single places alone.
+    """
+
+    slot: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Verdicts on a tile, as bool expressions of its corners.
+
+    must: every element is kept. may: some element may be kept. `tables` are what the operations
+    "table_min" and "table_max" read, by number: their operands are a position for each dimension,
+    and the end of the range for the dimension that is searched.
+    """
+
+    must: Expr
+    may: Expr
+    tables: tuple[TableUse, ...]
+
+
+def bounds_of(mod: Mod) -> Bounds:
+    """The verdicts of a mask_mod; worked out once for each mod."""
+    found = _bounds.get(mod.fingerprint)
+    if found is None:
+        found = _Lowering().run(mod)
+        _bounds.put(mod.fingerprint, found)
+    return found
+
+
+class _Lowering:
+    def __init__(self) -> None:
+        self.wholes: dict[Expr, Whole | None] = {}
+        self.flags: dict[Expr, Flag] = {}
+        self.tables: dict[TableUse, int] = {}
+
+    def run(self, mod: Mod) -> Bounds:
+        for node in walk(mod.expr):
+            if node.dtype == "bool":
+                self.flags[node] = self._flag(node)
+            elif is_int(node.dtype) and node.dtype != "uint64":
+                self.wholes[node] = self._whole(node)
+        flag = self.flags[mod.expr]
+        return Bounds(flag.must, flag.may, tuple(self.tables))
+
+    def _flag(self, node: Expr) -> Flag:
+        if node.op == "const":
+            return flags.known(truth(bool(node.value)))
+        if node.op == "scalar":
+            return flags.known(node)
+        if node.op == "load":
+            return flags.nonzero(self._load(node))
+        first = node.args[0]
+        if first.dtype == "bool":
+            return flags.combine(node.op, [self.flags[arg] for arg in node.args])
+        operands = [self.wholes.get(arg) for arg in node.args]
+        if node.op == "cast":
+            return flags.nonzero(operands[0])
+        return flags.compare(node.op, operands)
+
+    def _whole(self, node: Expr) -> Whole | None:
+        if node.op == "const":
+            return Whole(constant(int(node.value or 0)), truth(True))
+        if node.op == "var":
+            return _variable(str(node.value))
+        if node.op == "scalar":
+            number = make("cast", "int64", (node,))
+            return _limited(number, number, node.dtype, truth(True))
+        if node.op == "load":
+            return self._load(node)
+        if node.op == "where":
+            x, y = (self.wholes.get(arg) for arg in node.args[1:])
+            found = whole.choose(self.flags[node.args[0]], x, y)
+        elif node.op == "cast" and node.args[0].dtype == "bool":
+            found = whole.of_flag(self.flags[node.args[0]])
+        else:
+            found = whole.apply(node.op, [self.wholes.get(arg) for arg in node.args])
+        return None if found is None else settled(found, node.dtype)
+
+    def _load(self, node: Expr) -> Whole | None:
+        """What a captured tensor holds between the ends of an index.
+
+        A range of one index is searched; more than one decide something where they are points.
+        """
+        indices = [self.wholes.get(arg) for arg in node.args]
+        known = [index for index in indices if index is not None]
+        if len(known) < len(indices) or not (is_int(node.dtype) or node.dtype == "bool"):
+            return None
+        if node.dtype == "uint64":
+            return None
+        sizes = [Expr("size", "int64", (), f"{node.value}.{dim}") for dim in range(len(known))]
+        ends = [_ends(index, size) for index, size in zip(known, sizes, strict=True)]
+        wide = [dim for dim, (low, high) in enumerate(ends) if low is not high]
+        searched = wide[0] if len(wide) == 1 else -1
+        sure = [index.sure for index in known]
+        places: list[Expr] = []
+        for dim, ((low, high), size) in enumerate(zip(ends, sizes, strict=True)):
+            sure.append(make("lt", "bool", (high, size)))
+            if known[dim].form.range[0] < 0:
+                sure.append(make("le", "bool", (integer(0), low)))
+            if dim in wide and dim != searched:
+                sure.append(make("eq", "bool", (low, high)))
+            places.append(_inside(low, size))
+        if searched >= 0:
+            places.append(_inside(ends[searched][1], sizes[searched]))
+        use = TableUse(int(node.value or 0), searched)
+        number = self.tables.setdefault(use, len(self.tables))
+        least = Expr("table_min", "int64", tuple(places), number)
+        most = least if searched < 0 else Expr("table_max", "int64", tuple(places), number)
+        return _limited(least, most, node.dtype, both(*sure))
+
+
+def _variable(name: str) -> Whole:
+    ends = {"q_idx": ("q_lo", "q_hi"), "kv_idx": ("kv_lo", "kv_hi")}.get(name, (name, name))
+    low, high = (Expr("var", "int64", (), end) for end in ends)
+    return Whole(single(low, high, 0, CORNERS[ends[1]]), truth(True))
+
+
+def _ends(index: Whole, size: Expr) -> tuple[Expr, Expr]:
+    """The ends of an index; a number below 0 counts from the tensor's end."""
+    low, high = index.form.low, index.form.high
+    if index.number is not None and index.number < 0:
+        low = high = make("add", "int64", (size, low))
+    return low, high
+
+
+def _limited(low: Expr, high: Expr, dtype: str, sure: Expr) -> Whole:
+    """A number from outside: beyond what sums can hold it is not known."""
+    least, most = dtype_range(dtype)
+    if dtype in ("int64", "uint64"):
+        sure = both(
+            sure,
+            make("le", "bool", (integer(-_REMEMBERED), low)),
+            make("le", "bool", (high, integer(_REMEMBERED))),
+        )
+        least, most = -_REMEMBERED, _REMEMBERED
+        point = low is high
+        low = _clamped(low, least, most)
+        high = low if point else _clamped(high, least, most)
+    return Whole(single(low, high, least, most), sure)
+
+
+def _clamped(x: Expr, least: int, most: int) -> Expr:
+    return make("minimum", "int64", (make("maximum", "int64", (x, integer(least))), integer(most)))
+
+
+def _inside(position: Expr, size: Expr) -> Expr:
+    """A place that exists, whatever the index says: a wrong one is not sure anyway."""
+    clamped = make("minimum", "int64", (position, make("add", "int64", (size, integer(-1)))))
+    return make("maximum", "int64", (clamped, integer(0)))

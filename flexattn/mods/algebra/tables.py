@@ -1,0 +1,114 @@
+"""Tables: the least and the greatest value of a captured tensor over any range of an index.
+
+Level k of a table holds the extremes of every 2**k neighbours, so two entries answer any range. A
+sorted tensor needs no level but itself: its extremes are at the ends of a range. Made anew in
+each call, on the tensor's device: what a tensor holds may change from call to call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.algebra.lower import TableUse
+
+__all__ = ["Table", "tables_of"]
+
+# A tensor that is not sorted is first cut into pieces, of which a tile holds whole ones, until
+# this many are left; a short one is not.
+_PIECES, _SHORT = 2**20, 2**12
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Extremes of a captured tensor, contiguous, with the searched dimension last.
+
+    least, most: [levels, ..., pieces], in the tensor's dtype. A piece is 2**shift neighbours.
+    """
+
+    least: Tensor
+    most: Tensor
+    shift: int
+
+    @property
+    def levels(self) -> int:
+        """How many levels there are."""
+        return int(self.least.shape[0])
+
+
+def tables_of(
+    uses: Sequence[TableUse], tensors: Sequence[Tensor], tile: tuple[int, int]
+) -> tuple[Table, ...]:
+    """The tables that a mod's bounds read, for tiles of (query rows, keys).
+
+    Asks the device once whether the tensors that are searched are sorted, unless a CUDA graph is
+    being captured: then none counts as sorted.
+    """
+    moved = [_arranged(tensors[use.slot], use.dim) for use in uses]
+    searched = [i for i, use in enumerate(uses) if use.dim >= 0]
+    ordered = dict(zip(searched, _sorted([moved[i] for i in searched]), strict=True))
+    shift = _trailing_zeros(math.gcd(*tile))
+    return tuple(
+        _plain(values) if ordered.get(i, True) else _levels(values, min(shift, 7))
+        for i, values in enumerate(moved)
+    )
+
+
+def _arranged(tensor: Tensor, dim: int) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)  # of which extremes can be taken
+    if tensor.dim() and dim >= 0:
+        tensor = tensor.movedim(dim, -1)
+    if not tensor.numel():
+        return tensor.new_zeros([max(size, 1) for size in tensor.shape])
+    return tensor.contiguous()
+
+
+def _sorted(tensors: list[Tensor]) -> list[bool]:
+    if not tensors:
+        return []
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return [False] * len(tensors)
+    answers = []
+    for values in tensors:
+        before, after = values[..., :-1], values[..., 1:]
+        answers.append((before <= after).all() | (before >= after).all())
+    found: list[bool] = torch.stack(answers).tolist()
+    return found
+
+
+def _plain(values: Tensor) -> Table:
+    return Table(values[None], values[None], 0)
+
+
+def _levels(values: Tensor, shift: int) -> Table:
+    count = values.shape[-1]
+    if count <= _SHORT:
+        shift = 0
+    while values.numel() >> shift > _PIECES:
+        shift += 1
+    pieces = -(-count // 2**shift)
+    if shift:
+        rest = values[..., -1:].expand(*values.shape[:-1], pieces * 2**shift - count)
+        parts = torch.cat([values, rest], -1).unflatten(-1, (pieces, 2**shift))
+        least, most = [parts.amin(-1)], [parts.amax(-1)]
+    else:
+        least, most = [values], [values]
+    for level in range(pieces.bit_length() - 1):
+        for found, op in ((least, torch.minimum), (most, torch.maximum)):
+            last = found[-1]
+            # Past the end there is nothing more: such entries are never asked for.
+            step = 2**level
+            found.append(
+                torch.cat([op(last[..., :-step], last[..., step:]), last[..., -step:]], -1)
+            )
+    return Table(torch.stack(least), torch.stack(most), shift)
+
+
+def _trailing_zeros(value: int) -> int:
+    return (value & -value).bit_length() - 1

@@ -1,0 +1,253 @@
+"""Integers over a tile: what each operation does to a linear form, or to its two ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flexattn.mods.algebra.forms import (
+    LARGEST,
+    Form,
+    both,
+    constant,
+    integer,
+    single,
+    truth,
+)
+from flexattn.mods.bounds import dtype_range
+from flexattn.mods.expr import Expr
+from flexattn.mods.simplify import make
+
+if TYPE_CHECKING:
+    from flexattn.mods.algebra.flags import Flag
+
+__all__ = ["Whole", "apply", "choose", "of_flag", "settled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An integer of the mod as a form, which holds where `sure` does: else it may be anything.
+
+    Not sure: it was read outside a captured tensor, or may have wrapped in its dtype.
+    """
+
+    form: Form
+    sure: Expr
+
+    @classmethod
+    def of(cls, value: int) -> Whole:
+        """A number."""
+        return cls(constant(value), truth(True))
+
+    @property
+    def number(self) -> int | None:
+        """Its value where it is a number."""
+        return None if self.form.terms else self.form.offset
+
+
+def settled(x: Whole, dtype: str) -> Whole | None:
+    """The result of an operation in its dtype; None where its ends do not fit 64 bits."""
+    least, most = x.form.range
+    if least < -LARGEST or most > LARGEST:
+        return None
+    low, high = dtype_range(dtype)
+    sure = x.sure
+    if least < low:
+        sure = both(sure, _compare("le", integer(low), x.form.low))
+    if most > high:
+        sure = both(sure, _compare("le", x.form.high, integer(high)))
+    return Whole(x.form, sure)
+
+
+def apply(op: str, operands: Sequence[Whole | None]) -> Whole | None:
+    """The result of an operation before its dtype limits it; None: nothing is known."""
+    rule = _RULES.get(op)
+    known = [x for x in operands if x is not None]
+    if rule is None or len(known) < len(operands) or not known:
+        return None
+    found: Whole | None = rule(*known)
+    if found is None:
+        return None
+    return replace(found, sure=both(found.sure, *(x.sure for x in known)))
+
+
+def of_flag(flag: Flag) -> Whole:
+    """0 or 1."""
+    low, high = (make("cast", "int64", (end,)) for end in (flag.must, flag.may))
+    return Whole(single(low, high, 0, 1), truth(True))
+
+
+def choose(condition: Flag, x: Whole | None, y: Whole | None) -> Whole | None:
+    """where(condition, x, y): both where the condition does not decide."""
+    if x is None or y is None:
+        return None
+
+    def end(op: str, first: Expr, second: Expr) -> Expr:
+        open_or_first = _where(condition.must, first, make(op, "int64", (first, second)))
+        return _where(condition.may, open_or_first, second)
+
+    low = end("minimum", x.form.low, y.form.low)
+    high = end("maximum", x.form.high, y.form.high)
+    ranges = (x.form.range, y.form.range)
+    form = single(low, high, min(r[0] for r in ranges), max(r[1] for r in ranges))
+    return Whole(form, both(x.sure, y.sure))
+
+
+def _compare(op: str, x: Expr, y: Expr) -> Expr:
+    return make(op, "bool", (x, y))
+
+
+def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
+    return make("where", "int64", (condition, x, y))
+
+
+def _ends(low: Expr, high: Expr, least: int, most: int) -> Whole:
+    return Whole(single(low, high, least, most), truth(True))
+
+
+def _add(x: Whole, y: Whole) -> Whole:
+    return Whole(x.form.plus(y.form), truth(True))
+
+
+def _sub(x: Whole, y: Whole) -> Whole:
+    return Whole(x.form.plus(y.form, -1), truth(True))
+
+
+def _mul(x: Whole, y: Whole) -> Whole | None:
+    for one, other in ((x, y), (y, x)):
+        if other.number is not None:
+            return Whole(one.form.times(other.number), truth(True))
+    corners = [i * j for i in x.form.range for j in y.form.range]
+    if max(map(abs, corners)) > LARGEST:
+        return None
+    return _hull(x, y, lambda i, j: make("mul", "int64", (i, j)), min(corners), max(corners))
+
+
+def _hull(x: Whole, y: Whole, op: Callable[[Expr, Expr], Expr], least: int, most: int) -> Whole:
+    """Of an operation that is monotone in each operand: the extremes lie at corners."""
+    corners = [op(i, j) for i in (x.form.low, x.form.high) for j in (y.form.low, y.form.high)]
+    low, high = corners[0], corners[0]
+    for corner in corners[1:]:
+        low = make("minimum", "int64", (low, corner))
+        high = make("maximum", "int64", (high, corner))
+    return _ends(low, high, least, most)
+
+
+def _abs(x: Whole) -> Whole:
+    least, most = x.form.range
+    if least >= 0:
+        return x
+    low, high = x.form.low, x.form.high
+    size_low, size_high = (make("abs", "int64", (end,)) for end in (low, high))
+    around = both(_compare("le", low, integer(0)), _compare("le", integer(0), high))
+    smaller = make("minimum", "int64", (size_low, size_high))
+    return _ends(
+        _where(around, integer(0), smaller),
+        make("maximum", "int64", (size_low, size_high)),
+        0,
+        max(abs(least), abs(most)),
+    )
+
+
+def _extreme(op: str) -> Callable[[Whole, Whole], Whole]:
+    pick = min if op == "minimum" else max
+
+    def rule(x: Whole, y: Whole) -> Whole:
+        (a, b), (c, d) = x.form.range, y.form.range
+        low = make(op, "int64", (x.form.low, y.form.low))
+        high = make(op, "int64", (x.form.high, y.form.high))
+        return _ends(low, high, pick(a, c), pick(b, d))
+
+    return rule
+
+
+def _floor_div(x: Whole, y: Whole) -> Whole | None:
+    if y.number == 1:
+        return x
+    least, most = y.form.range
+    size = max(map(abs, x.form.range))
+    if y.number is not None and y.number > 0:
+        low, high = (
+            make("floor_div", "int64", (end, integer(y.number)))
+            for end in (x.form.low, x.form.high)
+        )
+        return _ends(low, high, x.form.range[0] // y.number, x.form.range[1] // y.number)
+    # A divisor that is not above zero is made 1, and the result is not sure.
+    sure = truth(True) if least > 0 else _compare("lt", integer(0), y.form.low)
+    low, high = (make("maximum", "int64", (end, integer(1))) for end in (y.form.low, y.form.high))
+    found = _hull(
+        x,
+        _ends(low, high, max(least, 1), max(most, 1)),
+        lambda i, j: make("floor_div", "int64", (i, j)),
+        -size,
+        size,
+    )
+    return Whole(found.form, sure)
+
+
+def _trunc_div(x: Whole, y: Whole) -> Whole | None:
+    return _floor_div(x, y) if x.form.range[0] >= 0 else None
+
+
+def _floor_mod(x: Whole, y: Whole) -> Whole | None:
+    """Exact within a period, else the whole period."""
+    least, most = x.form.range
+    if y.number is not None and 0 <= least and most < y.number:
+        return x
+    if y.form.low is not y.form.high or y.form.range[1] < 1:
+        return None
+    sure = truth(True) if y.form.range[0] > 0 else _compare("lt", integer(0), y.form.low)
+    size = make("maximum", "int64", (y.form.low, integer(1)))
+    low, high = x.form.low, x.form.high
+    periods = [make("floor_div", "int64", (end, size)) for end in (low, high)]
+    same = _compare("eq", *periods)
+    rests = [make("floor_mod", "int64", (end, size)) for end in (low, high)]
+    last = make("add", "int64", (size, integer(-1)))
+    ends = _where(same, rests[0], integer(0)), _where(same, rests[1], last)
+    return Whole(single(*ends, 0, y.form.range[1] - 1), sure)
+
+
+def _trunc_mod(x: Whole, y: Whole) -> Whole | None:
+    return _floor_mod(x, y) if x.form.range[0] >= 0 else None
+
+
+def _shl(x: Whole, y: Whole) -> Whole | None:
+    return _mul(x, Whole.of(2**y.number)) if y.number is not None and 0 <= y.number < 32 else None
+
+
+def _shr(x: Whole, y: Whole) -> Whole | None:
+    if y.number is None or not 0 <= y.number < 63:
+        return None
+    return _floor_div(x, Whole.of(2**y.number))
+
+
+def _and(x: Whole, y: Whole) -> Whole | None:
+    """The low bits are a remainder; else no more than either of two that are not negative."""
+    for one, other in ((x, y), (y, x)):
+        if other.number is not None and other.number >= 0 and not other.number & other.number + 1:
+            return _floor_mod(one, Whole.of(other.number + 1))
+    if min(x.form.range[0], y.form.range[0]) < 0:
+        return None
+    top = make("minimum", "int64", (x.form.high, y.form.high))
+    return _ends(integer(0), top, 0, min(x.form.range[1], y.form.range[1]))
+
+
+_RULES: dict[str, Callable[..., Whole | None]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "neg": lambda x: Whole(x.form.times(-1), truth(True)),
+    "not": lambda x: Whole(x.form.times(-1).plus(constant(1), -1), truth(True)),
+    "abs": _abs,
+    "minimum": _extreme("minimum"),
+    "maximum": _extreme("maximum"),
+    "floor_div": _floor_div,
+    "trunc_div": _trunc_div,
+    "floor_mod": _floor_mod,
+    "trunc_mod": _trunc_mod,
+    "shl": _shl,
+    "shr": _shr,
+    "and": _and,
+    "cast": lambda x: x,
+}

@@ -1,0 +1,119 @@
+"""How an Expr depends on positions: the variables it reads, its slope in one, its diagonals."""
+
+from __future__ import annotations
+
+from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.ops import is_int
+from flexattn.mods.simplify import make
+
+__all__ = ["FREE", "Reads", "along_diagonals", "slope_of"]
+
+# What does not change over a tile of one head.
+FREE: frozenset[str] = frozenset(("b", "h"))
+_NONE: frozenset[str] = frozenset()
+_COMPARE = ("eq", "ne", "lt", "le")
+
+
+class Reads:
+    """The variables that reach an Expr; each node is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Expr, frozenset[str]] = {}
+
+    def __call__(self, expr: Expr) -> frozenset[str]:
+        known = self._known
+        if expr not in known:
+            for node in walk(expr):
+                if node in known:
+                    continue
+                if node.op == "var":
+                    known[node] = frozenset((str(node.value),))
+                else:
+                    known[node] = _NONE.union(*(known[arg] for arg in node.args))
+        return known[expr]
+
+
+def slope_of(expr: Expr, name: str, reads: Reads) -> Expr | None:
+    """The k of expr(x) = expr(x0) + k (x - x0) in the variable `name`; None where there is none.
+
+    k reads no position. It has expr's dtype, and is the constant 0 where expr does not read the
+    variable. Exact over the reals: a cast of an integer to a float is taken as its value.
+    """
+    done: dict[Expr, Expr | None] = {}
+    for node in walk(expr):
+        if name not in reads(node):
+            done[node] = _zero(node.dtype) if _is_number(node.dtype) else None
+        elif node.op == "var":
+            done[node] = const(1, node.dtype)
+        else:
+            done[node] = _slope(node, [done[arg] for arg in node.args], name, reads)
+    return done[expr]
+
+
+def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Reads) -> Expr | None:
+    found = [slope for slope in slopes if slope is not None]
+    if len(found) < len(slopes):
+        return None
+    if node.op in ("add", "sub", "neg"):
+        return make(node.op, node.dtype, found)
+    if node.op == "cast" and _is_number(node.dtype) and is_int(node.args[0].dtype):
+        return make("cast", node.dtype, found)
+    if node.op == "mul":
+        for i, (x, y) in enumerate((node.args, node.args[::-1])):
+            # The other factor must be the same for the whole tile, or the slope would not be.
+            if name in reads(x) and reads(y) <= FREE:
+                return make("mul", node.dtype, (found[i], y))
+    if node.op == "div" and reads(node.args[1]) <= FREE and not is_int(node.dtype):
+        return make("div", node.dtype, (found[0], node.args[1]))
+    return None
+
+
+def along_diagonals(expr: Expr) -> bool:
+    """Whether expr depends on q_idx and kv_idx through q_idx - kv_idx alone, and not on the score.
+
+    By induction over the nodes: each is an integer a q + c k + (what is the same for the tile), or
+    has the same value along a diagonal, or neither. A sum a + c of 0 makes the first the second; a
+    comparison of two affine nodes is one of their difference.
+    """
+    found: dict[Expr, tuple[int, int] | bool] = {}
+    for node in walk(expr):
+        found[node] = _diagonal(node, [found[arg] for arg in node.args])
+    return _same_along(found[expr])
+
+
+def _diagonal(node: Expr, args: list[tuple[int, int] | bool]) -> tuple[int, int] | bool:
+    """Coefficients of q and k; or whether the value is the same along a diagonal."""
+    if node.op == "var":
+        places = {"q_idx": (1, 0), "kv_idx": (0, 1), "b": (0, 0), "h": (0, 0)}
+        return places.get(str(node.value), False)
+    if not args:
+        return (0, 0)
+    affine = [arg for arg in args if isinstance(arg, tuple)]
+    if len(affine) == len(args) and is_int(node.args[0].dtype):
+        if node.op == "add":
+            return affine[0][0] + affine[1][0], affine[0][1] + affine[1][1]
+        if node.op in ("sub", *_COMPARE):
+            rest = affine[0][0] - affine[1][0], affine[0][1] - affine[1][1]
+            return rest if node.op == "sub" else sum(rest) == 0
+        if node.op == "neg":
+            return -affine[0][0], -affine[0][1]
+        if node.op == "cast" and is_int(node.dtype):
+            return affine[0]
+        if node.op == "mul":
+            for x, y in (affine, affine[::-1]):
+                factor = node.args[affine.index(y)]
+                if factor.op == "const":
+                    return x[0] * int(factor.value or 0), x[1] * int(factor.value or 0)
+    return all(map(_same_along, args))
+
+
+def _same_along(found: tuple[int, int] | bool) -> bool:
+    return sum(found) == 0 if isinstance(found, tuple) else found
+
+
+def _zero(dtype: str) -> Expr:
+    return const(0, dtype) if is_int(dtype) else const(0.0, dtype)
+
+
+def _is_number(dtype: str) -> bool:
+    return is_int(dtype) or dtype in ("float32", "float64")

@@ -1,0 +1,206 @@
+"""The named rules that make a score_mod cheaper, each with its proof.
+
+They hold over the reals with both infinities, but for rounding: what stands in a proof as equal
+may differ in the last bits, which the accuracy gate judges. `flexattn render --explain` prints
+those that were applied; kernel_options["RULES_OFF"] takes names of rules, or "all".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from flexattn.mods.dependence import FREE, Reads, along_diagonals, slope_of
+from flexattn.mods.expr import Expr, const
+from flexattn.mods.simplify import make
+
+__all__ = [
+    "FLOAT", "ONE", "RULES", "Note", "Place", "Term", "Tilted", "diagonal", "masked", "place",
+    "reciprocal", "spread", "tilt", "times",
+]  # fmt: skip
+
+FLOAT = "float32"
+Place = Literal["row", "column", "tilt", "diagonal", "rest"]
+# Told of each rule that is applied, and to what.
+Note = Callable[[str, Expr], None]
+ONE = const(1.0, FLOAT)
+
+RULES = {
+    "mask": "where(c, x, -inf) is a mask c over x",
+    "scale": "factors of the score, the softmax scale and log2(e) are one number",
+    "reciprocal": "x / c is x * (1 / c)",
+    "distribute": "c * (x + y) is c * x + c * y, where x or y has the score",
+    "row": "what a row adds to all its scores leaves the loop and returns in lse and max_scores",
+    "tilt": "a term linear in q_idx is its value at the tile's first row, and a slope of the row",
+    "column": "what depends on kv_idx alone is computed once per key of a tile",
+    "diagonal": "what depends on q_idx - kv_idx alone is computed once per diagonal of a tile",
+}
+_COSTLY = frozenset(
+    "load exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan "
+    "sinh cosh tanh sigmoid erf erfc pow atan2 div floor_div floor_mod trunc_div trunc_mod".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """factor * value: the factor reads neither the score nor a key."""
+
+    factor: Expr
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Tilted:
+    """A term as its value where q_idx is the tile's first row, and slope * (q_idx - that row)."""
+
+    column: Expr
+    slope: Expr
+
+
+def times(x: Expr, y: Expr) -> Expr:
+    """x * y in float32; a factor of 1 is left out."""
+    return y if x is ONE else x if y is ONE else make("mul", FLOAT, (x, y))
+
+
+def masked(expr: Expr, reads: Reads) -> tuple[Expr | None, Expr]:
+    """Rule "mask": (where the score is kept, the score there).
+
+    A lane of -inf has weight exp(-inf) = 0, and so has one that a mask removes; a row of nothing
+    else gives zeros and an lse of -inf in both forms. The condition must not read the score: a
+    mask is decided before there is one.
+    """
+    kept: Expr | None = None
+    while expr.op == "where" and "score" not in reads(expr.args[0]):
+        condition, x, y = expr.args
+        if _is_minus_infinity(x):
+            condition, x, y = make("not", "bool", (condition,)), y, x
+        if not _is_minus_infinity(y):
+            break
+        kept = condition if kept is None else make("and", "bool", (kept, condition))
+        expr = x
+    return kept, expr
+
+
+def reciprocal(divisor: Expr) -> Expr:
+    """Rule "reciprocal": 1 / divisor, computed once.
+
+    x / c = x * (1 / c) for every c but 0, where both are an infinity or NaN alike, and infinities,
+    where both are 0 or NaN alike. It rounds twice instead of once.
+    """
+    return make("div", FLOAT, (ONE, divisor))
+
+
+def spread(expr: Expr, allowed: frozenset[str], reads: Reads, note: Note) -> list[Term]:
+    """Rules "scale" and "distribute": expr as a sum of terms, of which only values read the score.
+
+    Sums and differences that the score reaches are taken apart. With "scale", a factor or divisor
+    (rule "reciprocal") that reads neither score nor key goes to the term's factor, for
+    c * (d * x) = (c * d) * x; over a sum of several terms only with "distribute". For c finite and
+    not 0, c * (x + y) = c * x + c * y on the extended reals, NaN where either is; for other c too
+    where the score is finite, but for x + y = 0 times an infinity. What does not read the score is
+    never taken apart: its own sums may cancel, and torch has rounded them so.
+    """
+    pending = [Term(ONE, expr)]
+    found: list[Term] = []
+    while pending:
+        term = pending.pop()
+        factor, node = term.factor, term.value
+        opened = None
+        if "score" in reads(node) and node.dtype == FLOAT:
+            opened = _opened(node, factor, allowed, reads, note)
+        if opened is None:
+            found.append(term)
+        else:
+            pending += reversed(opened)
+    return found
+
+
+def _opened(
+    node: Expr, factor: Expr, allowed: frozenset[str], reads: Reads, note: Note
+) -> list[Term] | None:
+    if node.op in ("add", "sub") and (factor is ONE or "distribute" in allowed):
+        if factor is not ONE:
+            note("distribute", times(factor, node))
+        x, y = node.args
+        sign = make("neg", FLOAT, (factor,)) if node.op == "sub" else factor
+        return [Term(factor, x), Term(sign, y)]
+    if "scale" not in allowed:
+        return None
+    if node.op == "neg":
+        return [Term(make("neg", FLOAT, (factor,)), node.args[0])]
+    if node.op == "mul":
+        for x, y in (node.args, node.args[::-1]):
+            if _leaves(y, reads) and "score" in reads(x):
+                return [Term(times(factor, y), x)]
+    if node.op == "div" and "reciprocal" in allowed and _leaves(node.args[1], reads):
+        note("reciprocal", node)
+        return [Term(times(factor, reciprocal(node.args[1])), node.args[0])]
+    return None
+
+
+def _leaves(factor: Expr, reads: Reads) -> bool:
+    return not reads(factor) & {"score", "kv_idx"}
+
+
+def place(term: Expr, allowed: frozenset[str], reads: Reads) -> Place:
+    """Rules "row" and "column", and which other one takes a term that does not read the score.
+
+    "row": a term r that reads no key is the same for all scores of a row, and softmax does not see
+    it: exp(x + r) / sum exp(y + r) = exp(x) / sum exp(y) for finite r. The row's maximum and
+    log-sum-exp are those of x, plus r. For r = -inf every score is -inf: an empty row. For r = inf
+    or NaN every score is inf or NaN, and so torch's row is NaN. A score of -inf in every lane that
+    the mask keeps is an empty row whatever r is; there torch has NaN where r is inf or NaN.
+    "column": a term that reads no query is computed and multiplied by log2(e) once for each key
+    of a tile, and added by the instruction that scales the score: a * x + c in one rounding.
+    """
+    read = reads(term)
+    if "kv_idx" not in read:
+        return "row" if "row" in allowed else "rest"
+    if "q_idx" not in read:
+        return "column" if "column" in allowed else "rest"
+    if {"tilt", "row", "column"} <= allowed and tilt(term, reads) is not None:
+        return "tilt"
+    return "diagonal" if "diagonal" in allowed and diagonal(term, reads) else "rest"
+
+
+def tilt(term: Expr, reads: Reads) -> Tilted | None:
+    """Rule "tilt": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
+
+    For a t that is affine in q. The first part is a value for each key, the second is constant
+    over a row, so softmax does not see it: exp(x + c) / sum exp(y + c) = exp(x) / sum exp(y). With
+    r a row of the tile the numbers stay as small as torch's own: for the keys that matter to q,
+    t(r, k) differs from t(q, k) by at most s times the tile's height, so the exponent's error is
+    2^-24 s BLOCK_M, far below what rounding P to 16 bits costs. In float32 it would count, so the
+    rule is for 16-bit inputs alone. A slope of an infinity or NaN makes its rows NaN.
+    """
+    slope = slope_of(term, "q_idx", reads)
+    return None if slope is None else Tilted(term, make("cast", FLOAT, (slope,)))
+
+
+def diagonal(term: Expr, reads: Reads) -> bool:
+    """Rule "diagonal": whether a tile's strip of diagonals should hold the term's values.
+
+    A tile of M rows and N keys has M + N - 1 differences q - k, so a t(q - k) has as many values,
+    computed (and read, and checked against the table's bounds) once each instead of M N times, and
+    t(q - k) is then read from shared memory. Nothing is rounded. Worth it only for what costs more
+    than that read.
+    """
+    if not along_diagonals(term):
+        return False
+    pending, seen = [term], {term}
+    while pending:
+        node = pending.pop()
+        if reads(node) <= FREE:
+            continue
+        if node.op in _COSTLY:
+            return True
+        fresh = [arg for arg in node.args if arg not in seen]
+        seen.update(fresh)
+        pending += fresh
+    return False
+
+
+def _is_minus_infinity(node: Expr) -> bool:
+    return node.op == "const" and node.value == -math.inf

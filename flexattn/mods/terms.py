@@ -1,0 +1,199 @@
+"""Terms: a score_mod as a function of the score plus what each row, key and diagonal adds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexattn.mods.dependence import Reads
+from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
+from flexattn.mods.rules import (
+    FLOAT,
+    ONE,
+    RULES,
+    Term,
+    masked,
+    place,
+    spread,
+    tilt,
+    times,
+)
+from flexattn.mods.simplify import make
+
+__all__ = ["ALL", "Step", "Terms", "split", "whole"]
+
+ALL = frozenset(RULES)
+SCORE = Expr("var", VARS["score"], (), "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A rule that was applied, and to what."""
+
+    rule: str
+    to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A score_mod as outer * core(inner * score) + row + tilt * (q_idx - r) + column + ....
+
+    r is any row; the kernels take the first of a tile. core reads `score`, which stands for
+    inner * score, and may read all else; None: the score is not read. inner, outer: read neither
+    the score nor a key. row: reads no key. tilt: reads no position. column: reads no score, and
+    q_idx stands for r in it. diagonal: the same along a diagonal. rest: all other terms.
+    keep: a bool that reads no score; where it is false the score is -inf. None: no such term.
+    """
+
+    core: Expr | None
+    inner: Expr = ONE
+    outer: Expr = ONE
+    row: Expr | None = None
+    tilt: Expr | None = None
+    column: Expr | None = None
+    diagonal: Expr | None = None
+    rest: Expr | None = None
+    keep: Expr | None = None
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def linear(self) -> bool:
+        """Whether the score is only scaled."""
+        return self.core is SCORE
+
+    @property
+    def leaves_loop(self) -> bool:
+        """Whether rows get something back after the loop over keys."""
+        return self.row is not None or self.tilt is not None
+
+    @property
+    def added(self) -> tuple[Expr, ...]:
+        """The terms that are added to each score inside the loop."""
+        terms = (self.column, self.diagonal, self.rest)
+        return tuple(term for term in terms if term is not None)
+
+    def positive(self, number: Expr) -> bool:
+        """Whether a factor is known to keep the order of scores."""
+        return number.op == "const" and 0 < float(number.value or 0) < math.inf
+
+
+def whole(mod: Mod) -> Terms:
+    """The score_mod as it is."""
+    return Terms(mod.expr)
+
+
+@lru_cache(maxsize=512)
+def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
+    """A score_mod's terms, by the rules that are allowed; at most a few milliseconds, once."""
+    return _Split(mod, allowed).run()
+
+
+class _Split:
+    def __init__(self, mod: Mod, allowed: frozenset[str]) -> None:
+        self.expr, self.allowed = mod.expr, allowed
+        self.reads = Reads()
+        self.steps: list[Step] = []
+        self.parts: dict[str, Expr] = {}
+
+    def run(self) -> Terms:
+        keep, expr = None, self.expr
+        if "mask" in self.allowed:
+            keep, expr = masked(expr, self.reads)
+        if keep is not None:
+            self._applied("mask", keep)
+        scored: list[Term] = []
+        for term in spread(expr, self.allowed, self.reads, self._applied):
+            if "score" in self.reads(term.value):
+                scored.append(term)
+            else:
+                self._add(times(term.factor, term.value))
+        core, inner, outer = self._core(scored)
+        parts = self.parts
+        return Terms(
+            core, inner, outer,
+            parts.get("row"), parts.get("tilt"), parts.get("column"), parts.get("diagonal"),
+            parts.get("rest"), keep, tuple(self.steps),
+        )  # fmt: skip
+
+    def _add(self, term: Expr) -> None:
+        """Put a term without the score where it is cheapest."""
+        where = place(term, self.allowed, self.reads)
+        if where != "rest":
+            self._applied(where, term)
+        tilted = tilt(term, self.reads) if where == "tilt" else None
+        if tilted is None:
+            self._sum(where, term)
+        else:
+            self._sum("tilt", tilted.slope)
+            self._sum("column", tilted.column)
+
+    def _sum(self, name: str, term: Expr) -> None:
+        known = self.parts.get(name)
+        self.parts[name] = term if known is None else make("add", FLOAT, (known, term))
+
+    def _applied(self, rule: str, to: Expr) -> None:
+        step = Step(rule, pretty(to).replace("\n", "; "))
+        if step not in self.steps:
+            self.steps.append(step)
+
+    def _core(self, scored: list[Term]) -> tuple[Expr | None, Expr, Expr]:
+        """(core, inner, outer) of the terms that the score reaches."""
+        if not scored:
+            return None, ONE, ONE
+        factors = [term.factor for term in scored if term.value is SCORE]
+        if len(factors) == len(scored):
+            total = factors[0]
+            for factor in factors[1:]:
+                total = make("add", FLOAT, (total, factor))
+            if total is not ONE:
+                self._applied("scale", total)
+            return SCORE, ONE, total
+        outer = ONE
+        if len(scored) == 1:
+            outer, scored = scored[0].factor, [Term(ONE, scored[0].value)]
+        core = self._rebuilt(scored[0])
+        for term in scored[1:]:
+            core = make("add", FLOAT, (core, self._rebuilt(term)))
+        core, inner = self._unscaled(core)
+        for number in (inner, outer):
+            if number is not ONE:
+                self._applied("scale", number)
+        return core, inner, outer
+
+    def _rebuilt(self, term: Term) -> Expr:
+        """The term with what is linear in the score, inside of it, as factor * score + others."""
+        done: dict[Expr, Expr] = {}
+        for node in walk(term.value):
+            args = tuple(done[arg] for arg in node.args)
+            new = make(node.op, node.dtype, args, node.value) if args else node
+            done[node] = self._linear(new) if new.op in ("mul", "div", "neg") else new
+        return times(term.factor, done[term.value])
+
+    def _linear(self, node: Expr) -> Expr:
+        if "scale" not in self.allowed or "score" not in self.reads(node):
+            return node
+        terms = spread(node, self.allowed, self.reads, self._applied)
+        found: Expr | None = None
+        for term in terms:
+            new = times(term.factor, term.value)
+            found = new if found is None else make("add", FLOAT, (found, new))
+        return found or node
+
+    def _unscaled(self, core: Expr) -> tuple[Expr, Expr]:
+        """(core of s = inner * score, inner), where every read of the score is that product."""
+        if "scale" not in self.allowed:
+            return core, ONE
+        users = {node for node in walk(core) if SCORE in node.args}
+        if len(users) != 1:
+            return core, ONE
+        (user,) = users
+        others = [arg for arg in user.args if arg is not SCORE]
+        if user.op != "mul" or len(others) != 1 or self.reads(others[0]) & {"score", "kv_idx"}:
+            return core, ONE
+        done: dict[Expr, Expr] = {}
+        for node in walk(core):
+            args = tuple(done[arg] for arg in node.args)
+            new = make(node.op, node.dtype, args, node.value) if args else node
+            done[node] = SCORE if node is user else new
+        return done[core], others[0]

@@ -1,0 +1,73 @@
+"""Witness: whether a callable still reads what it read, told without walking through it again."""
+
+from __future__ import annotations
+
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from flexattn.mods.identity import MISSING, Identity
+
+__all__ = ["Witness", "witness"]
+
+
+class Witness:
+    """Every name that a function looks up with what it held, and what its tensors were like.
+
+    `holds` is true only if nothing that the function reads has changed but tensors' contents, so
+    that its Mod, its numbers and its tensors are those of before. It is false where it cannot
+    know. The function itself is not kept alive.
+    """
+
+    __slots__ = ("_cells", "_functions", "_itself", "_names", "_tensors")
+
+    def __init__(self, fn: FunctionType, identity: Identity) -> None:
+        self._itself = fn.__code__, fn.__defaults__
+        self._cells: list[tuple[Any, Any]] = []
+        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any]] = []
+        for owner, name, value in identity.reads or ():
+            if isinstance(owner, FunctionType):
+                if owner is not fn:
+                    self._functions.append((owner, *value))
+            elif isinstance(owner, dict):
+                self._names.append((owner, name, value))
+            else:
+                self._cells.append((owner, value))
+        self._tensors = [(tensor, _looks(tensor)) for tensor in identity.tensors]
+
+    def holds(self, fn: FunctionType) -> bool:
+        """Whether `fn`, the function it was made for, reads now what it read then."""
+        code, defaults = self._itself
+        if fn.__code__ is not code or fn.__defaults__ is not defaults:
+            return False
+        try:
+            for cell, value in self._cells:
+                if cell.cell_contents is not value:
+                    return False
+        except ValueError:  # a cell that was emptied
+            return False
+        for scope, name, value in self._names:
+            if scope.get(name, MISSING) is not value:
+                return False
+        for function, code, defaults in self._functions:
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
+        # A tensor is given other data in place by `.data = …`, as Module.to() does.
+        return all([_looks(tensor) == looks for tensor, looks in self._tensors])
+
+    def requires_grad(self) -> bool:
+        """Whether a tensor that the function captures requires grad."""
+        return any(entry[0].requires_grad for entry in self._tensors)
+
+
+def witness(fn: FunctionType, identity: Identity) -> Witness | None:
+    """A witness of what an identity found, None where it met what may change unseen."""
+    if identity.reads is None or not identity.trusted:
+        return None
+    return Witness(fn, identity)
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

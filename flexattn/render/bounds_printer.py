@@ -1,0 +1,119 @@
+"""Print a mask's bounds as Triton statements over the corners of a row of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.mods import Mod
+from flexattn.mods.algebra import Bounds, Table, TableUse
+from flexattn.mods.algebra.lower import CORNERS
+from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.expr import Expr, walk
+from flexattn.render.triton_ops import INFIX
+from flexattn.render.triton_printer import buffer_names, scalar_name
+
+__all__ = ["PrintedBounds", "print_bounds", "table_names", "table_values"]
+
+_FUNCTIONS = {
+    "neg": "(-{0})",
+    "abs": "tl.abs({0})",
+    "minimum": "tl.minimum({0}, {1})",
+    "maximum": "tl.maximum({0}, {1})",
+    "where": "tl.where({0}, {1}, {2})",
+    "not": "({0} == 0)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedBounds:
+    """Statements, and the names of the two verdicts: int1, as wide as what they depend on."""
+
+    statements: tuple[str, ...]
+    must: str
+    may: str
+
+
+def print_bounds(mod: Mod, bounds: Bounds) -> PrintedBounds:
+    """Triton statements over int64 tensors q_lo, q_hi [1], kv_lo, kv_hi [TILES], b_at, h_at [1].
+
+    Captured tensors are read through the arguments that `table_names` lists.
+    """
+    ranges: dict[str, Range] = {name: (0, most) for name, most in CORNERS.items()}
+    known = all_bounds(bounds.must, ranges) | all_bounds(bounds.may, ranges)
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    for node in walk(bounds.must, bounds.may):
+        args = [names[arg] for arg in node.args]
+        if node.op == "var":
+            name = str(node.value)
+            names[node] = f"{name}_at" if name in ("b", "h") else name
+        elif node.op == "const" and node.dtype != "bool":
+            names[node] = str(node.value)
+        else:
+            text = _text(node, args, mod, bounds, known)
+            names[node] = f"tile_{len(lines)}"
+            lines.append(f"{names[node]} = {text}")
+    return PrintedBounds(tuple(lines), names[bounds.must], names[bounds.may])
+
+
+def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str], ...]:
+    """The kernel's arguments for one table: each name, and its type where it is a number.
+
+    The type of the two pointers is the captured tensor's.
+    """
+    base = f"table{number}"
+    strides = tuple((f"{base}_stride{dim}", "i64") for dim in range(max(rank - 1, 0)))
+    if use.dim < 0:
+        return ((f"{base}_min", ""), *strides)
+    found = [(f"{base}_min", ""), (f"{base}_max", ""), (f"{base}_level", "i64")]
+    return (*found, (f"{base}_levels", "i32"), (f"{base}_shift", "i32"), *strides)
+
+
+def table_values(use: TableUse, table: Table) -> list[object]:
+    """What a launch passes for `table_names`."""
+    strides = table.least.stride()[1:-1]
+    if use.dim < 0:
+        return [table.least, *strides]
+    return [table.least, table.most, table.least.stride(0), table.levels, table.shift, *strides]
+
+
+def _text(
+    node: Expr, args: list[str], mod: Mod, bounds: Bounds, known: dict[Expr, Range | None]
+) -> str:
+    if node.op == "const":
+        return f"tl.full([1], {bool(node.value)}, tl.int1)"
+    if node.op == "scalar":
+        number = f"(zero + tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.int64))"
+        return f"({number} != 0)" if node.dtype == "bool" else number
+    if node.op == "size":
+        slot, dim = map(int, str(node.value).split("."))
+        sizes = buffer_names(mod.kind, slot, mod.buffers[slot].rank)[1]
+        return f"zero + {sizes[dim]}"
+    if node.op in ("table_min", "table_max"):
+        table = int(node.value or 0)
+        return _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
+    if node.op == "cast":
+        return f"{args[0]}.to(tl.int64)"
+    if node.op in ("floor_div", "floor_mod"):
+        ends = [known[arg] for arg in node.args]
+        if not all(end is not None and end[0] >= 0 for end in ends):
+            return f"{node.op}_int({args[0]}, {args[1]})"
+    if node.op in INFIX:
+        return f"({args[0]} {INFIX[node.op]} {args[1]})"
+    return _FUNCTIONS[node.op].format(*args)
+
+
+def _read(number: int, use: TableUse, places: list[str], end: str) -> str:
+    base = f"table{number}"
+    last = ""
+    if use.dim >= 0:
+        *places, last = places
+        places = [*places[: use.dim], *places[use.dim + 1 :], places[use.dim]]
+    strided = [f"{place} * {base}_stride{dim}" for dim, place in enumerate(places[:-1])]
+    if use.dim < 0:
+        address = " + ".join([f"{base}_min", "zero", *strided, *places[-1:]])
+        return f"tl.load({address}).to(tl.int64)"
+    address = " + ".join([f"{base}_{end}", *strided])
+    more = f"{base}_level, {base}_levels, {base}_shift"
+    function = "least_of" if end == "min" else "most_of"
+    return f"{function}({address}, {places[-1]}, {last}, {more})"

@@ -1,0 +1,182 @@
+"""A repeated call takes the short way, and whatever changed since is seen all the same."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import attention, repeat
+from flexattn.catalogue import causal, sliding_window
+from flexattn.settings import override
+from tests.support import PREFILL, assert_accurate, block_mask, inputs
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+
+SCALE = 2.0
+
+
+def scaled(score, b, h, q_idx, kv_idx):
+    return score * SCALE
+
+
+def biased(bias, weight=1.0):
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + weight * bias[kv_idx]
+
+    return mod
+
+
+@pytest.fixture
+def long_ways(monkeypatch):
+    """How many calls made a plan."""
+    repeat._seen.clear()
+    count = []
+    made = attention.plan
+
+    def counted(call):
+        count.append(call)
+        return made(call)
+
+    monkeypatch.setattr(attention, "plan", counted)
+    return count
+
+
+def call(q, k, v, **more):
+    return assert_accurate(q, k, v, kernel_options=PREFILL, **more)
+
+
+def test_the_second_call_makes_no_plan(long_ways):
+    q, k, v = inputs()
+    mod, mask = biased(torch.randn(53)), block_mask(causal, q, k)
+    sinks = torch.nn.Parameter(torch.randn(3))
+    for more in ({}, {"score_mod": mod}, {"block_mask": mask}, {"sinks": sinks}):
+        long_ways.clear()
+        first = call(q, k, v, **more)
+        for _ in range(3):
+            again = call(*(x.clone() for x in (q, k, v)), **more)
+        assert len(long_ways) == 1, more
+        torch.testing.assert_close(again.out, first.out, rtol=0, atol=0)
+
+
+def test_numbers_globals_and_code_that_change(monkeypatch, long_ways):
+    q, k, v = inputs()
+    mod = biased(torch.randn(53))
+    for _ in range(2):
+        call(q, k, v, score_mod=mod)
+    mod.__closure__[1].cell_contents = -3.0
+    call(q, k, v, score_mod=mod)
+    mod.__code__ = (lambda bias, weight: lambda s, b, h, q, k: s - weight * bias[k])(0, 0).__code__
+    call(q, k, v, score_mod=mod)
+    for value in (2.0, 5.0, 2.0):
+        monkeypatch.setitem(globals(), "SCALE", value)
+        call(q, k, v, score_mod=scaled)
+        call(q, k, v, score_mod=scaled)
+    assert len(long_ways) == 6
+
+
+def test_tensors_that_change(long_ways):
+    q, k, v = inputs()
+    bias = torch.randn(53)
+    mod = biased(bias)
+    call(q, k, v, score_mod=mod)
+    bias.mul_(3)
+    call(q, k, v, score_mod=mod)
+    assert len(long_ways) == 1
+    bias.data = torch.randn(106)[::2]
+    call(q, k, v, score_mod=mod)
+    bias.data = torch.randn(61).half()
+    call(q, k, v, score_mod=mod)
+    mod.__closure__[0].cell_contents = torch.randn(53)
+    call(q, k, v, score_mod=mod)
+    assert len(long_ways) == 4
+
+
+def test_a_block_mask_that_changes(long_ways):
+    q, k, v = inputs(1, 2, 1, 45, 45)
+    mask, other = (block_mask(mod, q, k, 16) for mod in (causal, sliding_window(3)))
+    call(q, k, v, block_mask=mask)
+    for name in ("mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks"):
+        setattr(mask, name, getattr(other, name))
+    mask.full_kv_indices = other.full_kv_indices
+    call(q, k, v, block_mask=mask)
+    # Written into the lists: nothing is to be kept of them but where they lie.
+    mask.kv_num_blocks.zero_()
+    mask.full_kv_num_blocks.zero_()
+    out = flexattn.flex_attention(
+        q, k, v, block_mask=mask, enable_gqa=True, kernel_options=PREFILL
+    )
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        functools.partial(lambda w, s, b, h, q, k: s * w[0], [2.0]),
+        lambda s, b, h, q, k, table=[3.0]: s * table[0],
+    ],
+    ids=["partial", "list"],
+)
+def test_what_may_change_unseen_goes_the_long_way(mod, long_ways):
+    q, k, v = inputs()
+    for _ in range(2):
+        call(q, k, v, score_mod=mod)
+    holder = mod.args[0] if isinstance(mod, functools.partial) else mod.__defaults__[0]
+    holder[0] = 7.0
+    call(q, k, v, score_mod=mod)
+    assert len(long_ways) == 3
+
+
+def test_other_arguments_are_other_calls(long_ways):
+    q, k, v = inputs()
+    call(q, k, v)
+    mask = block_mask(causal, q, k)
+    sinks = torch.randn(6)
+    for change in (
+        {"scale": 0.3},
+        {"scale": -0.3},
+        {"score_mod": scaled},
+        {"block_mask": mask},
+        {"sinks": sinks[:3]},
+        {"sinks": sinks[:3].half()},
+        {"sinks": sinks[::2]},
+    ):
+        call(q, k, v, **change)
+    assert len(long_ways) == 8
+    shifted = [torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in (q, k, v)]
+    call(*shifted)
+    call(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))
+    call(*(x.half() for x in (q, k, v)))
+    assert len(long_ways) == 11
+    with override(mode="off"):
+        call(q, k, v)
+    assert len(long_ways) == 12
+
+
+def test_grad_and_autocast_are_seen():
+    q, k, v = inputs()
+    bias = torch.randn(53)
+    mod = biased(bias)
+    call(q, k, v, score_mod=mod)
+    run = functools.partial(flexattn.flex_attention, enable_gqa=True, kernel_options=PREFILL)
+    bias.requires_grad_()
+    run(q, k, v, mod).sum().backward()
+    assert bias.grad is not None
+    assert run(q.clone().requires_grad_(), k, v).requires_grad
+    assert run(q, k, v, sinks=torch.nn.Parameter(torch.randn(3))).requires_grad
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        assert run(q, k, v).dtype == torch.float16
+
+
+def test_mods_masks_and_what_they_capture_are_not_kept_alive():
+    q, k, v = inputs()
+    bias = torch.randn(53)
+    mod, mask = biased(bias), block_mask(sliding_window(torch.tensor(7)), q, k)
+    call(q, k, v, score_mod=mod, block_mask=mask)
+    call(q, k, v, score_mod=mod, block_mask=mask)
+    left = [weakref.ref(each) for each in (bias, mod, mask, mask.kv_indices)]
+    del bias, mod, mask
+    gc.collect()
+    assert [each() for each in left] == [None] * 4
