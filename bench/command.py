@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from flexattn.errors import FlexAttnError, InputError
 
 __all__ = ["chosen_rows", "main", "parse_config"]
 
+# Options of a kernel that are no numbers.
+WORDS = ("RULES_OFF", "TANH")
+
 
 def main(
     bench: str,
@@ -27,13 +30,18 @@ def main(
     method: Method,
     argv: Sequence[str] | None = None,
     host: Callable[[Method], Report] | None = None,
+    known: Mapping[str, Peer] = PEERS,
+    table: Callable[[Report], str] = markdown,
 ) -> int:
-    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request."""
-    args = _parser(bench, method, host is not None).parse_args(argv)
+    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
+
+    known: the peers there are; table: a report as text.
+    """
+    args = _parser(bench, method, host is not None, known).parse_args(argv)
     method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
     try:
         chosen = chosen_rows(rows, args.rows)
-        peers = _peers(args.peers, args.config)
+        peers = _peers(args.peers, args.config, known)
         if args.list:
             print("\n".join(row.name for row in chosen))
             return 0
@@ -52,7 +60,7 @@ def main(
         return 2
     if args.out:
         save(report, args.out)
-    print(markdown(report))
+    print(table(report))
     return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
@@ -73,22 +81,24 @@ def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
     return found
 
 
-def parse_config(text: str) -> dict[str, int]:
-    """Kernel options from "BLOCK_M=128,BLOCK_N=64,num_warps=8". Raises InputError otherwise."""
+def parse_config(text: str) -> dict[str, int | str]:
+    """Kernel options from "BLOCK_M=128,num_warps=8,TANH=exact". Raises InputError otherwise."""
     try:
         pairs = [item.split("=") for item in text.split(",")]
-        return {key.strip(): int(value) for key, value in pairs}
+        found = [(key.strip(), value) for key, value in pairs]
+        return {key: value if key in WORDS else int(value) for key, value in found}
     except ValueError as e:
-        raise InputError(f"--config {text!r}", "KEY=INTEGER, separated by commas") from e
+        rule = f"KEY=INTEGER, or a word for {' and '.join(WORDS)}; separated by commas"
+        raise InputError(f"--config {text!r}", rule) from e
 
 
-def _peers(names: str, configs: Sequence[str]) -> dict[str, Peer]:
-    asked = names.split(",") if names else list(PEERS)
-    unknown = sorted(set(asked) - set(PEERS))
+def _peers(names: str, configs: Sequence[str], known: Mapping[str, Peer]) -> dict[str, Peer]:
+    asked = names.split(",") if names else list(known)
+    unknown = sorted(set(asked) - set(known))
     if unknown:
-        raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(PEERS)}")
+        raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(known)}")
     variants = {f"{OURS} {text}": ours_with(parse_config(text)) for text in configs}
-    return {name: PEERS[name] for name in asked} | variants
+    return {name: known[name] for name in asked} | variants
 
 
 def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
@@ -103,7 +113,9 @@ def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
     return each
 
 
-def _parser(bench: str, method: Method, host: bool) -> argparse.ArgumentParser:
+def _parser(
+    bench: str, method: Method, host: bool, known: Mapping[str, Peer]
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{bench}",
         description="Ours beside torch's flex_attention and SDPA, interleaved in one run.",
@@ -111,7 +123,7 @@ def _parser(bench: str, method: Method, host: bool) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
-    add("--peers", default="", metavar="A,B", help=f"out of {', '.join(PEERS)}; default: all")
+    add("--peers", default="", metavar="A,B", help=f"out of {', '.join(known)}; default: all")
     add("--config", action="append", default=[], metavar="KEY=N,…",
         help="one more variant of ours, with these kernel options; may be repeated")  # fmt: skip
     add("--rounds", type=int, default=method.rounds, help="samples of each candidate")

@@ -18,7 +18,7 @@ from bench.inputs import Inputs
 __all__ = ["OURS", "PEERS", "Peer", "Refusal", "ours", "ours_with"]
 
 OURS = "flexattn"
-Options: TypeAlias = Mapping[str, int]
+Options: TypeAlias = Mapping[str, int | str]
 
 
 @dataclass(frozen=True)

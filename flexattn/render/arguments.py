@@ -72,17 +72,6 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def list_arguments() -> tuple[Argument, ...]:
-    """Arguments of the kernel that lists the blocks of each row."""
-    lists = ("KV_NUM", "KV_IDX", "FULL_NUM", "FULL_IDX")
-    return (
-        Argument("KINDS", "*i8", 1),
-        *(Argument(name, "*i32", 4) for name in lists),
-        Argument("blocks", "i32"),
-        Argument("separate", "i32"),
-    )
-
-
 def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
     """What a launch passes for `_captured`: pointer, sizes and strides of each, then numbers."""
     if captures is None or bound is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -94,7 +95,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "layout": _CONTIGUOUS,
         "use_tma": False,
         "early_loads": True,
-        "licm": True,
+        # Kept in registers, what does not change would leave a warpgroup's tile too few.
+        "licm": config.BLOCK_M < 64,
         "fold_scale": score is None and form.positive_scale and not form.scaled,
         "element": product,
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
@@ -169,7 +171,7 @@ def _written(form: ServingForm) -> list[Argument]:
         found.append(Argument("SINKS", "*fp32", 4))
     if form.scaled:
         found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
-    return [*found, Argument("stride_om", "i64")]
+    return [*found, Argument("stride_om", "i64", math.gcd(16, form.head_dim_v))]
 
 
 def _described(form: ServingForm) -> list[Argument]:
@@ -257,4 +259,5 @@ def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
 def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:
     if captures is None:
         return None
-    return whole(captures, _traits(form, device))
+    # Which of its tiles need mask_mod a request does not say.
+    return whole(captures, _traits(form, device), "i < end")

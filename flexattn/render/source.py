@@ -18,7 +18,6 @@ from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
-    list_arguments,
     mask_arguments,
 )
 from flexattn.render.bounds_printer import print_bounds
@@ -33,8 +32,8 @@ from flexattn.space.terms import loads_tiles
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
-# Blocks that a program classifies, and that it lists at a time.
-STRIP, _LISTED = 128, 512
+# Blocks that a program classifies.
+STRIP = 128
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -202,13 +201,6 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     header = [title, f"mask_mod: {_one_line(captures)}"]
     found = mask_arguments(captures, bounds)
     return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
-
-
-def render_block_lists(device: Device) -> Source:
-    """The kernel that lists each row's blocks, of any mask."""
-    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
-    header = [f"block lists for {device.arch}"]
-    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(

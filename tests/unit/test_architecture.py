@@ -46,6 +46,7 @@ EDGES = {
     "block_lists": {"block_kinds"},
     "lazy_mask": {"block_lists"},
     "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
@@ -58,8 +59,12 @@ EDGES = {
     # What a kernel takes and whose code it shares is known before it is timed.
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
-    # Its interpreter takes the place of a device, so it stands where measure and tune do.
-    # It tells its progress as the tuner does.
+    # DESIGN.md has neuron below space, render and build, "used by their target alone". It stands
+    # above measure and tune instead, since what they need of NKI is data and lies below them
+    # (neuroncore, space/nki.py, render/nki), while what is left is the place of a device: it takes
+    # a Task, interprets, simulates or measures its kernels, judges them by measure's oracle and
+    # hands the tuner's loop a Measurer. Below tune it could do none of that, and nothing of
+    # NVIDIA's path would gain: space, render, build, measure and tune import nothing of it.
     "neuron": {"measure", "cache", "tune"},
     "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
@@ -78,7 +83,11 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
+    # It reads a workload as the tuner does, when it is called.
+    "warm": {"tune"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
@@ -99,6 +108,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),
