@@ -75,7 +75,7 @@ def tune(
         bool,
         typer.Option(
             "--again",
-            help="Tune what has a record already too; with --storage, what was finished before now.",
+            help="Tune what has a record already too; in --storage, what was finished.",
         ),
     ] = False,
     as_json: AsJson = False,
