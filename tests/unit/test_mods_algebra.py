@@ -251,3 +251,32 @@ def test_tables_answer_any_range(values):
                 start, end = first[i] // piece * piece, (last[i] // piece + 1) * piece
                 line = (values[1] if row else values)[start:end].long()
                 assert got[i] == (line.max() if greatest else line.min())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_float_that_rounds_onto_a_limit_is_not_decided(dtype):
+    """Each limit is what the mask itself computes at one key: exact arithmetic would be wrong."""
+    kind = getattr(torch, dtype)
+    draw = torch.Generator().manual_seed(3)
+    wrong = 0
+    for _ in range(60):
+        a, b, c = (torch.rand(3, generator=draw) + 0.1).tolist()
+        at = int(torch.randint(1, 60, (), generator=draw))
+        scale, shift = (const(torch.tensor(x, dtype=kind).item(), dtype) for x in (a, b))
+        value = make("mul", dtype, (make("cast", dtype, (var("kv_idx"),)), scale))
+        value = make("div", dtype, (make("add", dtype, (value, shift)), make(
+            "cast", dtype, (const(c, "float64"),))))  # fmt: skip
+        key = torch.tensor([at])
+        reached = ((key.to(kind) * scale.value + shift.value) / torch.tensor(c, dtype=kind)).item()
+        exactly = (at * scale.value + shift.value) / torch.tensor(c, dtype=kind).item()
+        wrong += exactly != reached
+        for op in ("lt", "le"):
+            bound = bound_of(make(op, "bool", (value, const(reached, dtype))))
+            corners = dict.fromkeys(("b", "h", "q_lo", "q_hi"), key * 0)
+            corners |= {"kv_lo": key, "kv_hi": key}
+            must, may = verdicts(bounds_of(bound.mod), corners, (), (), ())
+            kept = evaluate(bound.mod, {"kv_idx": key}, (), ())
+            assert kept.item() is (op == "le")
+            assert not must or kept, (a, b, c, at)
+            assert may or not kept, (a, b, c, at)
+    assert wrong > 20 or dtype == "float64"  # in which the bounds compute too
