@@ -98,7 +98,8 @@ def _text(
     if node.op in ("table_min", "table_max"):
         table = int(node.value or 0)
         text = _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
-        return f"{text}.to({triton_type(node.dtype)})"
+        single = bounds.tables[table].dim < 0
+        return f"{text}.to({triton_type(node.dtype)})" if single else text
     if node.op == "cast":
         whole = f"{args[0]}.to(tl.int32)" if node.args[0].dtype == "bool" else args[0]
         return f"{whole}.to({triton_type(node.dtype)})"
