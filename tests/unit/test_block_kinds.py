@@ -155,3 +155,14 @@ def test_documents_in_order():
     mask_mod = and_masks(document(ids), causal)
     found = block_kinds(bind(mask_mod, "mask"), (1, 1, 96, 96), (16, 16), CPU)
     assert torch.equal(found, every_lane(mask_mod, (1, 1, 96, 96), (16, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_tables_of_any_integer(dtype):
+    kept = (torch.arange(96) % 31 > 9).to(dtype)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return kept[kv_idx].to(torch.int64) + kept[q_idx].to(torch.int64) > 0
+
+    found = block_kinds(bind(mask_mod, "mask"), (1, 1, 96, 96), (8, 8), CPU)
+    assert torch.equal(found, every_lane(mask_mod, (1, 1, 96, 96), (8, 8)))

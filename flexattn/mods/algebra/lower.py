@@ -29,6 +29,8 @@ _LENGTH, _HEADS = 2**30, 2**20
 CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", "kv_hi"), _LENGTH)}
 # Numbers from memory and captured numbers beyond this decide nothing.
 _REMEMBERED = 2**48
+# Of these torch has no comparison to tell whether they are sorted.
+_UNORDERED = ("uint16", "uint32", "uint64")
 
 _bounds: Lru[str, Bounds] = Lru(256)
 
@@ -141,7 +143,7 @@ class _Lowering:
 
     def _load(self, node: Expr) -> Whole | None:
         """What a captured tensor of integers holds between the ends of an index."""
-        found = None if node.dtype == "uint64" else self._extremes(node, "int64")
+        found = None if node.dtype in _UNORDERED else self._extremes(node, "int64")
         return None if found is None else _limited(*found[:2], node.dtype, found[2])
 
     def _float_load(self, node: Expr) -> Real | None:
