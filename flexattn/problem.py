@@ -29,13 +29,15 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 class Sparsity:
     """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
 
-    per_head: the lists differ between the query heads of one KV head.
+    per_head: the lists differ between the query heads of one KV head. runs: the blocks of each
+    row join up, and so do its full ones, so that their ends say where they are.
     """
 
     q_block: int
     kv_block: int
     has_full: bool
     per_head: bool
+    runs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,8 @@ class Structure:
         """The score_mod as this kernel computes it; None without one."""
         if self.score is None:
             return None
-        # Packed heads differ from row to row, so a diagonal of decode's tile has many values.
-        barred = {"diagonal"} if self.kind == "decode" else set()
+        # A row of decode's tile is a head of its own: no diagonal and no key has one value.
+        barred = {"diagonal", "tilt"} if self.kind == "decode" else set()
         if self.dtype == "float32":
             barred.add("tilt")
         return split(self.score.mod, ALL - barred - set(self.rules_off))

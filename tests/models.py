@@ -23,7 +23,8 @@ MODELS = {
     "Qwen3": {"head_dim": 32},
     "GptOss": {
         "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 2,
-        "num_experts_per_tok": 1,
+        # All of them: which one a router takes would hang on the last bit.
+        "num_experts_per_tok": 2,
     },
 }  # fmt: skip
 # transformers' own sdpa refuses soft-capping, and its gpt-oss has none.

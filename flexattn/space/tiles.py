@@ -9,7 +9,7 @@ from flexattn.device import Device
 from flexattn.problem import Problem, Structure
 from flexattn.space.config import Config, DecodeConfig
 
-__all__ = ["Geometry", "geometry", "power_above", "suited", "tiles_per_q"]
+__all__ = ["Geometry", "geometry", "power_above", "suited", "tiles_per_q", "walks_runs"]
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -41,6 +41,12 @@ def tiles_per_q(structure: Structure, config: Config) -> int:
     if structure.sparsity is None:
         return 1
     return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
+
+
+def walks_runs(structure: Structure, config: Config) -> bool:
+    """Whether the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
+    sparsity = structure.sparsity
+    return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
 
 
 def suited(config: AnyConfig, structure: Structure) -> AnyConfig:

@@ -30,9 +30,10 @@ def registered():
     register()
 
 
-def large(name, dtype=torch.float32):
-    changes = {"sliding_window": 100} if "sliding_window" in MODELS[name] else {}
-    return tiny(name, dtype, "cuda", **LARGE, **changes)
+def large(name, dtype=torch.float32, **changes):
+    if "sliding_window" in MODELS[name]:
+        changes["sliding_window"] = 100
+    return tiny(name, dtype, "cuda", **{**LARGE, **changes})
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -51,7 +52,8 @@ def test_sixty_four_greedy_tokens_are_the_models_own(name, cache):
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_is_as_near_as_the_models_own(name, cache, dtype):
     """Logits of prefill and decode against the same weights in float32, by the accuracy rule."""
-    model, (ids, mask) = large(name, dtype), prompts("cuda", 301)
+    # Narrow weights: with wide ones a rounding anywhere in a model grows to chance.
+    model, (ids, mask) = large(name, dtype, initializer_range=0.04), prompts("cuda", 301)
     exact = logits(copy.deepcopy(model).float(), "eager", ids, mask, 5)
     own = logits(model, "eager", ids, mask, 5)
     got = logits(model, "flexattn", ids, mask, 5, static=cache == "static")
