@@ -1,0 +1,60 @@
+"""The Hopper kernel's arguments: as the Triton kernel's, with descriptors that carry layouts."""
+
+from __future__ import annotations
+
+from flexattn.problem import Structure
+from flexattn.render.arguments import Argument
+from flexattn.render.arguments import arguments as triton_arguments
+from flexattn.render.gluon.tiles import tiles_of
+from flexattn.render.triton_ops import signature_type
+from flexattn.space.config import PrefillConfig
+from flexattn.space.gluon_config import GluonPrefillConfig
+
+__all__ = ["arguments", "consumer_arguments", "producer_arguments"]
+
+_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmnd")
+_LOCATION = ("num_tiles", "num_units", "Hq", "group")
+
+
+def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order; num_units counts the row tiles of all heads."""
+    like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
+    tiles = tiles_of(structure, config)
+    described = {
+        "Q": (tiles.rows, tiles.qk_width),
+        "K": (config.BLOCK_N, tiles.qk_width),
+        "V": (config.BLOCK_N, tiles.v_width),
+        "OUT": (tiles.rows, tiles.v_width),
+    }
+    found: list[Argument] = []
+    for argument in triton_arguments(structure, like):
+        if argument.name in described:
+            argument = _descriptor(argument.name, structure.dtype, *described[argument.name])
+        found.append(argument)
+        if argument.name == "num_tiles":
+            found.append(Argument("num_units", "i32"))
+    return tuple(found)
+
+
+def consumer_arguments(found: tuple[Argument, ...]) -> list[str]:
+    """What the consumers take from the kernel beside descriptors and shared memory."""
+    return [
+        argument.name
+        for argument in found
+        if argument.type[0] != "t" and not argument.name.startswith(_STRIDES)
+    ]
+
+
+def producer_arguments(found: tuple[Argument, ...]) -> list[str]:
+    """What the loading warp takes from the kernel beside descriptors and shared memory."""
+    lists = ("KV_", "FULL_", "stride_mask", "stride_kb", *_LOCATION, "kv_len")
+    return [argument.name for argument in found if argument.name.startswith(lists)]
+
+
+def _descriptor(name: str, dtype: str, rows: int, width: int) -> Argument:
+    from triton.experimental.gluon import language as gl
+
+    element = signature_type(dtype)
+    shape = [1, 1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, dtype))
+    return Argument(name, f"tensordesc<{element}{shape},{layout!r}>")

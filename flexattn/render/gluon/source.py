@@ -1,0 +1,118 @@
+"""Source of the Hopper kernel: what its template is told of a structure and a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.device import Device
+from flexattn.problem import Captures, Structure
+from flexattn.render.environment import render_template
+from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
+from flexattn.render.gluon.printer import gluon_text, print_mod
+from flexattn.render.gluon.tiles import own_output, tiles_of
+from flexattn.render.source import (
+    BASE_2,
+    Source,
+    _expressions,
+    _mod_context,
+    _source,
+    _traits,
+)
+from flexattn.render.triton_ops import triton_type
+from flexattn.render.triton_printer import Printed
+from flexattn.space.config import describe
+from flexattn.space.gluon_config import GluonPrefillConfig
+
+__all__ = ["render"]
+
+TEMPLATE = "gluon/prefill.py.jinja"
+# A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
+HARDWARE_BARRIERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: int
+    width: int
+
+
+def render(
+    structure: Structure, config: GluonPrefillConfig, device: Device, title: str
+) -> Source:
+    """The Hopper prefill kernel of a structure with a config; title goes into its header."""
+    tiles = tiles_of(structure, config)
+    found = arguments(structure, config)
+    score, mask = (_printed(each, structure, device) for each in (structure.score, structure.mask))
+    used = [printed for printed in (score, mask) if printed is not None]
+    mods = _mod_context(used, device)
+    mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    parts = 1 if config.joined else config.consumers
+    sparsity = structure.sparsity
+    fold_scale = score is None and structure.positive_scale
+    settings: dict[str, object] = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "ROWS": tiles.rows,
+        "PARTS": parts,
+        "STAGES": config.num_stages,
+        "HEAD_DIM_QK": tiles.qk_padded,
+        "HEAD_DIM_V": tiles.v_width,
+        "V_TYPE": gluon_text(triton_type(structure.dtype)),
+    }
+    if sparsity is not None:
+        settings |= {
+            "SPARSE_Q": sparsity.q_block,
+            "SPARSE_KV": sparsity.kv_block,
+            "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
+        }
+    if config.order == "sections":
+        settings["SECTION"] = config.section
+    free_v = HARDWARE_BARRIERS - config.num_stages
+    settings |= {
+        "FREE_V": free_v,
+        "FREE_K": free_v - config.num_stages,
+        "FREE_Q": free_v - config.num_stages - 1,
+        "TURN": free_v - config.num_stages - 1 - config.consumers,
+    }
+    context = {
+        **mods,
+        "score": score,
+        "mask": mask,
+        "constants": (*settings.items(), *BASE_2),
+        "qk_chunks": [
+            _Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)
+        ],
+        "sparse": sparsity is not None,
+        "has_full": sparsity is not None and sparsity.has_full,
+        "order": config.order,
+        "schedule": config.schedule,
+        "persistent": config.schedule != "grid",
+        "own_output": own_output(structure, config, device),
+        "early_loads": config.early_loads,
+        "ping_pong": config.ping_pong,
+        "free_threads": 128 * config.consumers + 32,
+        "consumers": config.consumers,
+        "joined": config.joined,
+        "parts": parts,
+        "warps": tiles.rows // 16,
+        "num_stages": config.num_stages,
+        "worker_warps": list(config.worker_warps),
+        "worker_registers": list(config.worker_registers),
+        "rescale_first": tiles.v_width > 128,
+        "fold_scale": fold_scale,
+        "itemsize": structure.itemsize,
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+        "consumer_arguments": consumer_arguments(found),
+        "producer_arguments": producer_arguments(found),
+    }
+    header = [title, f"config: {describe(config)}", *_expressions(structure)]
+    return _source(
+        TEMPLATE, device, header, context, found, 4 * tiles.rows // 64, config.num_stages, "gluon"
+    )
+
+
+def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:
+    if captures is None:
+        return None
+    return print_mod(captures.mod, captures.contiguous, _traits(device, structure.dtype))
