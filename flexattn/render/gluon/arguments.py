@@ -24,7 +24,7 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
         "Q": (tiles.rows, tiles.qk_width),
         "K": (config.BLOCK_N, tiles.qk_width),
         "V": (config.BLOCK_N, tiles.v_width),
-        "OUT": (tiles.rows, tiles.v_width),
+        "OUT": (tiles.rows, tiles.out_width),
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):

@@ -65,6 +65,8 @@ def render(
             "SPARSE_KV": sparsity.kv_block,
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
+    if tiles.out_chunks > 1:
+        settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
         settings["SECTION"] = config.section
     free_v = HARDWARE_BARRIERS - config.num_stages
@@ -82,6 +84,7 @@ def render(
         "qk_chunks": [
             _Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)
         ],
+        "out_chunks": tiles.out_chunks,
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
         "order": config.order,

@@ -20,12 +20,19 @@ class Tiles:
 
     rows: query rows of one partition. qk_width: head dimensions of one copy of Q or K; a tile is
     cut into qk_chunks of them where its width is no power of two. v_width: of one copy of V.
+    out_chunks: copies of the output, which leaves through tiles like those of Q.
     """
 
     rows: int
     qk_width: int
     qk_chunks: int
     v_width: int
+    out_chunks: int
+
+    @property
+    def out_width(self) -> int:
+        """Head dimensions of one copy of the output."""
+        return self.v_width // self.out_chunks
 
     @property
     def qk_padded(self) -> int:
@@ -38,8 +45,8 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     rows = config.BLOCK_M if config.joined else 64
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(rows, 64, structure.head_dim_qk // 64, v)
-    return Tiles(rows, qk, 1, v)
+        return Tiles(rows, 64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
+    return Tiles(rows, qk, 1, v, 1)
 
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
@@ -55,8 +62,10 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
     A persistent block then loads the next Q while the last output leaves.
     """
     tiles = tiles_of(structure, config)
-    if tiles.qk_chunks > 1 or tiles.qk_width != tiles.v_width:
+    if tiles.qk_width != tiles.out_width:
         return True
+    if tiles.out_chunks > 1:
+        return False
     whole = _loaded(structure, config) + _output(structure, config)
     return config.schedule != "grid" and whole <= device.shared_memory
 
