@@ -5,7 +5,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from flexattn import create_block_mask
 from flexattn.cache.codec import decode_record, encode_record
 from flexattn.cache.key import key_of, sizes_of
 from flexattn.catalogue import alibi, causal
@@ -13,6 +15,7 @@ from flexattn.cli.offline import kernel_options, short
 from flexattn.device import named
 from flexattn.dispatch import choices
 from flexattn.errors import CacheError, ConfigError
+from flexattn.launch import Lists, prepare
 from flexattn.options import NONE, Options, for_torch, parse
 from flexattn.problem import Layout
 from flexattn.report.numbers import axes, effects, on_axis
@@ -121,3 +124,40 @@ def test_its_names():
     assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 registers=240"
     forced = parse(kernel_options(PLAIN))
     assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"
+
+
+@pytest.mark.parametrize("schedule", ["grid", "static"])
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
+    """Every argument by name: sizes are fixed, tensors and scale are each call's."""
+    wanted = problem(mask_mod=mask, group=2, lse=False)
+    config = replace(PLAIN, schedule=schedule)
+    choice = next(choices(wanted, H200, Options(exact=config)))
+    seen = []
+
+    class Kernel:
+        def prepare(self, programs, fixed, boxes):
+            seen.append((programs, fixed, boxes))
+
+    kernels = SimpleNamespace(kernels=lambda *args: (choice, Kernel(), None))
+    q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.empty(2, 8, 8192, 128, dtype=torch.bfloat16)
+    lists = None
+    if mask is not None:
+        lists = Lists.of(create_block_mask(mask, None, None, 4096, 8192, "cpu"))
+    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
+    ((programs, fixed, boxes),) = seen
+    names = [argument.name for argument in choice.source.arguments]
+    given = dict(zip(names, fixed, strict=True))
+    assert programs == launch.geometry.programs == (1024 if schedule == "grid" else 132)
+    assert (given["num_tiles"], given["num_units"], given["Hq"], given["group"]) == (
+        32,
+        1024,
+        16,
+        2,
+    )
+    assert all(given[name] is None for name in ("Q", "K", "V", "OUT", "sm_scale"))
+    assert [box.shape for box in boxes] == [q.shape, k.shape, k.shape, q.shape]
+    assert boxes[0].strides == boxes[3].strides == q.stride(), "the output lies as the queries do"
+    described = [each for each in choice.source.arguments if each.type.startswith("tensordesc<")]
+    assert len(described) == len(boxes)
