@@ -9,7 +9,7 @@ from flexattn.problem import Captures, Structure
 from flexattn.render.environment import render_template
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import gluon_text, print_mod
-from flexattn.render.gluon.tiles import own_output, tiles_of
+from flexattn.render.gluon.tiles import own_output, runs_of, tiles_of
 from flexattn.render.source import (
     BASE_2,
     Source,
@@ -21,7 +21,7 @@ from flexattn.render.source import (
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed
 from flexattn.space.config import describe
-from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 
 __all__ = ["render"]
 
@@ -36,9 +36,7 @@ class _Chunk:
     width: int
 
 
-def render(
-    structure: Structure, config: GluonPrefillConfig, device: Device, title: str
-) -> Source:
+def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
     found = arguments(structure, config)
@@ -46,14 +44,15 @@ def render(
     used = [printed for printed in (score, mask) if printed is not None]
     mods = _mod_context(used, device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
-    parts = 1 if config.joined else config.consumers
     sparsity = structure.sparsity
+    runs = runs_of(structure, config)
+    noted = config.schedule != "grid" or sparsity is not None
     fold_scale = score is None and structure.positive_scale
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": tiles.rows,
-        "PARTS": parts,
+        "ROWS": CONSUMER_ROWS,
+        "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
@@ -81,9 +80,7 @@ def render(
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
-        "qk_chunks": [
-            _Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)
-        ],
+        "qk_chunks": [_Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)],
         "out_chunks": tiles.out_chunks,
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
@@ -95,9 +92,9 @@ def render(
         "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
-        "joined": config.joined,
-        "parts": parts,
-        "warps": tiles.rows // 16,
+        "noted": noted,
+        "listed": sparsity is not None and not runs,
+        "runs": runs,
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
@@ -106,13 +103,11 @@ def render(
         "itemsize": structure.itemsize,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
-        "consumer_arguments": consumer_arguments(found),
+        "consumer_arguments": consumer_arguments(found, noted),
         "producer_arguments": producer_arguments(found),
     }
     header = [title, f"config: {describe(config)}", *_expressions(structure)]
-    return _source(
-        TEMPLATE, device, header, context, found, 4 * tiles.rows // 64, config.num_stages, "gluon"
-    )
+    return _source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
 
 
 def _printed(captures: Captures | None, structure: Structure, device: Device) -> Printed | None:

@@ -8,7 +8,7 @@ from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.space.gluon_config import GluonPrefillConfig
 
-__all__ = ["Tiles", "own_output", "shared_memory", "tiles_of"]
+__all__ = ["Tiles", "own_output", "runs_of", "shared_memory", "tiles_of"]
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
@@ -18,12 +18,11 @@ _REST = 1024
 class Tiles:
     """Sizes in elements, head dimensions as shared memory holds them.
 
-    rows: query rows of one partition. qk_width: head dimensions of one copy of Q or K; a tile is
-    cut into qk_chunks of them where its width is no power of two. v_width: of one copy of V.
+    qk_width: head dimensions of one copy of Q or K; a tile is cut into qk_chunks of them where its
+    width is no power of two. v_width: of one copy of V.
     out_chunks: copies of the output, which leaves through tiles like those of Q.
     """
 
-    rows: int
     qk_width: int
     qk_chunks: int
     v_width: int
@@ -42,11 +41,23 @@ class Tiles:
 
 def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
-    rows = config.BLOCK_M if config.joined else 64
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(rows, 64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    return Tiles(rows, qk, 1, v, 1)
+        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
+    return Tiles(qk, 1, v, 1)
+
+
+def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
+    """How many rows of a mask's blocks one tile of rows may touch; 0 where lists are walked.
+
+    A tile that no block's rows divide still works on runs: each consumer has those of its own.
+    """
+    sparsity = structure.sparsity
+    if sparsity is None or not getattr(sparsity, "runs", False):
+        return 0
+    if sparsity.kv_block % config.BLOCK_N:
+        return 0
+    return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
