@@ -89,7 +89,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "persistent": config.schedule != "grid",
         "own_output": own_output(structure, config, device),
         "early_loads": config.early_loads,
-        "ping_pong": config.ping_pong,
+        # Consumers that walk different tiles cannot take turns.
+        "ping_pong": config.ping_pong and runs < 2,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
         "noted": noted,
