@@ -17,7 +17,7 @@ from flexattn.mods import Bound
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity
 from flexattn.render.arguments import captured_values
-from flexattn.space.config import PrefillConfig
+from flexattn.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.space.tiles import Geometry, geometry
 
 
@@ -179,6 +179,8 @@ def prepare(
     fixed += out_strides[:3]
     fixed += [problem.Hq, problem.Hq // problem.Hkv, problem.q_len, problem.kv_len]
     fixed.append(grid.num_tiles)
+    if isinstance(config, GluonPrefillConfig):
+        fixed.append(grid.num_tiles * problem.B * problem.Hq)
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
@@ -189,7 +191,9 @@ def prepare(
     fixed += _mask_strides(lists)
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
-    if isinstance(config, PrefillConfig) and config.use_tma:
+    if isinstance(config, GluonPrefillConfig):
+        boxes = [_box(q), _box(k), _box(v), Box(out_shape, out_strides)]
+    elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
     combine = None
     if merger is not None and split:

@@ -5,7 +5,8 @@ import pytest
 from flexattn.build import compile_source
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.render.source import render, render_combine
+from flexattn.render.kernel import render
+from flexattn.render.source import render_combine
 from flexattn.resources import resources
 from flexattn.space.triton import default
 from tests.compile.devices import DEVICES
