@@ -66,7 +66,7 @@ class Launch:
     """A chosen kernel with the arguments that do not change while shapes and strides do not.
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
-    splits leave for it.
+    splits leave for it. counts: the kernel's blocks take their tiles from a counter.
     """
 
     choice: Choice
@@ -77,6 +77,7 @@ class Launch:
     attend: Launcher
     combine: Launcher | None
     workspace: int
+    counts: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -119,6 +120,8 @@ class Launch:
             workspace = torch.empty(self.workspace, device=device)
             given.append(workspace)
             merged = [workspace, *written]
+        if self.counts:
+            given.append(torch.zeros(1, dtype=torch.int32, device=device))
         given.append(scale)
         if sinks is not None:
             given.append(sinks)
@@ -181,6 +184,9 @@ def prepare(
     fixed.append(grid.num_tiles)
     if isinstance(config, GluonPrefillConfig):
         fixed.append(grid.num_tiles * problem.B * problem.Hq)
+    counts = isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic"
+    if counts:
+        fixed.append(None)
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
@@ -208,6 +214,7 @@ def prepare(
         kernel.prepare(grid.programs, fixed, boxes),
         combine,
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
+        counts,
     )
 
 

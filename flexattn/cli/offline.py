@@ -116,11 +116,7 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
     if config.registers != CONSUMER_REGISTERS.get(config.consumers):
         parts.append(f"r{config.registers}")
-    parts += (
-        ["joined"] * config.joined
-        + ["turns"] * config.ping_pong
-        + [config.schedule] * (config.schedule != "grid")
-    )
+    parts += ["turns"] * config.ping_pong + [config.schedule] * (config.schedule != "grid")
     if config.order != "last":
         parts.append(config.order + str(config.section) * (config.order == "sections"))
     return " ".join(parts + ["late"] * (not config.early_loads))

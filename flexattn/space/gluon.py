@@ -13,17 +13,13 @@ from flexattn.space.gluon_config import (
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.space.terms import loads_early
+from flexattn.space.terms import loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["grid", "orders", "preferences", "section_of"]
 
 # Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
 L2_BYTES = 32 * 2**20
-
-
-# How many of the ways to share the tensor cores there are with so many consumers.
-_WAYS = {1: 1, 3: 2}
 
 
 def config(
@@ -40,9 +36,12 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
-        # Where a mask makes some tiles longer, those of all heads start with the longest.
-        order: GluonOrder = "last" if structure.sparsity is None else "heads"
-        yield replace(suited(each, structure), order=order)
+        # A value for every score, held from before they are there, takes registers twice.
+        found = replace(suited(each, structure), early_loads=not loads_tiles(structure))
+        if structure.sparsity is not None:
+            # A mask makes some tiles longer: the longest start first, and none waits for a block.
+            found = replace(found, schedule="dynamic", order="sections")
+        yield found
 
 
 # Widest head dimension, then configs by preference; the last of each leaves registers for mods.
@@ -55,23 +54,29 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
 
 
 def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
-    """Every combination of the axes, with tiles cut to the mask's blocks; some cannot run."""
+    """The preferences, then every combination of the axes, cut to the mask's blocks.
+
+    Some cannot run.
+    """
     structure = problem.structure
+    yield from preferences(structure)
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
-        counts, widths, depths = ((1, 2, 3), (32, 64, 128, 256), (2, 3, 4))  # type: ignore[assignment]
+        counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     early = (True, False) if loads_early(structure) else (True,)
+    if loads_tiles(structure):
+        early = (False,)
     for consumers, width, stages in product(counts, widths, depths):
         tile = suited(config(consumers, width, stages), structure)
-        # joined, ping_pong: neither, take turns, advance together.
-        ways = [(False, False), (False, True), (True, False)][: _WAYS.get(tile.consumers)]
-        schedules: tuple[Schedule, ...] = ("grid", "static")
-        for (joined, ping_pong), schedule, order, loads in product(
-            ways, schedules, orders(problem, tile, every), early
+        turns = (False, True) if tile.consumers > 1 else (False,)
+        schedules: tuple[Schedule, ...] = ("grid", "dynamic")
+        if every:
+            schedules = ("grid", "static", "dynamic")
+        for ping_pong, schedule, order, loads in product(
+            turns, schedules, orders(problem, tile, every), early
         ):
             found = replace(
                 tile,
-                joined=joined,
                 ping_pong=ping_pong,
                 schedule=schedule,
                 order=order,
@@ -87,10 +92,9 @@ def orders(problem: Problem, tile: GluonPrefillConfig, every: bool) -> tuple[Glu
     masked = problem.structure.sparsity is not None
     worth: dict[GluonOrder, bool] = {
         "last": True,
-        "first": every and masked,
         "group": problem.Hq > problem.Hkv,
         "heads": every or masked,
-        "sections": masked and section_of(problem) < problem.Hq,
+        "sections": masked and section_of(problem) < problem.B * problem.Hq,
         "alternate": every and masked,
     }
     return tuple(order for order, tried in worth.items() if tried)
@@ -103,4 +107,4 @@ def section_of(problem: Problem) -> int:
     heads = max(1, L2_BYTES // max(1, problem.kv_len * row))
     # A power of two: lengths that differ by little are served by one kernel.
     heads = 1 << (heads.bit_length() - 1)
-    return min(problem.Hq, heads * (problem.Hq // problem.Hkv))
+    return min(problem.B * problem.Hq, heads * (problem.Hq // problem.Hkv))

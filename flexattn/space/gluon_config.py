@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 GluonOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
-Schedule = Literal["grid", "static"]
+Schedule = Literal["grid", "static", "dynamic"]
 GLUON_ORDERS: tuple[GluonOrder, ...] = get_args(GluonOrder)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -34,19 +34,17 @@ class GluonPrefillConfig:
     """Consumer warpgroups of 64 query rows each walk the keys BLOCK_N at a time; one warp loads.
 
     num_stages: tiles of K, and of V, that are held at once. registers: of a consumer's thread.
-    joined: the consumers are one program that advances together. ping_pong: they take turns on the
-    tensor cores. schedule: "grid", a block a tile of
-    rows; "static", one block an SM, which takes every tile that is its turn. order: as in
-    PrefillConfig; "sections": `section` heads at a time, their last rows first, so that the keys
-    of a section stay in L2; "alternate": as "last", every other head the other way round.
-    early_loads: as in PrefillConfig.
+    ping_pong: the consumers take turns on the tensor cores. schedule: "grid", a block a tile of
+    rows; "static" and "dynamic", one block an SM, which takes the tiles that are its turn, or the
+    next that is left. order: as in PrefillConfig; "sections": `section` heads at a time, their
+    last rows first, so that the keys of a section stay in L2; "alternate": as "last", every other
+    head the other way round. early_loads: as in PrefillConfig.
     """
 
     consumers: int
     BLOCK_N: int
     num_stages: int
     registers: int
-    joined: bool = False
     ping_pong: bool = False
     schedule: Schedule = "grid"
     order: GluonOrder = "last"
@@ -66,7 +64,7 @@ class GluonPrefillConfig:
     @property
     def worker_warps(self) -> tuple[int, ...]:
         """Warps of the programs beside the first consumer's, last the one that loads."""
-        return (*(WARPS for _ in range(0 if self.joined else self.consumers - 1)), 1)
+        return (*(WARPS for _ in range(self.consumers - 1)), 1)
 
     @property
     def producer_registers(self) -> int:

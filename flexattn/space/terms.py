@@ -17,7 +17,7 @@ from flexattn.space.config import (
     pieces,
 )
 from flexattn.space.gluon_config import GLUON_ORDERS, SCHEDULES
-from flexattn.space.tiles import power_above
+from flexattn.space.tiles import has_runs, power_above
 
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
@@ -48,7 +48,6 @@ def _gluon_numbers(
         config.num_stages,
         config.registers,
         config.producer_registers,
-        config.joined,
         config.ping_pong,
         config.schedule != "grid",
         config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
@@ -60,7 +59,9 @@ def _gluon_numbers(
 @lru_cache(maxsize=1024)
 def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
-    blocks = (0, 0) if sparsity is None else (sparsity.q_block, sparsity.kv_block)
+    blocks = (0, 0, False)
+    if sparsity is not None:
+        blocks = (sparsity.q_block, sparsity.kv_block, has_runs(sparsity))
     half = structure.dtype in ("float16", "bfloat16")
     facts = (
         structure.kind == "decode",

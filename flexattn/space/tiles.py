@@ -10,7 +10,7 @@ from flexattn.problem import Problem, Sparsity, Structure
 from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
-__all__ = ["Geometry", "geometry", "power_above", "suited", "tiles_per_q"]
+__all__ = ["Geometry", "geometry", "has_runs", "power_above", "suited", "tiles_per_q"]
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -28,7 +28,7 @@ def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
     """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
     num_tiles = _row_tiles(problem, config)
     units = problem.B * (problem.Hq // problem.structure.packed_heads) * num_tiles
-    if isinstance(config, GluonPrefillConfig) and config.schedule == "static":
+    if isinstance(config, GluonPrefillConfig) and config.schedule != "grid":
         return Geometry(min(units, device.num_sms), num_tiles, 1)
     if not isinstance(config, DecodeConfig):
         return Geometry(units, num_tiles, 1)
@@ -62,8 +62,13 @@ def suited(config: AnyConfig, structure: Structure) -> AnyConfig:
 
 
 def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPrefillConfig:
-    """With as many consumers as divide a block of rows, where any number of them does."""
+    """With as many consumers as divide a block of rows, where any number of them does.
+
+    Along runs it is enough that the rows of one do.
+    """
     width = _tile_for(config.BLOCK_N, sparsity.kv_block)
+    if has_runs(sparsity) and sparsity.q_block % CONSUMER_ROWS == 0:
+        return replace(config, BLOCK_N=width)
     for count in range(config.consumers, 0, -1):
         if sparsity.q_block % (CONSUMER_ROWS * count) == 0:
             break
@@ -78,6 +83,11 @@ def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPref
         registers=CONSUMER_REGISTERS[count],
         ping_pong=config.ping_pong and count > 1,
     )
+
+
+def has_runs(sparsity: Sparsity) -> bool:
+    """Whether a mask keeps one run of blocks in each row of them."""
+    return bool(getattr(sparsity, "runs", False))
 
 
 def power_above(block: int) -> int:
@@ -97,7 +107,7 @@ def _row_tiles(problem: Problem, config: Config) -> int:
     structure, sparsity = problem.structure, problem.structure.sparsity
     rows = problem.q_len * structure.packed_heads
     tiles = -(-rows // config.BLOCK_M)
-    if sparsity is None:
+    if sparsity is None or isinstance(config, GluonPrefillConfig):
         return tiles
     if structure.kind == "decode" or sparsity.q_block % config.BLOCK_M:
         blocks = -(-problem.q_len // sparsity.q_block)

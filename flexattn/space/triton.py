@@ -88,7 +88,7 @@ def _tile(config: Config) -> Config:
     if isinstance(config, DecodeConfig):
         return replace(config, num_splits=0, early_loads=True)
     if isinstance(config, GluonPrefillConfig):
-        config = replace(config, joined=False, ping_pong=False, schedule="grid", section=8)
+        config = replace(config, ping_pong=False, schedule="grid", section=8)
     return replace(config, order="last", early_loads=True)
 
 

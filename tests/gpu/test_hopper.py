@@ -200,6 +200,7 @@ def test_bits_stay_from_run_to_run(D, mods):
         first,
         replace(first, schedule="static"),
         replace(first, schedule="static", ping_pong=turns),
+        replace(first, schedule="dynamic"),
     ):
         wanted = run_with(made, config)
         for _ in range(50):

@@ -126,7 +126,7 @@ def test_its_names():
     assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"
 
 
-@pytest.mark.parametrize("schedule", ["grid", "static"])
+@pytest.mark.parametrize("schedule", ["grid", "static", "dynamic"])
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
 def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
     """Every argument by name: sizes are fixed, tensors and scale are each call's."""
@@ -157,6 +157,8 @@ def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
         2,
     )
     assert all(given[name] is None for name in ("Q", "K", "V", "OUT", "sm_scale"))
+    assert ("COUNTER" in given) is launch.counts is (schedule == "dynamic")
+    assert given.get("COUNTER") is None
     assert [box.shape for box in boxes] == [q.shape, k.shape, k.shape, q.shape]
     assert boxes[0].strides == boxes[3].strides == q.stride(), "the output lies as the queries do"
     described = [each for each in choice.source.arguments if each.type.startswith("tensordesc<")]

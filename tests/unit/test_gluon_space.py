@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexattn.catalogue import causal, softcap
+from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.problem import Layout
@@ -32,12 +33,12 @@ BREAKS = [
     ("consumers", replace(PLAIN, consumers=4, registers=112), {}, H200),
     ("power of two", replace(PLAIN, BLOCK_N=96), {}, H200),
     ("power of two", replace(PLAIN, BLOCK_N=0), {}, H200),
-    ("stages", replace(PLAIN, num_stages=9), {}, H200),
+    ("stages", replace(PLAIN, num_stages=0), {}, H200),
     ("register split", replace(PLAIN, registers=236), {}, H200),
     ("register split", replace(PLAIN, consumers=3, registers=168), {}, H200),
     ("ping pong", replace(PLAIN, consumers=1, ping_pong=True), {}, H200),
-    ("ping pong", replace(PLAIN, joined=True, ping_pong=True), {}, H200),
-    ("joined", replace(PLAIN, consumers=3, registers=160, joined=True), {}, H200),
+    ("barriers", replace(PLAIN, num_stages=6), {}, H200),
+    ("barriers", replace(PLAIN, num_stages=5, ping_pong=True), {}, H200),
     ("order", replace(PLAIN, order="sideways"), {}, H200),
     ("order", replace(PLAIN, schedule="never"), {}, H200),
     ("order", replace(PLAIN, section=0), {}, H200),
@@ -59,8 +60,7 @@ configs = st.builds(
     st.integers(1, 4),
     st.sampled_from([160, 240]),
     st.booleans(),
-    st.booleans(),
-    st.sampled_from(["grid", "static"]),
+    st.sampled_from(["grid", "static", "dynamic"]),
 )
 cases = st.builds(
     problem,
@@ -166,10 +166,16 @@ def test_sections_hold_whole_groups_in_the_cache():
         wanted = problem(kv_len=kv_len)
         section = gluon.section_of(wanted)
         group = wanted.Hq // wanted.Hkv
-        assert section % group == 0 and 1 <= section // group <= wanted.Hkv
+        assert section % group == 0 and 1 <= section // group <= wanted.B * wanted.Hkv
         assert section == group or section // group * kv_len * 512 <= gluon.L2_BYTES
 
 
 def test_early_loads_are_an_axis_where_they_move_anything():
-    plain = {config.early_loads for config in gluon.grid(problem(), False)}
-    assert plain == {True}
+    def offered(score_mod):
+        return {each.early_loads for each in gluon.grid(problem(score_mod=score_mod), False)}
+
+    keys = torch.zeros(8192)
+    assert offered(None) == {True}
+    assert offered(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx]) == {True, False}
+    # A value for every score would take registers before the scores are there.
+    assert offered(relative_bias(torch.zeros(32, 64), 32)) == {False}

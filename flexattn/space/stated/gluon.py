@@ -13,18 +13,19 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    joined, ping_pong, persistent, known_words, section,
+    ping_pong, persistent, known_words, section,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "joined ping_pong persistent known_words section"
+    "ping_pong persistent known_words section"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
+# runs: the mask keeps one run of blocks in each row of them.
 PROBLEM = (
-    half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys,
+    half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
     decodes, loads_keys, loads_tile, dense_layout,
 ) = symbols(
-    "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys "
+    "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
     "decodes loads_keys loads_tile dense_layout"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
@@ -40,6 +41,8 @@ SHARED_SLACK = 1024
 REGISTER_SLACK, GATHER_REGISTERS = 28, 8
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
+# Of the 16 of a block, what synchronises its own programs is not ours.
+NAMED_BARRIERS = 14
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
@@ -79,9 +82,8 @@ def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
     return Inequality("head dimension", Or(*(Eq(size, each) for each in among)), words)
 
 
-def _cut(block: Any, tile: Any, what: str, words: str) -> Inequality:
-    divides = Or(Eq(block, 0), Eq(Mod(block, Max(tile, 1)), 0))
-    return Inequality("mask block", divides, f"{what} does not divide the mask's block of {words}")
+def _divides(tile: Any, block: Any) -> Any:
+    return Or(Eq(block, 0), Eq(Mod(block, Max(tile, 1)), 0))
 
 
 # Those of the numbers alone: the others are asked where these hold.
@@ -114,11 +116,14 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "ping pong",
-        Or(Not(ping_pong), And(consumers >= 2, Not(joined))),
-        "ping_pong: {consumers} consumers of one program have nobody to take turns with",
+        Or(Not(ping_pong), consumers >= 2),
+        "ping_pong: one consumer has nobody to take turns with",
     ),
-    # A program's rows are a power of two.
-    Inequality("joined", Or(Not(joined), Eq(consumers, 2)), "joined: {consumers} are not two"),
+    Inequality(
+        "barriers",
+        2 * num_stages + 1 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
+    ),
     Inequality(
         "order",
         And(known_words, section >= 1),
@@ -136,8 +141,17 @@ FIT: tuple[Inequality, ...] = (
         dense_layout,
         "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
     ),
-    _cut(mask_rows, ROWS * consumers, "a tile of {consumers} times 64 rows", "{mask_rows}"),
-    _cut(mask_keys, BLOCK_N, "BLOCK_N={BLOCK_N}", "{mask_keys}"),
+    # Along a run each consumer may have a row of blocks of its own.
+    Inequality(
+        "mask block",
+        Or(_divides(ROWS * consumers, mask_rows), And(runs, _divides(ROWS, mask_rows))),
+        "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}",
+    ),
+    Inequality(
+        "mask block",
+        _divides(BLOCK_N, mask_keys),
+        "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
+    ),
     Inequality(
         "shared memory",
         shared_memory <= shared_limit,
