@@ -50,6 +50,7 @@ def run(row: Row, device: str, rounds: int) -> dict[str, Any]:
     import flexattn
     from flexattn.mods import bind
 
+    torch.zeros(1, device=device).sum().item()
     mask_mod = _mask(row, device)
     bind(lambda b, h, q_idx, kv_idx: q_idx + h != kv_idx, "mask", device)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,18 @@ def main(
     method: Method,
     argv: Sequence[str] | None = None,
     host: Callable[[Method], Report] | None = None,
+    known: Mapping[str, Peer] = PEERS,
+    table: Callable[[Report], str] = markdown,
 ) -> int:
-    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request."""
-    args = _parser(bench, method, host is not None).parse_args(argv)
+    """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
+
+    known: the peers there are; table: a report as text.
+    """
+    args = _parser(bench, method, host is not None, known).parse_args(argv)
     method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
     try:
         chosen = chosen_rows(rows, args.rows)
-        peers = _peers(args.peers, args.config)
+        peers = _peers(args.peers, args.config, known)
         if args.list:
             print("\n".join(row.name for row in chosen))
             return 0
@@ -55,7 +60,7 @@ def main(
         return 2
     if args.out:
         save(report, args.out)
-    print(markdown(report))
+    print(table(report))
     return 1 if any(_ours_missing(row) for row in report.rows) else 0
 
 
@@ -77,7 +82,7 @@ def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
 
 
 def parse_config(text: str) -> dict[str, int | str]:
-    """Kernel options from "BLOCK_M=128,BLOCK_N=64,BACKEND=TRITON". Raises InputError otherwise."""
+    """Kernel options from "BLOCK_M=128,BACKEND=TRITON,TANH=exact". Raises InputError otherwise."""
     try:
         pairs = [item.split("=") for item in text.split(",")]
         return {key.strip(): int(value) if value.isdigit() else value for key, value in pairs}
@@ -85,8 +90,8 @@ def parse_config(text: str) -> dict[str, int | str]:
         raise InputError(f"--config {text!r}", "KEY=VALUE, separated by commas") from e
 
 
-def _peers(names: str, configs: Sequence[str]) -> dict[str, Peer]:
-    asked, known = names.split(",") if names else list(PEERS), PEERS | TEMPLATES
+def _peers(names: str, configs: Sequence[str], known: Mapping[str, Peer]) -> dict[str, Peer]:
+    asked, known = names.split(",") if names else list(known), {**known, **TEMPLATES}
     unknown = sorted(set(asked) - set(known))
     if unknown:
         raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(known)}")
@@ -125,7 +130,9 @@ def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
     return each
 
 
-def _parser(bench: str, method: Method, host: bool) -> argparse.ArgumentParser:
+def _parser(
+    bench: str, method: Method, host: bool, known: Mapping[str, Peer]
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{bench}",
         description="Ours beside torch's flex_attention and SDPA, interleaved in one run.",
@@ -134,7 +141,7 @@ def _parser(bench: str, method: Method, host: bool) -> argparse.ArgumentParser:
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--peers", default="", metavar="A,B",
-        help=f"of {', '.join([*PEERS, *TEMPLATES])}; default: all but the last two")  # fmt: skip
+        help=f"of {', '.join([*known, *TEMPLATES])}; default: all but the last two")  # fmt: skip
     add("--config", action="append", default=[], metavar="KEY=VALUE,…",
         help="one more variant of ours, with these kernel options, or, where consumers is one of "
         "them, these fields of a Gluon config; may be repeated")  # fmt: skip

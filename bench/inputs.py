@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from bench.rows import BLOCK, DOCUMENTS, Row
+from bench.rows import BLOCK, Row
 from flexattn.catalogue.masks import MaskMod, causal, document, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, relative_bias, softcap
 
@@ -81,8 +81,8 @@ def _mask_mod(row: Row, device: str) -> MaskMod | None:
     if row.mask == "window":
         return sliding_window(row.window)
     if row.mask == "documents":
-        lengths = torch.tensor(DOCUMENTS, device=device)
-        ids = torch.arange(len(DOCUMENTS), device=device, dtype=torch.int32)
+        lengths = torch.tensor(row.documents, device=device)
+        ids = torch.arange(len(lengths), device=device, dtype=torch.int32)
         return and_masks(document(ids.repeat_interleave(lengths)), causal)
     if row.mask == "blocks":
         return random_blocks(row.shape.kv_len, row.density, device)

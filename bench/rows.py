@@ -7,7 +7,7 @@ from typing import Literal
 
 from bench.shapes import MODELS, Shape
 
-__all__ = ["BLOCK", "DOCUMENTS", "Row", "decode_rows", "prefill_rows"]
+__all__ = ["BLOCK", "DOCUMENTS", "Row", "decode_rows", "mods_rows", "prefill_rows"]
 
 Mask = Literal["full", "causal", "window", "documents", "blocks"]
 Score = Literal["none", "alibi", "softcap", "relative"]
@@ -51,9 +51,14 @@ class Row:
         if self.mask == "causal":
             return rows * keys / 2
         if self.mask == "documents":
-            return sum(n * n for n in DOCUMENTS) / 2
+            return sum(n * n for n in self.documents) / 2
         seen = min(self.window + 1, keys)
         return seen * (seen + 1) / 2 + (rows - seen) * seen
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Lengths of the eight documents: DOCUMENTS, as many times longer as the keys are."""
+        return tuple(n * (self.shape.kv_len // sum(DOCUMENTS)) for n in DOCUMENTS)
 
     @property
     def flops(self) -> float:
@@ -106,6 +111,26 @@ def prefill_rows() -> list[Row]:
                 model.softcap,
             )
         )
+    return rows
+
+
+def mods_rows() -> list[Row]:
+    """Each mod at D = 128, at the length its bar is set for; plain causal first at each length."""
+    heads, rows = HEADS[128], []
+    for length in (8192, 16384):
+        shape = Shape(TOKENS // length, heads, heads, length, length, 128)
+        rows.append(Row(f"mods-{length // 1024}k-causal", "grid", shape, "causal"))
+        if length == 8192:
+            rows += [
+                Row("mods-8k-alibi", "mods", shape, "causal", "alibi"),
+                Row("mods-8k-softcap", "mods", shape, "causal", "softcap", cap=30.0),
+                Row("mods-8k-relative", "mods", shape, "causal", "relative"),
+            ]
+        else:
+            rows += [
+                Row("mods-16k-window", "mods", shape, "window", window=1024),
+                Row("mods-16k-documents", "mods", shape, "documents"),
+            ]
     return rows
 
 

@@ -12,6 +12,8 @@ from flexattn.masks import (
     noop_mask,
     or_masks,
 )
+from flexattn.visual import visualize
+from flexattn.warm import warm
 
 __version__ = "0.1.0"
 
@@ -27,4 +29,6 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "visualize",
+    "warm",
 ]

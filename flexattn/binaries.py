@@ -24,7 +24,7 @@ from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem
-from flexattn.render.source import Source, render_block_lists, render_block_mask
+from flexattn.render.source import Source, render_block_mask
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
 
@@ -109,14 +109,13 @@ class _Writer:
         return len(self._shared) - before
 
     def block_mask(self, task: Task) -> int:
-        """The kernels that find and list the blocks of a task's mask; how many are new."""
+        """The kernel that finds the blocks of a task's mask; how many are new."""
         sparsity, before = task.problem.structure.sparsity, len(self._shared)
         if task.mask is not None and sparsity is not None:
             contiguous = tuple(t.stride()[-1:] == (1,) for t in task.mask.tensors)
             captures = Captures(task.mask.mod, contiguous)
             block = sparsity.q_block, sparsity.kv_block
             self._write(render_block_mask(captures, *block, self._device))
-            self._write(render_block_lists(self._device))
         return len(self._shared) - before
 
     def _write(self, source: Source) -> int:

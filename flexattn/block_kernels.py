@@ -1,8 +1,7 @@
-"""The two kernels that make a block mask on a GPU: one classifies blocks, one lists them."""
+"""The kernel that classifies the blocks of a mask on a GPU, and what each call gives it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from flexattn.mods.algebra import Table, bounds_of, tables_of
 from flexattn.problem import Captures
 from flexattn.render.arguments import captured_values
 from flexattn.render.bounds_printer import table_values
-from flexattn.render.source import STRIP, Source, render_block_lists, render_block_mask
+from flexattn.render.source import STRIP, Source, render_block_mask
 
-__all__ = ["BlockClassifier", "list_blocks"]
+__all__ = ["BlockClassifier"]
 
 _sources: Lru[tuple[Any, ...], Source] = Lru(256)
 
@@ -36,6 +35,8 @@ class BlockClassifier:
         block: tuple[int, int],
         device: torch.device,
     ) -> None:
+        # A number on the CPU may stand for a captured tensor without dimensions.
+        bound = bound._replace(tensors=tuple(each.to(device) for each in bound.tensors))
         self._target, self._index = _place(device)
         self._captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
         self._source = _mask_source(self._captures, block, self._target)
@@ -56,16 +57,6 @@ class BlockClassifier:
         _launch(self._source, self._target, self._index, programs, given)
 
 
-def list_blocks(kinds: Tensor, lists: tuple[Tensor, ...], separate: bool) -> None:
-    """Write counts [rows] and indices [rows, blocks], int32, of kinds int8 [rows, blocks].
-
-    lists: counts and indices of partial blocks and, where `separate`, of full ones.
-    """
-    target, index = _place(kinds.device)
-    given = [kinds, *lists, *lists[: 4 - len(lists)], kinds.shape[1], int(separate)]
-    _launch(_list_source(target), target, index, kinds.shape[0], given)
-
-
 def _mask_source(captures: Captures, block: tuple[int, int], target: Device) -> Source:
     key = (captures.mod.fingerprint, captures.contiguous, block, target.name)
     found = _sources.get(key)
@@ -73,11 +64,6 @@ def _mask_source(captures: Captures, block: tuple[int, int], target: Device) -> 
         found = render_block_mask(captures, *block, target)
         _sources.put(key, found)
     return found
-
-
-@lru_cache(maxsize=8)
-def _list_source(target: Device) -> Source:
-    return render_block_lists(target)
 
 
 def _place(device: torch.device) -> tuple[Device, int]:

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from flexattn.block_kernels import list_blocks
 from flexattn.block_kinds import FULL, PARTIAL
 
 __all__ = ["lists_of", "transposed"]
 
-# Blocks that the CPU path works on at a time.
-_CHUNK = 2**20
+# Blocks that are listed at a time: their places take some 30 bytes each. A kernel of its own would
+# be faster at a million tokens, and cost every process that makes a mask a second compile.
+_CHUNK = 2**21
 
 
 def lists_of(
@@ -35,10 +35,7 @@ def lists_of(
     for first, kinds in parts:  # none where there are no blocks
         rows = slice(first, first + kinds.shape[0])
         some = tuple(each.view(-1, *each.shape[3:])[rows] for each in lists)
-        if kinds.is_cuda:
-            list_blocks(kinds, some, separate)
-        else:
-            _write(kinds, some, separate)
+        _write(kinds, some, separate)
     return tuple(lists)
 
 
@@ -75,9 +72,9 @@ def _write(kinds: Tensor, lists: tuple[Tensor, ...], separate: bool) -> None:
 
 def _ordered(listed: Tensor, counts: Tensor, indices: Tensor) -> None:
     """Each column's place among the listed ones, or behind them among the others."""
-    before = listed.cumsum(1, dtype=torch.int32) - listed.int()
-    total = listed.sum(1, dtype=torch.int32)
+    until = listed.cumsum(1, dtype=torch.int32)
+    total = until[:, -1:]
     here = torch.arange(listed.shape[1], dtype=torch.int32, device=listed.device)
-    place = torch.where(listed, before, total[:, None] + here - before)
-    counts.copy_(total)
+    place = torch.where(listed, until - 1, (total + here).sub_(until))
+    counts.copy_(total[:, 0])
     indices.scatter_(1, place.long(), here.expand_as(indices))

@@ -17,17 +17,22 @@ from flexattn.mods import Bound
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity
 from flexattn.render.arguments import captured_values
+from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
-from flexattn.space.tiles import Geometry, geometry
+from flexattn.space.tiles import Geometry, geometry, walks_runs
 
 
 class Lists(NamedTuple):
-    """A BlockMask's lists as a kernel reads them: int32, contiguous, [B, H, q blocks(, width)]."""
+    """A BlockMask's lists as a kernel reads them: int32, contiguous, [B, H, q blocks(, width)].
+
+    runs: int32 [B, H, q blocks, 4], what a kernel reads instead where the lists are runs.
+    """
 
     kv_num: Tensor
     kv_idx: Tensor
     full_num: Tensor | None
     full_idx: Tensor | None
+    runs: Tensor | None = None
 
     @classmethod
     def of(cls, mask: BlockMask) -> Lists:
@@ -38,12 +43,20 @@ class Lists(NamedTuple):
             _list(mask.kv_indices),
             None if full_num is None else _list(full_num),
             None if full_idx is None else _list(full_idx),
+            known_runs(mask),
         )
+
+    def read(self, runs: bool) -> list[Tensor]:
+        """The tensors that a kernel takes, in the order of its arguments."""
+        if runs:
+            assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
+            return [self.runs]
+        return [each for each in self[:4] if each is not None]
 
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
         """What they mean to a kernel's code; `group` query heads share a KV head."""
         per_head = group > 1 and self.kv_num.shape[1] > 1
-        return Sparsity(*block_size, self.full_idx is not None, per_head)
+        return Sparsity(*block_size, self.full_idx is not None, per_head, self.runs is not None)
 
 
 class Box(NamedTuple):
@@ -66,7 +79,8 @@ class Launch:
     """A chosen kernel with the arguments that do not change while shapes and strides do not.
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
-    splits leave for it. counts: the kernel's blocks take their tiles from a counter.
+    splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
+    take their tiles from a counter.
     """
 
     choice: Choice
@@ -77,6 +91,7 @@ class Launch:
     attend: Launcher
     combine: Launcher | None
     workspace: int
+    runs: bool
     counts: bool = False
 
     @property
@@ -93,7 +108,7 @@ class Launch:
         """
         structure = self.choice.problem.structure
         return (
-            *[each for each in lists or () if each is not None],
+            *(() if lists is None else lists.read(self.runs)),
             *captured_values(structure.score, score),
             *captured_values(structure.mask, mask),
         )
@@ -190,11 +205,12 @@ def prepare(
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
+    runs = walks_runs(structure, config)
     sinks = [None] * bool(structure.sinks)
     fixed += sinks
     if lists is not None:
-        fixed += [None for each in lists if each is not None]
-    fixed += _mask_strides(lists)
+        fixed += [None] * len(lists.read(runs))
+        fixed += _mask_strides(lists, runs)
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
     if isinstance(config, GluonPrefillConfig):
@@ -214,6 +230,7 @@ def prepare(
         kernel.prepare(grid.programs, fixed, boxes),
         combine,
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
+        runs,
         counts,
     )
 
@@ -232,15 +249,11 @@ def _sizes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> list[int]:
     ]
 
 
-def _mask_strides(lists: Lists | None) -> tuple[int, ...]:
-    """Rows between batches and heads (0 where the mask broadcasts), and the lists' widths."""
-    if lists is None:
-        return ()
+def _mask_strides(lists: Lists, runs: bool) -> list[int]:
+    """Rows between batches and heads (0 where the mask broadcasts), and the widths of lists."""
     B, H, blocks = lists.kv_num.shape
-    strides = [0 if B == 1 else H * blocks, 0 if H == 1 else blocks, lists.kv_idx.shape[-1]]
-    if lists.full_idx is not None:
-        strides.append(lists.full_idx.shape[-1])
-    return tuple(strides)
+    strides = [0 if B == 1 else H * blocks, 0 if H == 1 else blocks]
+    return strides if runs else strides + [each.shape[-1] for each in lists.read(runs)[1::2]]
 
 
 def _like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:

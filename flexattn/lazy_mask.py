@@ -60,9 +60,8 @@ class LazyBlockMask(BlockMask):
         """The mask of counts and indices of partial blocks and, where given, of full ones."""
         num, idx, *full = lists
         full_num, full_idx = full or (None, None)
-        mask = cls.from_kv_blocks(
-            num, idx, full_num, full_idx,
-            BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=lengths, compute_q_blocks=False,
+        mask = cls(
+            lengths, num, idx, full_num, full_idx, None, None, None, None, block, mask_mod
         )  # fmt: skip
         mask.__dict__["_pending"] = True
         return mask
@@ -71,9 +70,10 @@ class LazyBlockMask(BlockMask):
         # A compiler can look into torch's way, and not into the launch of a kernel.
         compiling = torch.compiler.is_compiling()
         make: Any = torch_flex._transpose_ordered if compiling else transposed
-        self.q_num_blocks, self.q_indices = make(self.kv_num_blocks, self.kv_indices)
+        found = [*make(self.kv_num_blocks, self.kv_indices)]
         if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
-            self.full_q_num_blocks, self.full_q_indices = make(
-                self.full_kv_num_blocks, self.full_kv_indices
-            )
+            found += make(self.full_kv_num_blocks, self.full_kv_indices)
+        for name, tensor in zip(_NAMES, found, strict=False):
+            if self.__dict__["_" + name] is None:  # or somebody set it
+                self.__dict__["_" + name] = tensor
         self.__dict__["_pending"] = False

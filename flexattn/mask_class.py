@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["UNKNOWN", "classify", "known_class", "mask_class", "representative"]
+from flexattn.runs import keep_runs, rows_of
+
+__all__ = ["UNKNOWN", "classify", "known_class", "look", "mask_class", "representative"]
 
 UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
@@ -22,7 +24,7 @@ _ATTRIBUTE = "_flexattn_class"
 
 
 def mask_class(mask: BlockMask) -> str:
-    """The class of a mask's listed blocks, found once and kept with the mask.
+    """The class of a mask's listed blocks, found once and kept with the mask, as its runs are.
 
     The first call reads four numbers back from the device; later ones read an attribute, so what
     is written into the lists afterwards changes nothing. While a CUDA graph is being captured, or
@@ -33,11 +35,14 @@ def mask_class(mask: BlockMask) -> str:
         return found
     if not _readable(mask.kv_num_blocks):
         return UNKNOWN
-    found = classify(
+    lists = (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
         -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]),
     )  # fmt: skip
+    found, runs = look(*lists)
     setattr(mask, _ATTRIBUTE, found)
+    if runs is not None:
+        keep_runs(mask, runs)
     return found
 
 
@@ -55,36 +60,31 @@ def classify(
     kv_blocks: int,
 ) -> str:
     """The class of lists of blocks: num [..., rows], idx [..., rows, width]; one read back."""
-    lists = [(num, idx)]
-    if full_num is not None and full_idx is not None:
-        lists.append((full_num, full_idx))
+    return look(num, idx, full_num, full_idx, kv_blocks)[0]
+
+
+def look(
+    num: Tensor,
+    idx: Tensor,
+    full_num: Tensor | None,
+    full_idx: Tensor | None,
+    kv_blocks: int,
+) -> tuple[str, Tensor | None]:
+    """The class of lists of blocks, and their runs where the blocks of each row join up."""
     if not num.numel() or not kv_blocks:
-        return "empty"
-    listed = torch.stack([counts for counts, _ in lists]).sum(0).float()
-    ends = [_ends(*each, kv_blocks) for each in lists]
-    first = torch.stack([low for low, _ in ends]).amin(0)
-    last = torch.stack([high for _, high in ends]).amax(0)
-    gaps = (listed > 0) & (last - first + 1 > listed)
-    facts = torch.stack([listed.mean(), listed.amax(), gaps.any().float()])
-    mean, most, gapped = facts.tolist()
+        return "empty", None
+    rows = rows_of(num, idx, full_num, full_idx, kv_blocks)
+    listed = rows.listed.float()
+    gaps = (rows.listed > 0) & (rows.end - rows.first > rows.listed)
+    facts = [listed.mean(), listed.amax(), gaps.any().float(), rows.joined.float()]
+    mean, most, gapped, joined = torch.stack(facts).tolist()
     if not mean:
-        return "empty"
+        return "empty", None
     density = min(DENSITY_STEPS, round(-math.log2(min(1.0, mean / kv_blocks))))
     imbalance = min(IMBALANCE_STEPS, round(math.log2(most / mean)))
     shown = f"1/{2**density}" if density else "1"
-    return f"d{shown} i{2**imbalance} {'gaps' if gapped else 'runs'}"
-
-
-def _ends(counts: Tensor, indices: Tensor, kv_blocks: int) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest listed block of each row; past either end where there is none."""
-    width = indices.shape[-1]
-    listed = torch.arange(width, device=indices.device) < counts.unsqueeze(-1)
-    if not width:
-        nothing = torch.zeros_like(counts)
-        return nothing + kv_blocks, nothing - 1
-    low = torch.where(listed, indices, kv_blocks).amin(-1)
-    high = torch.where(listed, indices, -1).amax(-1)
-    return low, high
+    name = f"d{shown} i{2**imbalance} {'gaps' if gapped else 'runs'}"
+    return name, rows.runs if joined else None
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -79,6 +79,8 @@ def plan(call: Call) -> Plan:
     if call.block_mask is not None:
         checks.check_is_block_mask(call.block_mask)
         mask = bind_on(call.block_mask.mask_mod, "mask", call.q)
+        if known_class(call.block_mask) is None:
+            _mask_class(call)
         lists = Lists.of(call.block_mask)
     return Plan(_find_launch(call, mask, lists), call, lists, mask)
 
@@ -170,7 +172,7 @@ def _mask_identity(call: Call, lists: Lists | None) -> tuple[Any, ...] | None:
     if mask is None or lists is None:
         return None
     return (
-        known_class(mask) or _mask_class(call),
+        known_class(mask),
         mask.BLOCK_SIZE,
         mask.seq_lengths,
         mask.kv_indices.device,

@@ -29,13 +29,15 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 class Sparsity:
     """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
 
-    per_head: the lists differ between the query heads of one KV head.
+    per_head: the lists differ between the query heads of one KV head. runs: the blocks of each
+    row join up, and so do its full ones, so that their ends say where they are.
     """
 
     q_block: int
     kv_block: int
     has_full: bool
     per_head: bool
+    runs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
 from flexattn.mods import Witness, watch
 from flexattn.plan import Plan
+from flexattn.runs import known_runs
 from flexattn.settings import Settings, current
 
 __all__ = ["Arguments", "recall", "remember"]
@@ -57,16 +58,18 @@ class _Score(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A BlockMask, its parts that a launch reads, and the same of its mask_mod."""
+    """A BlockMask, its parts that a launch reads, its runs, and the same of its mask_mod."""
 
     mask: weakref.ref[Any]
     parts: tuple[Any, ...]
+    runs: Tensor | None
     witness: Witness
 
     def holds(self, mask: Any) -> bool:
         same = self.mask() is mask
         parts = _parts(mask)
-        return same and all(map(is_, parts, self.parts)) and self.witness.holds(parts[0])
+        kept = self.runs is None or known_runs(mask) is self.runs
+        return same and kept and all(map(is_, parts, self.parts)) and self.witness.holds(parts[0])
 
 
 class _Seen(NamedTuple):
@@ -122,10 +125,11 @@ def remember(given: Arguments, plan: Plan) -> None:
     if block_mask is not None:
         assert plan.mask is not None
         watched, parts = watch(block_mask.mask_mod, "mask", plan.mask), _parts(block_mask)
-        copied = any(a is not b for a, b in zip(plan.lists or (), parts[1:5], strict=True))
+        copied = any(a is not b for a, b in zip((plan.lists or ())[:4], parts[1:5], strict=True))
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
-        mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, watched)
+        runs = known_runs(block_mask)
+        mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, runs, watched)
     found = _Seen(plan.launch, plan.rest(), call.scale, current(), generation(), score, mask)
     _seen.put(key, found)
 

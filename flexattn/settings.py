@@ -32,6 +32,7 @@ class Settings:
     mode: what dispatch takes from records (FLEXATTN_MODE).
     binaries: a directory of compiled kernels and traced mods (FLEXATTN_BINARIES).
     check: lengths and pages of each batch are read back and checked (FLEXATTN_CHECK).
+    nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
     interpret: bool
@@ -41,6 +42,7 @@ class Settings:
     mode: Mode = "replay"
     binaries: Path | None = None
     check: bool = False
+    nrtpy_python: Path | None = None
 
 
 # Name, default, meaning: the README's table is checked against this one.
@@ -87,6 +89,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "1 reads lengths, pages and offsets of each serving batch back from the device and raises "
         "where one breaks its plan's maxima; without it the kernels clamp them",
     ),
+    (
+        "FLEXATTN_NRTPY_PYTHON",
+        "",
+        "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
+        "and cannot share nki's environment; this one's where it is not set",
+    ),
 )
 
 
@@ -111,9 +119,11 @@ def read(environ: Mapping[str, str]) -> Settings:
     named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
     cache = tuple(Path(each).expanduser() for each in named)
     binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
+    nrtpy = Path(each).expanduser() if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
     return Settings(
-        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries, check == "1"
-    )
+        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries, check == "1",
+        nrtpy,
+    )  # fmt: skip
 
 
 _override: ContextVar[Settings | None] = ContextVar("flexattn_settings", default=None)
@@ -197,6 +207,17 @@ def compiler_environment() -> dict[str, str]:
     """The environment of a child that imports as this process does, compiles and sees no GPU."""
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")
     return child_environment(interpret=False) | hidden | {"PYTHONPATH": _import_path()}
+
+
+def neuron_environment(artifacts: Path, target: str) -> dict[str, str]:
+    """The environment of a child that builds an NKI kernel for a target and leaves its files."""
+    own = {"NKI_ARTIFACTS_DIR": str(artifacts), "NEURON_PLATFORM_TARGET_OVERRIDE": target}
+    return dict(os.environ) | own | {"PYTHONPATH": _import_path()}
+
+
+def nrtpy_python() -> str:
+    """The python that has nrtpy: the one that is named, else this one."""
+    return str(current().nrtpy_python or sys.executable)
 
 
 def _import_path() -> str:

@@ -51,8 +51,12 @@ def problem_of(
 def check(
     B, Hq, Hkv, L, S, D=16, Dv=None, *, dtype=torch.float32, kind="prefill", target="trn2",
     config=None, score_mod=None, mask_mod=None, block=128, Bkv=None, scale=None,
+    statistics=(True, True),
 ):  # fmt: skip
-    """Run attention in the interpreter, hold it to the oracle by the gate; returns the outputs."""
+    """Run attention in the interpreter, hold it to the oracle by the gate; returns the outputs.
+
+    statistics: whether lse and max_scores are asked for.
+    """
     q, k, v = inputs(B, Hq, Hkv, L, S, D, Dv, Bkv=Bkv, dtype=dtype)
     blocks = block_mask(mask_mod, q, k, block)
     score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
@@ -63,7 +67,7 @@ def check(
     scale = D**-0.5 if scale is None else scale
     problem = make_problem(
         kind, DTYPES[dtype], Shape(B, Hq, Hkv, L, S, D, Dv or D), score, mask, sparsity,
-        lse=True, max_scores=True, positive_scale=scale > 0,
+        lse=statistics[0], max_scores=statistics[1], positive_scale=scale > 0,
     )  # fmt: skip
     config = config or default(problem, target)
     prepared = prepare(problem, config, target, scale=scale, score=score, mask=mask, lists=lists)

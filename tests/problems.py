@@ -17,6 +17,7 @@ def problem(
     block=(128, 128),
     has_full=True,
     per_head=False,
+    runs=False,
     group=4,
     q_len=None,
     kv_len=8192,
@@ -24,7 +25,10 @@ def problem(
     layout=DENSE,
     sinks="",
 ):
-    """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`."""
+    """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`.
+
+    runs: the blocks of each row join up.
+    """
     structure = Structure(
         kind=kind,
         dtype=dtype,
@@ -33,7 +37,7 @@ def problem(
         group=group if kind == "decode" else 0,
         score=captures_of(bind(score_mod, "score")),
         mask=captures_of(bind(mask_mod, "mask")),
-        sparsity=None if mask_mod is None else Sparsity(*block, has_full, per_head),
+        sparsity=None if mask_mod is None else Sparsity(*block, has_full, per_head, runs),
         layout=layout,
         lse=lse,
         max_scores=False,

@@ -68,6 +68,13 @@ def assert_judged(got, q, k, v, **call):
     assert verdict.passed, verdict.message()
 
 
+def assert_close_as(got, exact, other):
+    """Hold any result to the accuracy rule: its error beside that of another run of its dtype."""
+    triples = [(x, None, None) for x in (got, exact.double(), other)]
+    verdict = judge(*triples, got.dtype)
+    assert verdict.passed, verdict.message()
+
+
 def heads_inside(x):
     """[B, S, H, D] memory seen as [B, H, S, D]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from flexattn.cache.record import Record
+from dataclasses import replace
+
+from flexattn.cache.record import Environment, Record
 from flexattn.cli.watch import Lane
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible
+from flexattn.neuron.instance import Instance, instance
 from flexattn.neuron.lint import lint
-from flexattn.neuron.tune import rank
+from flexattn.neuron.measure import measured
+from flexattn.neuron.tune import environment_of, rank
 from flexattn.problem import Problem
 from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.space import nki
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig
 from flexattn.space.triton import Effort
 from flexattn.tune.campaign import Tune
+from flexattn.tune.method import Method
 
-__all__ = ["check_measuring", "effort_there", "kernels", "ranker"]
+__all__ = [
+    "check_measuring",
+    "effort_there",
+    "environment_there",
+    "kernels",
+    "measures",
+    "ranker",
+]
 
 
 def effort_there(effort: Effort) -> nki.Effort:
@@ -31,26 +43,47 @@ def effort_there(effort: Effort) -> nki.Effort:
     return effort
 
 
+def measures(device: Device) -> Instance | None:
+    """This machine, where it is an instance of this device that can build and run kernels."""
+    here, _ = instance()
+    return here if here is not None and here.target == device.name else None
+
+
 def check_measuring(
     device: Device, effort: Effort, budget: float | None, storage: str | None
 ) -> None:
-    """Raises InputError for what only a tuning that measures can take."""
+    """Raises InputError for what only a tuning that measures can take, where this one does not."""
     effort_there(effort)
-    if budget is not None or storage is not None:
+    if storage is not None:
+        raise InputError(f"--storage for {device.name}", "one instance tunes a problem by itself")
+    if budget is not None and measures(device) is None:
         raise InputError(
-            f"--budget or --storage for {device.name}",
-            "they are of a tuning that measures; this one asks a model",
+            f"--budget for {device.name}",
+            "it is of a tuning that measures; this one asks a model",
         )
 
 
-def ranker(lane: Lane, effort: nki.Effort) -> Tune:
-    """A tuner for `campaign` that ranks a task's space and tells a lane how far it is."""
+def ranker(lane: Lane, effort: nki.Effort, method: Method) -> Tune:
+    """A tuner for `campaign`, which measures where this is an instance of the task's device.
+
+    Elsewhere it ranks the task's space by the model; it tells a lane how far it is.
+    """
 
     def tune(task: Task) -> Record:
         lane.problem(task.title)
+        here = measures(task.device)
+        if here is not None:
+            return measured(task, here, method, effort, lane)
         return rank(task, effort, progress=lane)
 
     return tune
+
+
+def environment_there(task: Task) -> Environment:
+    """Where a record of `ranker` holds."""
+    here = measures(task.device)
+    found = environment_of(task)
+    return found if here is None else replace(found, triton=here.compiler)
 
 
 def kernels(problem: Problem, target: str) -> tuple[NkiConfig, NkiSource, NkiSource | None]:

@@ -19,13 +19,12 @@ from flexattn.cache.store import Store
 from flexattn.cache.untuned import untuned_path
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.dry import plan_of, print_plan
-from flexattn.cli.neuron import check_measuring
+from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
 from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
 from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.neuron.tune import environment_of as environment_there
 from flexattn.presets import files
 from flexattn.tune.campaign import Outcome, Where, environment_of
 from flexattn.tune.method import method_for
@@ -80,7 +79,8 @@ def tune(
     """Tune a workload's problems; each record is kept as soon as its problem is done.
 
     Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
-    a cost model ranks the configs, on any machine: nothing is compiled or measured.
+    a cost model ranks the configs, on any machine; on a Neuron instance its best ones are built
+    and measured.
     """
     if list_presets:
         _list_presets(as_json)
@@ -109,7 +109,7 @@ def tune(
     if from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
     if target.backend == "neuron":
-        ran = rank(chosen, store, which, again)
+        ran = rank(chosen, store, which, method, again)
     else:
         ran = run(chosen, store, method, jobs, again, storage)
     told = {

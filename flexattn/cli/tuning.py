@@ -15,14 +15,13 @@ from flexattn.cache.key import key_of
 from flexattn.cache.layers import layers
 from flexattn.cache.record import Record
 from flexattn.cache.store import Store
-from flexattn.cli.neuron import effort_there, ranker
+from flexattn.cli.neuron import effort_there, environment_there, ranker
 from flexattn.cli.offline import short
 from flexattn.cli.selection import gpus_like, kind_of
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
 from flexattn.measure.task import Task
-from flexattn.neuron.tune import environment_of as environment_there
 from flexattn.space.triton import Effort
 from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
 from flexattn.tune.crew import Crew
@@ -80,13 +79,20 @@ def run(
         )
 
 
-def rank(chosen: Sequence[Task], store: Store, effort: Effort, again: bool) -> Ran:
-    """As `run`, by the cost model, in this process."""
+def rank(chosen: Sequence[Task], store: Store, effort: Effort, method: Method, again: bool) -> Ran:
+    """As `run`, for a Neuron device: by the cost model, or measured where this is an instance."""
     todo = len(pending(chosen, store, again, environment_there))
     with Watch(todo, Console(stderr=True)) as watch:
-        tuners: list[Tune] = [ranker(watch.lane(), effort_there(effort))]
+        tuners: list[Tune] = [ranker(watch.lane(), effort_there(effort), method)]
         return _followed(
-            chosen, store, tuners, ["the model"], again, environment_there, watch, lambda r: None
+            chosen,
+            store,
+            tuners,
+            ["the instance"],
+            again,
+            environment_there,
+            watch,
+            lambda r: None,
         )
 
 

@@ -28,7 +28,7 @@ from flexattn.options import Options
 from flexattn.settings import current
 from flexattn.space.config import Config
 
-__all__ = ["DeviceLab", "Lab"]
+__all__ = ["DeviceLab", "Lab", "gated"]
 
 
 class Lab(Protocol):
@@ -131,7 +131,7 @@ class DeviceLab:
         with _poisoned_memory():
             outputs = call()
         self._synchronize()
-        return _gated(self._judge(outputs))
+        return gated(self._judge(outputs))
 
     def race(
         self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
@@ -214,7 +214,8 @@ def _poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _gated(verdict: Verdict) -> Gated | Failed:
+def gated(verdict: Verdict) -> Gated | Failed:
+    """A verdict as a record keeps it: the row that uses most of its budget, or the faults."""
     if verdict.faults:
         return Failed("gate", "Fault", clipped(verdict.message()))
     row = max(verdict.rows, key=lambda row: row.error / row.budget if row.budget else row.error)

@@ -115,5 +115,5 @@ def _block_mask(
         "mask_mod": noop_mask if mask_mod is None else mask_mod,
         "seq_lengths": lengths,
     }
-    mask: BlockMask = BlockMask.from_kv_blocks(*lists, **fixed)
+    mask: BlockMask = BlockMask.from_kv_blocks(*lists[:4], **fixed)
     return mask

@@ -70,7 +70,7 @@ class Prepared:
         merged = None
         if self.combine is not None:
             merged = self.merge(q, run.results)
-        return self._outputs((merged or run).results, (run,) if merged is None else (run, merged))
+        return self.outputs((merged or run).results, (run,) if merged is None else (run, merged))
 
     def merge(self, q: Tensor, parts: Sequence[Tensor] = ()) -> Interpreted:
         """Run combine on what the splits left; count it by shape alone where that is nothing."""
@@ -96,9 +96,10 @@ class Prepared:
         if self.combine is not None:
             results = simulate(_function(self.combine))(given[0], *results)
             results = results if isinstance(results, tuple) else (results,)
-        return self._outputs([torch.as_tensor(each) for each in results], ())
+        return self.outputs([torch.as_tensor(each) for each in results], ())
 
-    def _outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...]) -> Outputs:
+    def outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...] = ()) -> Outputs:
+        """What the last kernel gave, in the shapes of attention."""
         names = (self.combine or self.source).results
         problem = self.problem
         rows = (problem.B, problem.Hq, problem.q_len)

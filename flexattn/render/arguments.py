@@ -12,6 +12,7 @@ from flexattn.render.bounds_printer import table_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
+from flexattn.space.tiles import walks_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
         found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
     found.append(Argument("sm_scale", "fp32"))
     found += _sinks(structure)
-    found += _sparse(structure)
+    found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += _captured(captures)
     return tuple(found)
@@ -69,17 +70,6 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
         names = table_names(number, use, buffer.rank)
         found += [Argument(name, kind or f"*{element}") for name, kind in names]
     return tuple(found)
-
-
-def list_arguments() -> tuple[Argument, ...]:
-    """Arguments of the kernel that lists the blocks of each row."""
-    lists = ("KV_NUM", "KV_IDX", "FULL_NUM", "FULL_IDX")
-    return (
-        Argument("KINDS", "*i8", 1),
-        *(Argument(name, "*i32", 4) for name in lists),
-        Argument("blocks", "i32"),
-        Argument("separate", "i32"),
-    )
 
 
 def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
@@ -137,13 +127,15 @@ def _sinks(structure: Structure) -> list[Argument]:
     return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
 
 
-def _sparse(structure: Structure) -> list[Argument]:
+def _sparse(structure: Structure, config: Config) -> list[Argument]:
     if structure.sparsity is None:
         return []
+    strides = [Argument("stride_mask_b", "i64"), Argument("stride_mask_h", "i64")]
+    if walks_runs(structure, config):
+        return [Argument("RUNS", "*i32", 4), *strides]
     lists = ["KV", "FULL"] if structure.sparsity.has_full else ["KV"]
     found = [Argument(f"{name}_{what}", "*i32", 4) for name in lists for what in ("NUM", "IDX")]
-    found += [Argument("stride_mask_b", "i64"), Argument("stride_mask_h", "i64")]
-    return found + [Argument(f"{name}_WIDTH", "i64") for name in lists]
+    return [*found, *strides, *(Argument(f"{name}_WIDTH", "i64") for name in lists)]
 
 
 def _captured(captures: Captures | None) -> list[Argument]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -9,11 +10,12 @@ from flexattn.device import Device
 from flexattn.problem import Captures
 from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, _captured
+from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges
 from flexattn.render.triton_ops import signature_type, triton_type
-from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
 from flexattn.space.serving import ITEMSIZE, MERGED, ServingConfig, ServingForm
 
@@ -78,7 +80,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     """The kernel of a form with a config for a device; title goes into its header."""
     score = None if form.score is None else whole_score(form.score, _traits(form, device))
     mask = _printed(form.mask, form, device)
-    used: list[Printed | PrintedScore] = [each for each in (score, mask) if each is not None]
+    used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering._pieces("qk", form.head_dim_qk)
     v = rendering._pieces("v", form.head_dim_v)
     eight = ITEMSIZE[form.kv_dtype] == 1
@@ -93,7 +95,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "layout": _CONTIGUOUS,
         "use_tma": False,
         "early_loads": True,
-        "licm": True,
+        # Kept in registers, what does not change would leave a warpgroup's tile too few.
+        "licm": config.BLOCK_M < 64,
         "fold_scale": score is None and form.positive_scale and not form.scaled,
         "element": product,
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
@@ -168,7 +171,7 @@ def _written(form: ServingForm) -> list[Argument]:
         found.append(Argument("SINKS", "*fp32", 4))
     if form.scaled:
         found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
-    return [*found, Argument("stride_om", "i64")]
+    return [*found, Argument("stride_om", "i64", math.gcd(16, form.head_dim_v))]
 
 
 def _described(form: ServingForm) -> list[Argument]:
@@ -190,7 +193,7 @@ def _shared(
     form: ServingForm,
     config: ServingConfig,
     device: Device,
-    used: Sequence[Printed | PrintedScore],
+    used: Sequence[MaskParts | PrintedScore],
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
     found: tuple[Edge, ...] = ()
@@ -253,7 +256,8 @@ def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
     )
 
 
-def _printed(captures: Captures | None, form: ServingForm, device: Device) -> Printed | None:
+def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:
     if captures is None:
         return None
-    return print_mod(captures.mod, captures.contiguous, _traits(form, device))
+    # Which of its tiles need mask_mod a request does not say.
+    return whole(captures, _traits(form, device), "i < end")

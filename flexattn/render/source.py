@@ -18,22 +18,22 @@ from flexattn.render.arguments import (
     Argument,
     arguments,
     combine_arguments,
-    list_arguments,
     mask_arguments,
 )
 from flexattn.render.bounds_printer import print_bounds
 from flexattn.render.environment import render_template, template_hash
+from flexattn.render.mask_parts import MaskParts, mask_parts, whole
 from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Printed, Traits, print_mod
+from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
-from flexattn.space.tiles import tiles_per_q
+from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
-# Blocks that a program classifies, and that it lists at a time.
-STRIP, _LISTED = 128, 512
+# Blocks that a program classifies.
+STRIP = 128
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -92,8 +92,11 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     traits = _traits(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
     mask = None
+    runs = walks_runs(structure, config)
     if structure.mask is not None:
-        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+        mask = whole(structure.mask, traits)
+        if runs:
+            mask = mask_parts(structure.mask, traits, structure.packed_heads)
     qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -110,7 +113,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
+    used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
         **_mod_context([each.lines for each in used], device),
         "hoisted": [line for each in used for line in each.hoisted],
@@ -122,6 +125,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "constants": (*settings.items(), *BASE_2),
         "layout": structure.layout,
         "sparse": sparsity is not None,
+        "runs": runs,
         "has_full": sparsity is not None and sparsity.has_full,
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
@@ -201,13 +205,6 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     header = [title, f"mask_mod: {_one_line(captures)}"]
     found = mask_arguments(captures, bounds)
     return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
-
-
-def render_block_lists(device: Device) -> Source:
-    """The kernel that lists each row's blocks, of any mask."""
-    context: dict[str, object] = {"constants": (("TILES", _LISTED),)}
-    header = [f"block lists for {device.arch}"]
-    return _source("triton/block_lists.py.jinja", device, header, context, list_arguments(), 4, 1)
 
 
 def _source(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from flexattn.mods import Mod
 from flexattn.mods.expr import Expr, depending, walk
@@ -11,7 +12,9 @@ from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 from flexattn.render.triton_printer import Traits, print_mod
 
-__all__ = ["Edge", "edges"]
+__all__ = ["Edge", "bounds_of", "edges"]
+
+Bound: TypeAlias = tuple[bool, int, int, Expr | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +53,22 @@ def edges(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> tuple[Edge,
     Sound and not complete: a term that is anything else bounds nothing. A bound is exact where
     its rest reads the request and captured values alone, never the head.
     """
-    nodes = list(walk(mod.expr))
-    varying = depending(nodes, ("score", "h", "q_idx", "kv_idx"))
     found = []
-    for term in _terms(mod.expr):
-        for edge in _edges_of(term, varying):
-            lowest, slope, offset, rest = edge
-            statements: tuple[str, ...] = ()
-            text = "0"
-            if rest is not None:
-                printed = print_mod(
-                    Mod(mod.kind, rest, mod.buffers, mod.scalars, ""), contiguous, traits
-                )
-                statements, text = (*printed.hoisted, *printed.early), printed.result
-            found.append(Edge(lowest, slope, offset, statements, text))
+    for lowest, slope, offset, rest in bounds_of(mod):
+        statements: tuple[str, ...] = ()
+        text = "0"
+        if rest is not None:
+            part = Mod(mod.kind, rest, mod.buffers, mod.scalars, "")
+            printed = print_mod(part, contiguous, traits)
+            statements, text = (*printed.hoisted, *printed.early), printed.result
+        found.append(Edge(lowest, slope, offset, statements, text))
     return tuple(found)
+
+
+def bounds_of(mod: Mod) -> list[Bound]:
+    """(lowest, slope, offset, rest) of each bound of a mask, rest as an Expr."""
+    varying = depending(list(walk(mod.expr)), ("score", "h", "q_idx", "kv_idx"))
+    return [bound for term in _terms(mod.expr) for bound in _bounds_of_term(term, varying)]
 
 
 def _terms(expr: Expr) -> Iterator[Expr]:
@@ -76,7 +80,7 @@ def _terms(expr: Expr) -> Iterator[Expr]:
         yield expr
 
 
-def _edges_of(term: Expr, varying: set[Expr]) -> Iterator[tuple[bool, int, int, Expr | None]]:
+def _bounds_of_term(term: Expr, varying: set[Expr]) -> Iterator[Bound]:
     """(lowest, slope, offset, rest) of each bound that one comparison makes."""
     if term.op not in ("lt", "le", "eq") or not is_int(term.args[0].dtype):
         return

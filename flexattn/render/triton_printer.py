@@ -45,7 +45,7 @@ class View:
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
     of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
-    keys: the shape of a tensor with one element a key.
+    keys: the shape of a tensor with one element a key. dtype: that of the result, "" its own.
     """
 
     prefix: str = ""
@@ -55,6 +55,7 @@ class View:
     by_row: bool = True
     by_key: bool = True
     keys: str = "[1, BLOCK_N]"
+    dtype: str = ""
 
 
 TILE = View()
@@ -147,7 +148,7 @@ class _Printer:
         for node in walk(self.mod.expr):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], self.mod.expr.dtype)
+        result = self._as(self.values[self.mod.expr], self.view.dtype or self.mod.expr.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result)
 

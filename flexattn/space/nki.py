@@ -99,17 +99,20 @@ def _limits(
         if shape_of(problem, config).itemsize != 2:
             yield NkiRule("dma transpose", "transpose=dma: it moves elements of 2 bytes")
     if config.form == "st":
-        yield from _keys_on_partitions(config, core, needs)
+        yield from _keys_on_partitions(config, shape_of(problem, config).lanes, core, needs)
     elif needs.range_select and not core.has_range_select:
         yield NkiRule("range_select", f"mask=range: {core.name} has no range_select")
 
 
-def _keys_on_partitions(config: NkiConfig, core: NeuronCore, needs: Needs) -> Iterator[NkiRule]:
+def _keys_on_partitions(
+    config: NkiConfig, lanes: int, core: NeuronCore, needs: Needs
+) -> Iterator[NkiRule]:
     if needs.range_select:
         words = "mask=range: range_select compares along the free dimension, and form=st has rows"
         yield NkiRule("form", f"{words} there")
     columns = BANK_BYTES // 4
-    if columns % config.BLOCK_M and not core.has_bf16_psum:
+    several = config.score_buffers * lanes > columns
+    if several and columns % config.BLOCK_M and not core.has_bf16_psum:
         words = f"form=st: tiles of BLOCK_M={config.BLOCK_M} rows cross the end of a PSUM bank"
         yield NkiRule("form", words)
 

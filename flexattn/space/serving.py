@@ -158,27 +158,25 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
 
 def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
     widest = max(form.head_dim_qk, form.head_dim_v)
-    many = form.ragged or form.rows > 32
-    height = 64 if many else 32 if form.rows > 16 else 16
+    height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
+    combine = _combine(height, widest)
     if form.dtype == "float32":
-        yield ServingConfig(height, 32, warps, 2, 2)
-        yield ServingConfig(16, 32, 4, 2, 2)
-        yield ServingConfig(16, 16, 4, 1, 1)
-        return
-    if widest <= 128:
-        start = ServingConfig(height, 64, warps, 3, 2)
+        yield ServingConfig(height, 32, warps, 2, 2, 1, combine)
+    elif widest <= 128:
+        start = ServingConfig(height, 64, warps, 3, 2, 1, combine)
         yield start
         yield replace(start, num_stages=2)
-    yield ServingConfig(height, 64 if widest <= 256 else 32, warps, 2, 1, 1, _combine(widest))
-    yield ServingConfig(height, 32, warps, 2, 1, 1, _combine(widest))
+    else:
+        yield ServingConfig(height, 64 if widest <= 256 else 32, warps, 2, 1, 1, combine)
+        yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
     yield ServingConfig(16, 32, 4, 2, 1)
     yield ServingConfig(16, 16, 4, 1, 1)
 
 
-def _combine(widest: int) -> Literal["last", "launch"]:
-    """Wide rows take one program long to merge."""
-    return "launch" if widest > 256 else "last"
+def _combine(height: int, widest: int) -> Literal["last", "launch"]:
+    """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
+    return "launch" if height >= 64 or widest > 256 else "last"
 
 
 def _shared_memory(config: ServingConfig, form: ServingForm) -> int:

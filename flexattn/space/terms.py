@@ -17,7 +17,7 @@ from flexattn.space.config import (
     pieces,
 )
 from flexattn.space.gluon_config import GLUON_ORDERS, SCHEDULES
-from flexattn.space.tiles import has_runs, power_above
+from flexattn.space.tiles import power_above
 
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
@@ -61,7 +61,7 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
     blocks = (0, 0, False)
     if sparsity is not None:
-        blocks = (sparsity.q_block, sparsity.kv_block, has_runs(sparsity))
+        blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
     half = structure.dtype in ("float16", "bfloat16")
     facts = (
         structure.kind == "decode",

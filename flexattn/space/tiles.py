@@ -10,7 +10,14 @@ from flexattn.problem import Problem, Sparsity, Structure
 from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
-__all__ = ["Geometry", "geometry", "has_runs", "power_above", "suited", "tiles_per_q"]
+__all__ = [
+    "Geometry",
+    "geometry",
+    "power_above",
+    "suited",
+    "tiles_per_q",
+    "walks_runs",
+]
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -46,6 +53,12 @@ def tiles_per_q(structure: Structure, config: Config) -> int:
     return -(-structure.sparsity.q_block * structure.packed_heads // config.BLOCK_M)
 
 
+def walks_runs(structure: Structure, config: Config) -> bool:
+    """Whether the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
+    sparsity = structure.sparsity
+    return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
+
+
 def suited(config: AnyConfig, structure: Structure) -> AnyConfig:
     """The config with its tiles cut to the mask's blocks."""
     sparsity = structure.sparsity
@@ -67,7 +80,7 @@ def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPref
     Along runs it is enough that the rows of one do.
     """
     width = _tile_for(config.BLOCK_N, sparsity.kv_block)
-    if has_runs(sparsity) and sparsity.q_block % CONSUMER_ROWS == 0:
+    if sparsity.runs and sparsity.q_block % CONSUMER_ROWS == 0:
         return replace(config, BLOCK_N=width)
     for count in range(config.consumers, 0, -1):
         if sparsity.q_block % (CONSUMER_ROWS * count) == 0:
@@ -83,11 +96,6 @@ def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPref
         registers=CONSUMER_REGISTERS[count],
         ping_pong=config.ping_pong and count > 1,
     )
-
-
-def has_runs(sparsity: Sparsity) -> bool:
-    """Whether a mask keeps one run of blocks in each row of them."""
-    return bool(getattr(sparsity, "runs", False))
 
 
 def power_above(block: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import log2
@@ -64,12 +65,13 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     """The space of an effort, and the rest of its grid counted by reason."""
     structure = problem.structure
     first = default(problem, device)
+    starts = {_tile(first), *map(_tile, _starts(problem, device))}
     offered, rejected = [first], Counter[str]()
     for config in dict.fromkeys(grid(problem, device, effort)):
         if config == first:
             continue
         broken = violated(config, structure, device)
-        if not broken and effort != "exhaustive" and _tile(config) != _tile(first):
+        if not broken and effort != "exhaustive" and _tile(config) not in starts:
             broken = unpromising(config, structure, device)
         if broken:
             rejected[broken[0].name] += 1
@@ -81,6 +83,15 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
             rejected[LEFT_OUT] = len(offered) - len(near)
         offered = near
     return Survey(tuple(offered), tuple(rejected.items()))
+
+
+def _starts(problem: Problem, device: Device) -> Iterator[Config]:
+    """The first config of each language that can run."""
+    languages: tuple[Language, ...] = ("triton", "gluon")
+    for language in languages:
+        known = preferences(problem, device, language)
+        structure = problem.structure
+        yield from islice((c for c in known if not violated(c, structure, device)), 1)
 
 
 def _tile(config: Config) -> Config:

@@ -85,8 +85,8 @@ def replay_study(record: Record) -> Decision:
 
 
 def _needs(trial: Trial) -> tuple[int, int]:
-    """Shared memory of a block, and registers of all its threads."""
-    return trial.shared_memory, trial.registers * trial.config.num_warps
+    """Shared memory of a block, and registers of all its threads; Neuron has no threads."""
+    return trial.shared_memory, trial.registers * getattr(trial.config, "num_warps", 0)
 
 
 def _why_not(

@@ -72,9 +72,11 @@ def task_from(
     # key: a server that sees this model first has constants.
     clear()
     score, mask = _on_cpu(bind(score_mod, "score")), _on_cpu(bind(mask_mod, "mask"))
-    block_mask = lists = sparsity = None
+    lists = sparsity = None
+    name = ""
     if mask_mod is not None and mask is not None:
         block_mask = _block_mask(mask_mod, mask, row, where)
+        name = mask_class(block_mask)
         lists = Lists.of(block_mask)
         sparsity = lists.sparsity(row.block_size, shape.Hq // shape.Hkv)
     kind = row.kind or kind_for(shape.q_len, shape.kv_len, shape.B, shape.Hq, device.num_sms)[0]
@@ -87,7 +89,7 @@ def task_from(
         score,
         mask,
         sparsity,
-        mask_class="" if block_mask is None else mask_class(block_mask),
+        mask_class=name,
         tf32=tf32 and torch.backends.cuda.matmul.allow_tf32,
         positive_scale=scale > 0,
         sinks=row.dtype if row.sinks else "",

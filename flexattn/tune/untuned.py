@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from flexattn.block_kinds import EMPTY, FULL, PARTIAL
 from flexattn.cache.untuned import Untuned, bound_of, read
 from flexattn.device import Device
 from flexattn.launch import Lists
-from flexattn.mask_class import representative
+from flexattn.mask_class import mask_class, representative
 from flexattn.masks import from_kinds
 from flexattn.measure.task import Task
 from flexattn.problem import Sparsity
@@ -42,6 +43,9 @@ def _task(untuned: Untuned, device: Device) -> Task:
         heads = problem.Hq if structure.sparsity.per_head else 1
         lengths = problem.q_len, problem.kv_len
         lists = _lists(problem.mask_class, structure.sparsity, heads, lengths)
+        runs = lists.runs is not None
+        structure = replace(structure, sparsity=replace(structure.sparsity, runs=runs))
+        problem = replace(problem, structure=structure)
     return Task(
         f"untuned {problem.describe()}",
         problem,
@@ -61,6 +65,7 @@ def _lists(name: str, sparsity: Sparsity, heads: int, lengths: tuple[int, int]) 
     mask = from_kinds(
         kinds.expand(1, heads, rows, columns), noop_mask, block, lengths, sparsity.has_full
     )
+    mask_class(mask)
     return Lists.of(mask)
 
 

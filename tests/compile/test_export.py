@@ -16,7 +16,7 @@ from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
 from flexattn.options import NONE
 from flexattn.problem import Captures
-from flexattn.render.source import render_block_lists, render_block_mask, render_combine
+from flexattn.render.source import render_block_mask, render_combine
 from flexattn.settings import override
 from tests.problems import problem
 
@@ -49,7 +49,7 @@ def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
         tasks, device, quiet, mods=[(cap, "score"), (causal, "mask")], outputs=[(True, False)]
     )
     # Prefill, decode, and what merges decode's splits.
-    assert (found.kernels, found.block_masks, found.mods, found.traced) == (3, 2, 2, ())
+    assert (found.kernels, found.block_masks, found.mods, found.traced) == (3, 1, 2, ())
     store = Binaries(quiet)
     for each in tasks:
         structure = each.problem.structure
@@ -64,8 +64,7 @@ def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
             assert binary.parameters == len(source.arguments) + 8 * len(described) + 2
             assert len(binary.maps) == len(described)
     captures = Captures(bind(causal, "mask").mod, ())
-    for source in (render_block_mask(captures, 128, 128, device), render_block_lists(device)):
-        assert store.find(source, device) is not None
+    assert store.find(render_block_mask(captures, 128, 128, device), device) is not None
     clear()
     with override(binaries=quiet):
         assert bind(softcap(30.0), "score").mod == tasks[0].score.mod

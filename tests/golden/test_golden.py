@@ -7,8 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import alibi, causal, document, natten_2d, relative_bias, softcap
+from flexattn.catalogue import (
+    alibi,
+    causal,
+    document,
+    natten_2d,
+    prefix_lm,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
@@ -51,6 +61,16 @@ GOLDENS = {
         PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
     ),
     "prefill_no_full_blocks": lambda: kernel(PREFILL, D=64, mask_mod=causal, has_full=False),
+    "prefill_runs_window": lambda: kernel(TMA, mask_mod=sliding_window(1024), runs=True),
+    "prefill_runs_document": lambda: kernel(
+        replace(TMA, BLOCK_M=64),
+        mask_mod=and_masks(document(torch.zeros(8).int()), causal),
+        runs=True,
+        lse=False,
+    ),
+    "decode_runs_prefix": lambda: kernel(
+        DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
+    ),
     "prefill_192_128": lambda: kernel(PREFILL, D=192, Dv=128),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
     "prefill_group_order": lambda: kernel(replace(PREFILL, order="group"), D=64, mask_mod=causal),

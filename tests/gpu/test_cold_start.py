@@ -14,8 +14,6 @@ ROOT = Path(__file__).parents[2]
 # Seconds of a first call, imports and CUDA context not counted: the 0.3 for a quiet
 # machine is what bench.cold measures; a shared one gets three times that.
 LIMIT = 0.9
-# Attention and the two kernels of a block mask; decode has no mask, and merges its splits.
-KERNELS = {"prefill": 3, "decode": 2}
 
 
 def child(folder, *arguments, **environment):
@@ -43,13 +41,14 @@ def test_first_call_loads_and_does_nothing_else(exported, tmp_path):
         tmp_path, "run", kind, "none", FLEXATTN_BINARIES=binaries, FLEXATTN_CACHE=records
     )
     print(kind, {name: f"{1e3 * each:.0f} ms" for name, each in found["seconds"].items()})
-    assert (found["compiled"], found["traces"], found["loaded"]) == (0, 0, KERNELS[kind])
+    # Attention and the block mask's kernel; decode's second one only where splits are merged.
+    assert (found["compiled"], found["traces"]) == (0, 0) and found["loaded"] == 2
     assert not (tmp_path / "triton").exists(), "Triton wrote to its empty cache"
     assert found["seconds"]["first call"] < LIMIT
     # The other tests judge what is compiled; what is loaded is the same to the last bit.
     compiled = child(folder, "run", kind, "compiler", FLEXATTN_CACHE=records)
     assert found["how"] == compiled["how"] == "hit"
-    assert compiled["compiled"] == KERNELS[kind] and compiled["checksum"] == found["checksum"]
+    assert compiled["compiled"] == 2 and compiled["checksum"] == found["checksum"]
 
 
 def test_a_damaged_directory_compiles_and_is_right(exported, tmp_path):
@@ -63,4 +62,4 @@ def test_a_damaged_directory_compiles_and_is_right(exported, tmp_path):
     found = child(
         folder, "run", kind, "none", FLEXATTN_BINARIES=str(damaged), FLEXATTN_CACHE=records
     )
-    assert found["compiled"] == KERNELS[kind] and found["loaded"] == 0 and found["traces"] >= 1
+    assert found["compiled"] == 2 and found["loaded"] == 0 and found["traces"] >= 1

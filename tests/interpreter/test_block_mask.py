@@ -1,11 +1,10 @@
-"""The kernels that make a block mask, interpreted: they say what the CPU path says."""
+"""The kernel that classifies blocks, interpreted: it says what the CPU path says."""
 
 import pytest
 import torch
 
-from flexattn.block_kernels import BlockClassifier, list_blocks
+from flexattn.block_kernels import BlockClassifier
 from flexattn.block_kinds import block_kinds
-from flexattn.block_lists import lists_of
 from flexattn.catalogue import CASES, case, causal, document, natten_2d, sliding_window
 from flexattn.mods import bind
 
@@ -52,14 +51,24 @@ def test_more_blocks_than_a_program_takes_and_rows_from_the_middle():
     assert torch.equal(by_kernel(sliding_window(20), sizes, block, first_row=3), want[3:])
 
 
-@pytest.mark.parametrize("separate", [True, False])
-@pytest.mark.parametrize("columns", [1, 1024, 1500])
-def test_lists(separate, columns):
-    draw = torch.Generator().manual_seed(columns)
-    kinds = torch.randint(0, 3, (3, columns), generator=draw, dtype=torch.int8)
-    want = lists_of([(0, kinds)], (1, 1, 3, columns), CPU, separate)
-    flat = [each.view(3, *each.shape[3:]) for each in want]
-    got = tuple(torch.full_like(each, -1) for each in flat)
-    list_blocks(kinds, got, separate)
-    for mine, theirs in zip(got, flat, strict=True):
-        assert torch.equal(mine, theirs)
+def test_captured_numbers_that_are_arguments():
+    sizes, block = (1, 1, 130, 260), (32, 32)
+    for window, flag in ((7, True), (50, True), (90, False)):
+
+        def mask_mod(b, h, q_idx, kv_idx, window=window, flag=flag):
+            near = (q_idx - kv_idx).abs() <= window
+            return near & (kv_idx % 64 < 32) if flag else near
+
+        assert torch.equal(by_kernel(mask_mod, sizes, block), by_torch(mask_mod, sizes, block))
+        assert by_torch(mask_mod, sizes, block).any()
+
+
+def test_an_empty_table():
+    nothing = torch.zeros(0, dtype=torch.int32)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return nothing[q_idx] <= kv_idx - 40
+
+    sizes, block = (1, 1, 64, 96), (32, 32)
+    found = by_kernel(mask_mod, sizes, block)
+    assert torch.equal(found, by_torch(mask_mod, sizes, block)) and found.any()

@@ -31,7 +31,8 @@ def check(q, k, v, kind, score_mod=None, mask=None, **fields):
             q, k, v, usual.lists,
         )  # fmt: skip
         assert changed.choice.config == config != launch.choice.config
-        got = changed.run(q, k, v, call.scale, usual.lists, call.score, usual.mask)
+        rest = changed.rest_of(usual.lists, call.score, usual.mask)
+        got = changed.run(q, k, v, call.scale, rest)
         assert_judged(Reference(*got), q, k, v, score_mod=score_mod, block_mask=mask)
 
 

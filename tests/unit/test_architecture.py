@@ -37,7 +37,9 @@ EDGES = {
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},
-    "mask_class": set(),
+    # Facts of a BlockMask's lists, which a launch passes on.
+    "runs": set(),
+    "mask_class": {"runs"},
     "resources": {"device"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
@@ -46,10 +48,11 @@ EDGES = {
     "block_lists": {"block_kinds"},
     "lazy_mask": {"block_lists"},
     "masks": {"lazy_mask"},
+    "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem"},
     "dispatch": {"cache", "build", "options"},
-    "launch": {"dispatch"},
+    "launch": {"dispatch", "runs"},
     "training": set(),
     "sinks": set(),
     "reference": {"sinks"},
@@ -58,8 +61,12 @@ EDGES = {
     # What a kernel takes and whose code it shares is known before it is timed.
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
-    # Its interpreter takes the place of a device, so it stands where measure and tune do.
-    # It tells its progress as the tuner does.
+    # DESIGN.md has neuron below space, render and build, "used by their target alone". It stands
+    # above measure and tune instead, since what they need of NKI is data and lies below them
+    # (neuroncore, space/nki.py, render/nki), while what is left is the place of a device: it takes
+    # a Task, interprets, simulates or measures its kernels, judges them by measure's oracle and
+    # hands the tuner's loop a Measurer. Below tune it could do none of that, and nothing of
+    # NVIDIA's path would gain: space, render, build, measure and tune import nothing of it.
     "neuron": {"measure", "cache", "tune"},
     "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
@@ -78,7 +85,11 @@ EDGES = {
         "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
         "tune", "neuron",
     },
-    "__init__": {"explain", "catalogue", "serving", "tune"},
+    # Another library's attention, made of calls that any user could write.
+    "integrations": {"attention", "masks", "catalogue"},
+    # It reads a workload as the tuner does, when it is called.
+    "warm": {"tune"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
@@ -99,6 +110,7 @@ OPTIONAL = {
             "hypothesis",
             "pytest",
             "pydantic",
+            "transformers",
         ),
         "nowhere",
     ),

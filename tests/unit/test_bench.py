@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from bench import command, results, table
+from bench import command, mods, results, table
 from bench.inputs import make
 from bench.oracle import judge_slices
 from bench.peers import OURS, PEERS, Refusal
-from bench.rows import DOCUMENTS, Row, decode_rows, prefill_rows
+from bench.rows import Row, decode_rows, mods_rows, prefill_rows
 from bench.runner import Method, run
 from bench.shapes import Shape
 from flexattn.errors import InputError
@@ -51,13 +51,15 @@ def raises(x):
     raise RuntimeError("needs a chip\nof another kind")
 
 
-@pytest.mark.parametrize("rows", [prefill_rows(), decode_rows()], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "rows", [prefill_rows(), decode_rows(), mods_rows()], ids=["prefill", "decode", "mods"]
+)
 def test_rows_are_unique_and_make_sense(rows):
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         s = row.shape
         assert s.hq % s.hkv == 0 and 0 < row.pairs <= s.q_len * s.kv_len
-        assert row.mask != "documents" or sum(DOCUMENTS) == s.q_len == s.kv_len
+        assert row.mask != "documents" or sum(row.documents) == s.q_len == s.kv_len
         assert (row.score == "softcap") == (row.cap > 0)
         assert (row.mask == "window") == (row.window > 0)
 
@@ -117,10 +119,12 @@ def test_peers_that_are_not_here_and_forms_they_lack_are_refused():
 
 
 def test_a_config_of_the_gluon_template_is_a_variant():
-    peers = command._peers("flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"])
+    peers = command._peers(
+        "flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"], PEERS
+    )
     assert list(peers)[:2] == ["flexattn", "flexattn-gluon"] and len(peers) == 3
     with pytest.raises(InputError, match="GluonPrefillConfig"):
-        command._peers("", ["consumers=2,BLOCK_K=3"])
+        command._peers("", ["consumers=2,BLOCK_K=3"], PEERS)
 
 
 def test_inputs_are_repeatable():
@@ -234,6 +238,7 @@ def test_command_lists_merges_and_refuses(tmp_path, capsys):
 
 def test_kernel_options_of_a_variant():
     assert command.parse_config("BLOCK_M=128, num_warps=8") == {"BLOCK_M": 128, "num_warps": 8}
+    assert command.parse_config("RULES_OFF=tilt,TANH=exact")["RULES_OFF"] == "tilt"
 
 
 def test_sdpa_refuses_mods_and_equals_the_oracle():
@@ -245,3 +250,45 @@ def test_sdpa_refuses_mods_and_equals_the_oracle():
     assert not isinstance(call, Refusal)
     assert judge_slices(call(), inputs).passed
     assert math.isfinite(float(call().sum()))
+
+
+def mods_report(ours, base):
+    samples = {OURS: ours, "torch-flex": 2 * ours, "causal-flexattn": base}
+    samples |= {"causal-torch-flex": 2 * base}
+    return [
+        results.RowResult(
+            row.name, row.group, row.flops, row.kv_bytes, {OURS: results.Gate(True, "")},
+            {name: Samples((us,) * 6) for name, us in samples.items()}, {},
+        )
+        for row in mods_rows() if row.group == "mods"
+    ]  # fmt: skip
+
+
+def test_a_mods_share_is_its_rate_per_useful_element_over_plain_causal():
+    rows = {row.name: row for row in mods_rows()}
+    found = {}
+    for result in mods_report(110.0, 100.0):
+        found[result.name] = mods.share(result, rows[result.name], OURS, "causal-flexattn").value
+    assert found["mods-8k-alibi"] == pytest.approx(100 / 110)
+    window = rows["mods-16k-window"]
+    work = window.pairs / (window.shape.q_len**2 / 2)
+    assert found["mods-16k-window"] == pytest.approx(100 / 110 * work) and work < 0.13
+
+
+def test_the_table_of_mods_says_which_bars_are_met():
+    report = results.Report("mods", {}, ({"device": "a chip"},), tuple(mods_report(102.0, 100.0)))
+    lines = {line.split(" |")[0][2:]: line for line in mods.table(report).splitlines()}
+    assert lines["mods-8k-alibi"].endswith("| 0.971 | meets it |")
+    assert "| misses it |" in lines["mods-16k-window"]  # an eighth of the work in as much time
+
+
+def test_the_plain_call_of_a_row_has_its_tensors_and_no_mod():
+    seen = []
+
+    def peer(inputs):
+        seen.append(inputs)
+        return inputs.q.clone
+
+    mods._plain(peer)(make(ROWS[2], "cpu", torch.float32))
+    assert seen[0].score_mod is None and seen[0].row.mask == "causal" and seen[0].row.plain
+    assert isinstance(mods._plain(peer)(make(ROWS[1], "cpu", torch.float32)), Refusal)

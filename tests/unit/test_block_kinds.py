@@ -8,7 +8,16 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from flexattn import block_kinds as module
 from flexattn.block_kinds import EMPTY, FULL, PARTIAL, block_kinds
-from flexattn.catalogue import causal, document, sliding_window
+from flexattn.catalogue import (
+    block_table,
+    causal,
+    checkerboard,
+    document,
+    document_offsets,
+    natten_2d,
+    prefix_lm,
+    sliding_window,
+)
 from flexattn.mods import bind
 
 CPU = torch.device("cpu")
@@ -73,17 +82,9 @@ def test_intervals_never_contradict_the_lanes(mask, sizes, block):
     assert torch.equal(found, every_lane(mask_mod, sizes, block))
 
 
-@pytest.mark.parametrize(
-    ("mask_mod", "most"),
-    [
-        (causal, 64),
-        (sliding_window(1024), 3 * 64),
-        (or_masks(and_masks(causal, sliding_window(300)), lambda b, h, q, k: k < 128), 4 * 64),
-    ],
-    ids=["causal", "window", "sinks"],
-)
-def test_few_blocks_are_evaluated(mask_mod, most, monkeypatch):
-    """8192 x 8192: 4096 blocks, of which those on an edge alone need their lanes."""
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The numbers of blocks whose elements, or some of them, were evaluated."""
     seen = []
     exact = module.evaluate
 
@@ -92,12 +93,60 @@ def test_few_blocks_are_evaluated(mask_mod, most, monkeypatch):
         return exact(mod, env, *more)
 
     monkeypatch.setattr(module, "evaluate", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "most"),
+    [
+        (causal, 64),
+        (sliding_window(1024), 3 * 64),
+        (or_masks(and_masks(causal, sliding_window(300)), lambda b, h, q, k: k < 128), 4 * 64),
+        (document(torch.arange(8192) // 700), 11 * 24),
+        (document_offsets(torch.arange(8192) // 700, torch.arange(13) * 700), 11 * 24),
+        (prefix_lm(torch.tensor([3000])), 64),
+        (natten_2d(64, 128, 7), 8 * 64),
+        (checkerboard(128), 0),
+        (block_table(torch.rand(1, 1, 64, 64) < 0.5, 128), 0),
+    ],
+    ids=[
+        "causal", "window", "sinks", "documents", "offsets", "prefix", "natten", "cells", "table"
+    ],
+)  # fmt: skip
+def test_few_blocks_are_looked_into(mask_mod, most, evaluated):
+    """8192 x 8192: 4096 blocks, of which those on an edge alone need some of their elements."""
     kinds = block_kinds(bind(mask_mod, "mask"), (1, 1, 8192, 8192), (128, 128), CPU)
-    assert sum(seen) <= most
+    assert sum(evaluated) <= most
     assert {int(kind) for kind in kinds.unique()} <= {EMPTY, PARTIAL, FULL}
 
 
-def test_what_memory_says_is_evaluated():
+@pytest.mark.parametrize("lengths", [(9001, 9500), (20, 70001)], ids=str)
+@pytest.mark.parametrize("block", [(128, 128), (16, 16)], ids=str)
+def test_squares_of_blocks_change_nothing(lengths, block, monkeypatch):
+    """Where there are many blocks, squares of them are decided first."""
+    ids = torch.arange(70001) * 7 // 5000 % 5
+    mask_mod = or_masks(and_masks(causal, document(ids)), lambda b, h, q, k: k % 640 > 600)
+    many = block_kinds(bind(mask_mod, "mask"), (1, 1, *lengths), block, CPU)
+    monkeypatch.setattr(module, "_FEW", 2**40)
+    assert torch.equal(many, block_kinds(bind(mask_mod, "mask"), (1, 1, *lengths), block, CPU))
+
+
+def test_heads_that_a_mask_does_not_name_are_worked_out_once(evaluated):
+    kinds = block_kinds(bind(causal, "mask"), (2, 8, 512, 512), (128, 128), CPU)
+    assert sum(evaluated) <= 4 and kinds.shape == (2, 8, 4, 4) and kinds.is_contiguous()
+
+
+def test_what_memory_holds_is_asked_anew_in_each_call():
+    lengths = torch.tensor([100])
+    padding = bind(lambda b, h, q, k: k < lengths[b], "mask")
+    before = block_kinds(padding, (1, 1, 128, 512), (128, 128), CPU)
+    lengths.fill_(256)
+    after = block_kinds(padding, (1, 1, 128, 512), (128, 128), CPU)
+    assert before.flatten().tolist() == [PARTIAL, EMPTY, EMPTY, EMPTY]
+    assert after.flatten().tolist() == [FULL, FULL, EMPTY, EMPTY]
+
+
+def test_documents_in_order():
     ids = torch.arange(96) // 17
     mask_mod = and_masks(document(ids), causal)
     found = block_kinds(bind(mask_mod, "mask"), (1, 1, 96, 96), (16, 16), CPU)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.cache.store import Store
-from flexattn.cli import tune as tune_module
+from flexattn.cli import tuning as tuning_module
 from flexattn.neuroncore import CORES
 from flexattn.report.collect import UNTIMED, from_files, from_stores
 
@@ -96,10 +96,10 @@ def test_what_nothing_timed_is_in_no_report_no_study_and_no_export(flexattn, wor
 
 
 def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
-    ranker = tune_module.ranker
+    ranker = tuning_module.ranker
 
-    def once(lane, effort):
-        rank, done = ranker(lane, effort), []
+    def once(lane, effort, method):
+        rank, done = ranker(lane, effort, method), []
 
         def tune(task):
             if done:
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
 
         return tune
 
-    monkeypatch.setattr(tune_module, "ranker", once)
+    monkeypatch.setattr(tuning_module, "ranker", once)
     arguments = ("tune", workload, "--device", "trn2", "--effort", "quick", "--only", "plain")
     told = json.loads(flexattn(*arguments, "--json", status=130).stdout)
     assert told["interrupted"] and told["left"] == 1
@@ -121,7 +121,7 @@ def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
     [
         (["tune", "--preset", "sd21", "--effort", "exhaustive"], ["full leaves none out"]),
         (["tune", "--preset", "sd21", "--budget", "3"], ["this one asks a model"]),
-        (["tune", "--preset", "sd21", "--storage", "sqlite://"], ["this one asks a model"]),
+        (["tune", "--preset", "sd21", "--storage", "sqlite://"], ["one instance tunes"]),
         (["why", "causal"], ["is a Neuron device", "flexattn tune and flexattn render"]),
         (["build", "causal"], ["is a Neuron device"]),
         (["render", "causal", "--block-m", "64"], ["none of Triton's options"]),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexattn.catalogue import causal, relative_bias, softcap
+from flexattn.catalogue import causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.problem import Layout
@@ -178,4 +178,4 @@ def test_early_loads_are_an_axis_where_they_move_anything():
     assert offered(None) == {True}
     assert offered(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx]) == {True, False}
     # A value for every score would take registers before the scores are there.
-    assert offered(relative_bias(torch.zeros(32, 64), 32)) == {False}
+    assert offered(head_bias(torch.zeros(2, 32, 64, 64))) == {False}

@@ -71,8 +71,8 @@ def test_order_and_padding_of_the_lists_do_not_matter():
 
 def test_found_once_and_kept_with_the_mask(monkeypatch):
     looks = []
-    plain = module.classify
-    monkeypatch.setattr(module, "classify", lambda *args: looks.append(1) or plain(*args))
+    plain = module.look
+    monkeypatch.setattr(module, "look", lambda *args: looks.append(1) or plain(*args))
     mask = create_block_mask(causal, None, None, 1024, 1024)
     assert known_class(mask) is None and not looks
     first = mask_class(mask)

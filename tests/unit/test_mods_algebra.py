@@ -2,11 +2,14 @@
 
 import time
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexattn.mods.algebra import bounds_of, tables_of, verdicts
+from flexattn.catalogue import CASES
+from flexattn.mods import bind
+from flexattn.mods.algebra import TableUse, bounds_of, evaluation, lower, tables_of, verdicts
 from flexattn.mods.bind import Bound
 from flexattn.mods.expr import Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.simplify import make, renumber
@@ -174,3 +177,38 @@ def test_no_verdict_on_a_random_mask_is_wrong():
     assert pairs >= 20_000 and time.monotonic() - begin < 120
     # Bounds that decide nothing are sound too.
     assert decided > pairs // 4
+
+
+@pytest.mark.parametrize("entry", [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod], ids=str)
+def test_symbolic_work_is_done_once_for_a_mod_and_in_little_time(entry, monkeypatch):
+    mod = bind(entry.make(2, 3, 1, 61, 97).mask_mod, "mask").mod
+    lower._bounds.clear()
+    begin = time.process_time()
+    first = bounds_of(mod)
+    assert time.process_time() - begin < 0.05
+    monkeypatch.setattr(lower, "_Lowering", None)
+    assert bounds_of(mod) is first
+
+
+@pytest.mark.parametrize("values", [
+    torch.arange(5000), -torch.arange(5000), torch.zeros(5000), torch.arange(5000) % 7,
+    torch.rand(3, 5000) < 0.5, torch.arange(9000) * 31 % 4001,
+])  # fmt: skip
+def test_tables_answer_any_range(values):
+    values = values if values.dtype == torch.bool else values.to(torch.int32)
+    use = TableUse(0, values.dim() - 1)
+    sorted_ones = values.dim() == 1 and int(values.diff().sign().unique().numel()) == 1
+    for tile, shift in (((1, 1), 0), ((128, 384), 7), ((48, 16), 4)):
+        (table,) = tables_of((use,), (values,), tile)
+        assert (table.levels == 1) is sorted_ones
+        assert table.shift == (0 if sorted_ones else shift)
+        first = torch.randint(0, values.shape[-1], (200,)).sort().values
+        last = first.flip(0).maximum(first)
+        row = [torch.ones(200, dtype=torch.int64)] * (values.dim() - 1)
+        for greatest in (False, True):
+            got = evaluation._read(table, [*row, first, last], use.dim, greatest)
+            for i in range(200):
+                piece = 2**table.shift
+                start, end = first[i] // piece * piece, (last[i] // piece + 1) * piece
+                line = (values[1] if row else values)[start:end].long()
+                assert got[i] == (line.max() if greatest else line.min())

@@ -1,7 +1,7 @@
 """algebra: what a mod says about a whole tile, before an element of it is computed."""
 
+from flexattn.mods.algebra.evaluation import verdicts
 from flexattn.mods.algebra.lower import Bounds, TableUse, bounds_of
 from flexattn.mods.algebra.tables import Table, tables_of
-from flexattn.mods.algebra.verdicts import verdicts
 
 __all__ = ["Bounds", "Table", "TableUse", "bounds_of", "tables_of", "verdicts"]

@@ -1,4 +1,4 @@
-"""Mods as Gluon statements: the Triton printer's text, in Gluon's names and the scores' layouts."""
+"""Mods as Gluon statements: what the Triton printer says of them, in the names of Gluon."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.problem import Structure
-from flexattn.render.environment import render_template
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import gluon_text, print_mod, print_score
 from flexattn.render.gluon.tiles import own_output, runs_of, tiles_of
+from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
     Source,
@@ -18,7 +18,6 @@ from flexattn.render.source import (
     _source,
     _traits,
 )
-from flexattn.render.score_printer import PrintedScore
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed
 from flexattn.space.config import describe

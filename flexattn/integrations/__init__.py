@@ -1,0 +1,1 @@
+"""integrations: flexattn inside other libraries, which are imported when they are asked for."""

@@ -1,0 +1,224 @@
+"""register(): "flexattn" as an attention implementation of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn import catalogue
+from flexattn.attention import flex_attention
+from flexattn.errors import InputError, UnsupportedError
+from flexattn.masks import BlockMask, and_masks, create_block_mask
+
+__all__ = ["NAME", "attend", "make_mask", "register"]
+
+NAME = "flexattn"
+
+MaskFunction = Callable[..., Tensor]
+_capped = lru_cache(maxsize=64)(catalogue.softcap)
+
+
+def register(name: str = NAME) -> None:
+    """Let models be made with attn_implementation=name; a second call changes nothing.
+
+    Raises UnsupportedError where transformers is missing, or too old to say where queries stand.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transformers cannot be imported: {error}",
+            "the integration registers functions with it",
+            "pip install 'flexattn[transformers]'",
+        ) from None
+    if not {"q_length", "q_offset"} <= inspect.signature(sdpa_mask).parameters.keys():
+        raise UnsupportedError(
+            f"transformers {__version__}",
+            "it gives a mask q_length and q_offset, as releases from 5.23 on do",
+            "pip install 'flexattn[transformers]'",
+        )
+    # A compiled model breaks its graph here: what a layer calls is compiled already.
+    AttentionInterface.register(name, torch.compiler.disable(attend))
+    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = catalogue.causal,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    config: object = None,
+    **rest: object,
+) -> BlockMask | None:
+    """The BlockMask of one forward, as transformers' mask interface asks for it.
+
+    mask_function(b, h, q_idx, kv_idx) takes positions in the sequence: row 0 stands at q_offset,
+    key 0 at kv_offset. attention_mask [B, keys seen so far], bool: False where a key is padding.
+    None where every row sees every key, as one new token does of a cache that grows by the token
+    and of a window's worth of keys.
+    """
+    padding = _padding(attention_mask, kv_offset + kv_length)
+    if padding is None and allow_is_bidirectional_skip and local_size is None:
+        return None
+    if padding is None and allow_is_causal_skip and isinstance(q_offset, int):
+        newest = q_length == 1 and q_offset + 1 == kv_offset + kv_length
+        # A window ends at the newest key, a chunk may end anywhere but before its length.
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        local = kv_offset + kv_length if chunked else kv_length
+        if newest and (local_size is None or local <= local_size):
+            return None
+    # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
+    first = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+
+    def placed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(b, h, q_idx + first, kv_idx + kv_offset)
+
+    def padded(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert padding is not None
+        return padding[b, kv_idx + kv_offset]
+
+    mask_mod = placed if padding is None else and_masks(placed, padded)
+    mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
+    mask.__class__ = _Mask
+    return mask
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **rest: object,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers' attention interface asks for it.
+
+    query [B, Hq, L, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv]; attention_mask: of
+    `make_mask`, or a tensor [B or 1, Hq or 1, L or 1, S or more], bool or added to the
+    scores. s_aux [Hq]: the layer's sinks. position_bias: added to the scores, as such a tensor.
+    Without a mask, rows see keys up to their own where the layer is causal and L is above 1.
+
+    Returns out [B, L, Hq, Dv], and None for the weights. Raises as flex_attention does, and
+    UnsupportedError for dropout and for transformers' own paged cache.
+    """
+    _refuse(dropout, rest)
+    biases = [] if position_bias is None else [_spread(position_bias, query, key)]
+    mask = None
+    if isinstance(attention_mask, BlockMask):
+        mask = attention_mask
+    elif isinstance(attention_mask, Tensor):
+        table = _spread(attention_mask, query, key)
+        if table.dtype == torch.bool:
+            mask = _mask_of(table, attention_mask.shape[1] > 1)
+        else:
+            biases.append(table)
+    elif query.shape[2] > 1:
+        causes = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causes:
+            mask = _causal(query.shape[2], key.shape[2], sliding_window, query.device)
+    out = flex_attention(
+        query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _Mask(BlockMask):
+    """A BlockMask that `generate` may ask to be contiguous, as it asks a static cache's masks."""
+
+    def contiguous(self) -> BlockMask:
+        """Itself: its lists are contiguous."""
+        return self
+
+
+def _padding(mask: Tensor | None, length: int) -> Tensor | None:
+    """The padding mask up to `length` keys, or None where it is known to remove nothing."""
+    if mask is None:
+        return None
+    # Asking waits for the GPU, which a graph that is being captured does not allow.
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not capturing and bool(mask.all()):
+        return None
+    missing = length - mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
+
+
+def _refuse(dropout: float, rest: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"attention dropout of {dropout}",
+            "no kernel drops weights",
+            "call model.eval(), or set the config's attention_dropout to 0",
+        )
+    if rest.get("cache") is not None:
+        raise UnsupportedError(
+            "the paged cache of generate_batch",
+            "this implementation reads the contiguous caches of generate",
+            'use generate, or attn_implementation="sdpa"',
+        )
+
+
+def _spread(table: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask or bias as a view of [B, Hq, L, S], where it is broadcast with strides of 0."""
+    shape = (*query.shape[:3], key.shape[2])
+    table = table[..., : shape[3]]
+    if table.dim() != 4 or any(
+        got not in (1, size) for got, size in zip(table.shape, shape, strict=True)
+    ):
+        raise InputError(
+            f"a mask or bias of shape {tuple(table.shape)} for scores {shape}",
+            "it has four dimensions, each the scores' or 1, and as many keys or more",
+        )
+    return table.expand(shape)
+
+
+def _mask_of(table: Tensor, per_head: bool) -> BlockMask:
+    def listed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return table[b, h, q_idx, kv_idx]
+
+    B, Hq, L, S = table.shape
+    return create_block_mask(listed, B, Hq if per_head else None, L, S, table.device)
+
+
+@lru_cache(maxsize=16)
+def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -> BlockMask:
+    """Rows and keys counted from the same first position, as torch's is_causal has it."""
+
+    mask_mod = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
+    return create_block_mask(mask_mod, None, None, q_len, kv_len, device)
+
+
+def _score_mod(cap: float | None, biases: list[Tensor]) -> Callable[..., Tensor] | None:
+    """Soft-capping, then what is added: None where there is neither."""
+    if not biases:
+        return None if cap is None else _capped(cap)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        for bias in biases:
+            score = score + bias[b, h, q_idx, kv_idx]
+        return score
+
+    return biased

@@ -1,0 +1,212 @@
+"""NeuronMeasurer: configs built by AWS's compiler and timed on a NeuronCore, out of process.
+
+Written from AWS's documentation and tested with stand-ins for nki and nrtpy; it has never run on
+a Neuron instance.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.cache.key import key_of
+from flexattn.cache.record import Failed, Gated, Record, Stage
+from flexattn.closing import Closing
+from flexattn.errors import FlexAttnError, MeasureError
+from flexattn.measure.failures import clipped
+from flexattn.measure.inputs import make_inputs
+from flexattn.measure.lab import gated
+from flexattn.measure.oracle import Judge, oracle
+from flexattn.measure.task import Task
+from flexattn.neuron import nrt_bench
+from flexattn.neuron.device_child import Job
+from flexattn.neuron.instance import Instance
+from flexattn.neuron.run import Prepared, path_of, prepare
+from flexattn.neuron.tune import environment_of, rank
+from flexattn.render.nki.source import NkiSource
+from flexattn.settings import neuron_environment, nrtpy_python
+from flexattn.space.nki import Effort
+from flexattn.tune.builds import Built
+from flexattn.tune.method import Method
+from flexattn.tune.progress import SILENT, Progress
+from flexattn.tune.subject import Subject
+from flexattn.tune.tuner import tune_subject
+
+__all__ = ["BUILD_SECONDS", "NeuronMeasurer", "measured"]
+
+# Seconds that a kernel may be compiled and run once for, and that one race may take.
+BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0
+# Of the model's ranking so many are built: a compiler takes minutes for what the model takes
+# milliseconds.
+BEST: dict[Effort, int] = {"quick": 8, "full": 24}
+NOTE = "built by neuronx-cc, gated and timed on the device; the model chose which configs"
+
+Program = tuple[Path, Path]  # kernel.neff, and its inputs by name
+
+
+def measured(
+    task: Task, here: Instance, method: Method, effort: Effort, progress: Progress = SILENT
+) -> Record:
+    """The record of a task, measured on this instance: the model's best configs are raced.
+
+    Raises MeasureError where no config runs, and whatever the model's ranking raises.
+    """
+    ranked = rank(task, effort, best=BEST[effort], progress=progress)
+    subject = Subject(
+        key=key_of(task.problem),
+        sizes=ranked.sizes,
+        environment=replace(environment_of(task), triton=here.compiler),
+        policy=task.policy,
+        configs=tuple(trial.config for trial in ranked.trials),
+        default=ranked.decision.default,
+        rejected=ranked.rejected,
+        title=task.title,
+    )
+    with tempfile.TemporaryDirectory() as folder, NeuronMeasurer(Path(folder)) as measurer:
+        measurer.start()
+        measurer.open(task)
+        chosen = replace(method, all_up_to=len(subject.configs), note=method.note or NOTE)
+        return tune_subject(subject, measurer, measurer.build, chosen, progress=progress)
+
+
+class NeuronMeasurer(Closing):
+    """The Measurer of a Neuron instance. folder: for kernels, inputs and results, while it lasts.
+
+    Each kernel is compiled and run once in a process of its own, which the gate judges; races of
+    compiled kernels run in one process each, in nrtpy's environment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._task: Task | None = None
+        self._judge: Judge | None = None
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None
+        self._programs: dict[Any, list[Program]] = {}
+
+    def start(self) -> None:
+        """As Measurer.start: every process starts with its request."""
+
+    def open(self, task: Task) -> None:
+        """As Measurer.open."""
+        structure = task.problem.structure
+        self._task, self._programs = task, {}
+        q, k, v = self._inputs = make_inputs(task.problem, torch.device("cpu"))
+        self._judge = oracle(
+            q, k, v, task.scale, task.score, task.mask, task.lists, structure.sparsity
+        )
+
+    def close(self) -> None:
+        """As Measurer.close."""
+        self._task = self._judge = self._inputs = None
+
+    def build(self, configs: Sequence[Any]) -> list[Built]:
+        """Nothing is known before the gate builds a config and runs it."""
+        return [Built(config) for config in configs]
+
+    def gate(self, config: Any) -> Gated | Failed:
+        """As Measurer.gate: compile, run on the device, judge."""
+        task, inputs = self._opened()
+        assert self._judge is not None
+        try:
+            prepared = prepare(
+                task.problem, config, task.device.name, scale=task.scale, score=task.score,
+                mask=task.mask, lists=task.lists,
+            )  # fmt: skip
+        except FlexAttnError as error:
+            return Failed("infeasible", type(error).__name__, clipped(error.got))
+        ran = self._run(prepared, inputs)
+        if isinstance(ran, Failed):
+            return ran
+        outputs, self._programs[config] = ran
+        return gated(self._judge((outputs.out, outputs.lse, outputs.max_scores)))
+
+    def sample(
+        self, configs: Sequence[Any], rounds: int, min_ms: float, limit_us: float = math.inf
+    ) -> list[tuple[float, ...] | Failed]:
+        """As Measurer.sample, of configs that the gate has compiled."""
+        self._opened()
+        plan = {
+            "rounds": rounds,
+            "min_ms": min_ms,
+            "limit_us": limit_us if math.isfinite(limit_us) else None,
+            "kernels": [[list(map(str, p)) for p in self._programs[each]] for each in configs],
+        }
+        path = self._folder / "plan.json"
+        path.write_text(json.dumps(plan), encoding="utf-8")
+        command = [nrtpy_python(), str(Path(nrt_bench.__file__)), str(path)]
+        done = _called(command, None, RACE_SECONDS)
+        if isinstance(done, Failed):
+            raise MeasureError(
+                f"no race on the device ({done.error}): {done.message}",
+                "nrtpy loads and times compiled kernels",
+                "install it from AWS's index in an environment of its own, and name its python "
+                "in FLEXATTN_NRTPY_PYTHON",
+            )
+        told = json.loads(done.splitlines()[-1])
+        return [
+            Failed("run", *map(clipped, told["errors"][str(index)]))
+            if str(index) in told["errors"]
+            else tuple(us)
+            for index, us in enumerate(told["us"])
+        ]
+
+    def _opened(self) -> tuple[Task, tuple[Tensor, Tensor, Tensor]]:
+        if self._task is None or self._inputs is None:
+            raise MeasureError("no task is open", "open(task) comes first, and close() last")
+        return self._task, self._inputs
+
+    def _run(self, prepared: Prepared, inputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """Outputs and programs of a config, one for each kernel; or what failed."""
+        given = prepared.arguments(*inputs)
+        kernels: list[tuple[NkiSource, tuple[Any, ...]]] = [(prepared.source, given)]
+        programs: list[Program] = []
+        results: list[Tensor] = []
+        while kernels:
+            source, values = kernels.pop()
+            place = Path(tempfile.mkdtemp(dir=self._folder))
+            torch.save(Job(path_of(source), source.arguments, values), place / "job.pt")
+            files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
+            command = [sys.executable, "-m", "flexattn.neuron.device_child", *files]
+            environment = neuron_environment(place / "artifacts", prepared.target)
+            done = _called(command, environment, BUILD_SECONDS)
+            neff = next(iter(sorted((place / "artifacts").rglob("*.neff"))), None)
+            if isinstance(done, Failed):
+                return replace(done, stage="build") if neff is None else done
+            if neff is None:
+                return Failed("build", "NoNeff", "the compiler left no .neff in NKI_ARTIFACTS_DIR")
+            results = torch.load(place / "results.pt")
+            programs.append((neff, place / "inputs.npz"))
+            if prepared.combine is not None and source is prepared.source:
+                kernels.append((prepared.combine, (given[0], *results)))
+        return prepared.outputs(results), programs
+
+
+def _called(
+    command: list[str], environment: dict[str, str] | None, seconds: float
+) -> str | Failed:
+    """What a process printed; a typed failure of one that ended badly or did not end."""
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Failed("hang", "Deadline", f"no answer within {seconds:g} s, so it was killed")
+    except OSError as error:
+        return Failed("run", type(error).__name__, str(error))
+    if done.returncode == 0 and done.stdout.strip():
+        return done.stdout
+    if done.returncode == 0:
+        return "done"
+    stage: Stage = "crash" if done.returncode < 0 else "run"
+    return Failed(stage, f"status {done.returncode}", clipped(done.stderr))

@@ -1,0 +1,107 @@
+"""A mask_mod in parts, each with the tiles that need it: what the runs of a mask leave to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flexattn.mods.expr import Expr, walk
+from flexattn.mods.key_bounds import KeyBounds, key_bounds
+from flexattn.problem import Captures
+from flexattn.render.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
+
+__all__ = ["Bound", "MaskPart", "MaskParts", "mask_parts", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPart:
+    """Statements that mask a tile; needed: what a tile is asked."""
+
+    printed: Printed
+    needed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound on the keys of a tile's rows, for its first and for its last row.
+
+    A later row's bound is never lower. first, last: what they are called. divides: whether some
+    part of the mask is needed on one side of it alone.
+    """
+
+    statements: tuple[str, ...]
+    first: str
+    last: str
+    divides: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MaskParts:
+    """The parts of a mask_mod, and where the keys of a row begin and end, None if unknown."""
+
+    parts: tuple[MaskPart, ...]
+    low: Bound | None = None
+    high: Bound | None = None
+
+    @property
+    def hoisted(self) -> tuple[str, ...]:
+        """What the parts compute before the loop over keys."""
+        return tuple(line for part in self.parts for line in part.printed.hoisted)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, for what a kernel must import and define."""
+        bounds = [bound.statements for bound in (self.low, self.high) if bound is not None]
+        return (*(line for part in self.parts for line in part.printed.lines), *sum(bounds, ()))
+
+
+def whole(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> MaskParts:
+    """A mask_mod in one part; of lists, the first num_kv tiles need it."""
+    printed = print_mod(captures.mod, captures.contiguous, traits)
+    return MaskParts((MaskPart(printed, needed),))
+
+
+def mask_parts(captures: Captures, traits: Traits, packed_heads: int) -> MaskParts:
+    """A mask_mod in as many parts as its bounds on the keys make.
+
+    packed_heads: how many query heads the rows of a tile are of; bounds hold for one alone.
+    """
+    found = key_bounds(captures.mod.expr, INDEX_RANGES)
+    if found is None or (packed_heads > 1 and _names_head(found)):
+        return whole(captures, traits, "masked")
+    sides = (
+        ("below", found.below, "masked & (i < low_end)"),
+        ("above", found.above, "masked & (i >= high_begin)"),
+        ("rest", found.rest, "masked"),
+    )
+    parts = [
+        MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed)
+        for name, expr, needed in sides
+        if expr is not None
+    ]
+    low = _bound(captures, traits, "low", found.low, found.below)
+    return MaskParts(tuple(parts), low, _bound(captures, traits, "high", found.high, found.above))
+
+
+def _bound(
+    captures: Captures, traits: Traits, name: str, expr: Expr | None, part: Expr | None
+) -> Bound | None:
+    if expr is None:
+        return None
+    # Of one head the bound is a number, also where decode's rows each know their head.
+    number = View(h="head" if traits.head_per_row else "h", by_row=False, dtype="int32")
+    first, last = (
+        _printed(
+            captures, expr, traits, replace(number, prefix=f"{name}_{row}", q_idx=f"{row}_row")
+        )
+        for row in ("first", "last")
+    )
+    return Bound((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
+
+
+def _printed(captures: Captures, expr: Expr, traits: Traits, view: View) -> Printed:
+    return print_mod(replace(captures.mod, expr=expr), captures.contiguous, traits, view)
+
+
+def _names_head(found: KeyBounds) -> bool:
+    roots = [expr for expr in (found.low, found.high) if expr is not None]
+    return any(node.op == "var" and node.value == "h" for node in walk(*roots))

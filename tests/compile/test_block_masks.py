@@ -1,0 +1,24 @@
+"""The kernel of a block mask compiles for every kind of GPU, with tables and without."""
+
+import pytest
+
+from flexattn.build import compile_source
+from flexattn.catalogue import case
+from flexattn.device import named
+from flexattn.mods import bind
+from flexattn.problem import Captures
+from flexattn.render.source import render_block_mask
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("natten_2d", "nvidia-h200"), ("random_blocks", "nvidia-a100"), ("flamingo", "amd-mi300x"),
+     ("document_offsets", "nvidia-h200"), ("head_windows", "nvidia-h200")],
+)  # fmt: skip
+def test_masks(name, device):
+    bound = bind(case(name).make(2, 3, 1, 64, 64).mask_mod, "mask")
+    captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
+    compiled = compile_source(render_block_mask(captures, 128, 128, named(device)), named(device))
+    assert compiled.metadata.shared < 8192

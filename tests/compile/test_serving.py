@@ -1,0 +1,74 @@
+"""The serving kernels for an H200 without one: they fit, spill nothing, and copy ahead."""
+
+import pytest
+import torch
+
+from flexattn.binary import binary_of
+from flexattn.build import compile_source
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.device import named
+from flexattn.mods import bind
+from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
+from flexattn.resources import resources
+from flexattn.serving.request import Maxima, form_of
+from flexattn.space.serving import serving_candidates, space, workspace
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+DEVICE = named("nvidia-h200")
+BF16 = torch.bfloat16
+
+
+def form(*, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_q=0, **options):
+    maxima = Maxima(64, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
+    mods = [bind(options.pop(name, None), name) for name in ("score", "mask")]
+    return form_of(maxima, *mods, **options)
+
+
+CASES = {
+    "paged": {},
+    "contiguous": {"page": 0},
+    "one page a tile": {"page": 64, "lse": True},
+    "window": {"mask": sliding_window(1024), "score": softcap(30.0), "sinks": True},
+    "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
+    "mixed": {"total_q": 2048, "mask": causal, "lse": True},
+    "prefix": {"prefix": True, "lse": True},
+    "odd pages": {"page": 3, "heads": (6, 2), "D": (64, 64)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_config(name):
+    wanted = form(**CASES[name])
+    config = next(serving_candidates(wanted, DEVICE))
+    source = render_serving(wanted, config, DEVICE, name)
+    compiled = compile_source(source, DEVICE)
+    taken = resources(compiled, DEVICE)
+    assert taken.loop_spills == 0 and taken.matrix_instructions > 0
+    threads = 32 * config.num_warps * config.per_sm
+    assert taken.registers * threads <= DEVICE.registers
+    assert (taken.shared + 1024) * config.per_sm <= 228 * 1024
+    # As the launcher counts: every argument, and Triton's two scratch pointers.
+    assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+    copies = compiled.asm["ttgir"].count("async_copy_global_to_local")
+    assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
+
+
+def test_the_kernels_that_merge():
+    wanted = form(total_q=2048, mask=causal, lse=True, sinks=True)
+    config = next(serving_candidates(wanted, DEVICE))
+    assert config.combine == "launch"
+    sources = (
+        render_serving_combine(wanted, config, DEVICE),
+        render_merge_states("bfloat16", 128, DEVICE),
+    )
+    for source in sources:
+        compiled = compile_source(source, DEVICE)
+        assert resources(compiled, DEVICE).spills == 0
+        assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+
+
+def test_the_space_starts_with_the_default_and_names_its_workspace():
+    wanted = form()
+    found = space(wanted, DEVICE)
+    assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
+    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 16 * 130

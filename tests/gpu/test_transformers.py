@@ -1,0 +1,82 @@
+"""Models of transformers on a GPU; they skip only where transformers is not installed."""
+
+import copy
+
+import pytest
+import torch
+
+from flexattn.integrations.transformers import register
+from tests.models import MODELS, WITH_SDPA, greedy, logits, prompts, tiny
+from tests.support import assert_close_as
+
+pytest.importorskip("transformers", reason="transformers is not installed beside the GPU's torch")
+
+pytestmark = pytest.mark.gpu
+
+# A cache that the model compiles itself for is left to the test of compiled decode.
+CACHES = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+}
+# Head dims, groups and windows of the sizes that models have.
+LARGE = {
+    "hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    register()
+
+
+def large(name, dtype=torch.float32, **changes):
+    if "sliding_window" in MODELS[name]:
+        changes["sliding_window"] = 100
+    return tiny(name, dtype, "cuda", **{**LARGE, **changes})
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_sixty_four_greedy_tokens_are_the_models_own(name, cache):
+    model, (ids, mask) = large(name), prompts("cuda", 301)
+    own = greedy(model, "eager", ids, mask, 64)
+    assert torch.equal(greedy(model, "flexattn", ids, mask, 64, **CACHES[cache]), own)
+    assert len(set(own[0, -64:].tolist())) > 3
+    if name in WITH_SDPA:
+        assert torch.equal(greedy(model, "sdpa", ids, mask, 64), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_is_as_near_as_the_models_own(name, cache, dtype):
+    """Logits of prefill and decode against the same weights in float32, by the accuracy rule."""
+    # Narrow weights: with wide ones a rounding anywhere in a model grows to chance.
+    model, (ids, mask) = large(name, dtype, initializer_range=0.04), prompts("cuda", 301)
+    exact = logits(copy.deepcopy(model).float(), "eager", ids, mask, 5)
+    own = logits(model, "eager", ids, mask, 5)
+    got = logits(model, "flexattn", ids, mask, 5, static=cache == "static")
+    assert_close_as(got, exact, own)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_decode_that_transformers_compiles_says_the_same(name):
+    """A static cache on a GPU compiles the model with CUDA graphs, around attention."""
+    model, (ids, mask) = large(name), prompts("cuda", 301)
+    own = greedy(model, "eager", ids, mask, 16)
+    got = greedy(model, "flexattn", ids, mask, 16, cache_implementation="static")
+    assert torch.equal(got, own)
+
+
+def test_gradients_reach_every_weight():
+    """Training is handed to torch's flex_attention, sinks and all."""
+    model, (ids, mask) = large("GptOss"), prompts("cuda", 301)
+    found = []
+    for implementation in ("eager", "flexattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids[:1], attention_mask=mask[:1], labels=ids[:1]).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-4)
+    assert model.model.layers[0].self_attn.sinks.grad.any()

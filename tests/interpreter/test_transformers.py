@@ -1,0 +1,137 @@
+"""Models of transformers that attend with flexattn say what they say with their own attention."""
+
+import copy
+
+import pytest
+import torch
+
+import flexattn
+from flexattn import attention
+from flexattn.integrations.transformers import register
+from flexattn.mods.bind import clear, stats
+from tests.models import MODELS, WITH_SDPA, greedy, logits, prompts, tiny
+from tests.support import DECODE, KINDS, assert_close_as, inputs
+
+pytest.importorskip("transformers", reason="transformers is not installed: make test installs it")
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
+]
+CACHES = {"dynamic": {}, "static": {"cache_implementation": "static"}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    register()
+
+
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """No call is computed by plain torch, whose answer is the oracle's own."""
+    for path in ("_reference", "_torch"):
+        monkeypatch.delattr(attention, path)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_sixty_four_greedy_tokens_are_the_models_own(name, cache):
+    """Prompts of unequal lengths; every window is left behind."""
+    model, (ids, mask) = tiny(name), prompts()
+    own = greedy(model, "eager", ids, mask, 64)
+    assert torch.equal(greedy(model, "flexattn", ids, mask, 64, **CACHES[cache]), own)
+    assert own.shape == (2, 73) and len(set(own[0, 9:].tolist())) > 8
+    if name in WITH_SDPA:
+        assert torch.equal(greedy(model, "sdpa", ids, mask, 64), own)
+
+
+# What each model's attention has beyond softmax(qk)v, taken away.
+LESS = {
+    "Gemma2": {"attn_logit_softcapping": None},
+    "Mistral": {"sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("name", [*LESS, "GptOss"])
+def test_tokens_depend_on_what_is_special_to_a_model(name):
+    """Without its window, its soft-capping or its sinks a model says something else."""
+    model, (ids, mask) = tiny(name), prompts()
+    if name == "GptOss":
+        less = copy.deepcopy(model)
+        for layer in less.model.layers:
+            torch.nn.init.constant_(layer.self_attn.sinks, -1e4)
+    else:
+        less = tiny(name, **LESS[name])
+    own = greedy(model, "eager", ids, mask, 64)
+    assert not torch.equal(greedy(less, "eager", ids, mask, 64), own)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_near_as_the_models_own(name, cache):
+    """Logits of prefill and decode against the same weights in float32, by the accuracy rule."""
+    # Narrow weights: with wide ones a rounding anywhere in a model grows to chance.
+    model, (ids, mask) = tiny(name, torch.bfloat16, initializer_range=0.1), prompts()
+    exact = logits(copy.deepcopy(model).float(), "eager", ids, mask, 5)
+    own = logits(model, "eager", ids, mask, 5)
+    got = logits(model, "flexattn", ids, mask, 5, static=cache == "static")
+    assert_close_as(got, exact, own)
+
+
+@pytest.mark.parametrize("options", [*KINDS.values(), {**DECODE, "SPLIT_KV": 3}], ids=str)
+def test_sinks_are_those_of_gpt_oss(kernels_alone, options):
+    """out and lse beside its eager attention, which says a sink as one more column."""
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    layer = tiny("GptOss").model.layers[0].self_attn
+    q, k, v = inputs(2, 2, 1, 5, 61)
+    with torch.no_grad():
+        out, lse = flexattn.flex_attention(
+            q, k, v, enable_gqa=True, return_lse=True, sinks=layer.sinks, kernel_options=options
+        )
+        own, weights = modeling_gpt_oss.eager_attention_forward(
+            layer, q, k, v, None, layer.scaling
+        )
+    torch.testing.assert_close(out.transpose(1, 2), own, rtol=1e-5, atol=1e-6)
+    # What the keys' weights lack to 1 is the sink's: exp(sink - lse).
+    sink = (layer.sinks.detach()[:, None] - lse).exp()
+    torch.testing.assert_close(1 - weights.sum(-1), sink, rtol=1e-4, atol=1e-6)
+
+
+def test_decode_traces_nothing_once_two_tokens_are_out():
+    """Positions are arguments of the kernels: no step is another kernel."""
+    model, (ids, mask) = tiny("Mistral"), prompts()
+    for options in CACHES.values():
+        clear()
+        greedy(model, "flexattn", ids, mask, 4, **options)
+        before = stats().traces
+        greedy(model, "flexattn", ids, mask, 12, **options)
+        assert stats().traces <= before + 1, options
+
+
+def test_a_compiled_model_breaks_its_graph_at_attention():
+    from transformers import CompileConfig
+
+    model, (ids, mask) = tiny("Mistral"), prompts()
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    got = greedy(
+        model, "flexattn", ids, mask, 6, cache_implementation="static", compile_config=config
+    )
+    assert torch.equal(got, greedy(model, "eager", ids, mask, 6))
+
+
+def test_gradients_reach_every_weight():
+    """Training on the CPU, where the reference differentiates; sinks learn too."""
+    model, (ids, mask) = tiny("GptOss"), prompts()
+    found = []
+    for implementation in ("eager", "flexattn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(ids[:1], attention_mask=mask[:1], labels=ids[:1]).loss.backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    assert model.model.layers[0].self_attn.sinks.grad.any()
