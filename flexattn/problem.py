@@ -113,8 +113,8 @@ class Structure:
         """The score_mod as this kernel computes it; None without one."""
         if self.score is None:
             return None
-        # Packed heads differ from row to row, so a diagonal of decode's tile has many values.
-        barred = {"diagonal"} if self.kind == "decode" else set()
+        # A row of decode's tile is a head of its own: no diagonal and no key has one value.
+        barred = {"diagonal", "tilt"} if self.kind == "decode" else set()
         if self.dtype == "float32":
             barred.add("tilt")
         return split(self.score.mod, ALL - barred - set(self.rules_off))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from flexattn.cli.arguments import (
 )
 from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
+from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.device import NEURON, Device, named
 from flexattn.dispatch import Choice, choices
 from flexattn.errors import InputError
@@ -65,6 +66,7 @@ class Rendered:
     source: str | None = None
     ptx: str | None = None
     resources: dict[str, Any] | None = None
+    rewrites: list[Rewrite] | None = None
 
 
 def render(
@@ -91,6 +93,13 @@ def render(
     show: Annotated[
         list[Show] | None, typer.Option(help="Repeatable; by default expr and source.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option(help="Print the rules that rewrote the score_mod, and its terms.")
+    ] = False,
+    rules_off: Annotated[
+        str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
+    ] = None,
+    tanh: Annotated[str | None, typer.Option(help="auto, fast or exact.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
@@ -102,17 +111,25 @@ def render(
         "SPLIT_KV": split_kv,
         "USE_TMA": use_tma,
         "BACKEND": backend,
+        "RULES_OFF": rules_off,
+        "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
     problem = named_problem(
         mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size
     )
-    wanted = set(show or (Show.expr, Show.source))
+    if problem.structure.score is not None:
+        spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
+        problem = replace(problem, structure=spelled)
+    wanted = set(show or ((Show.expr,) if explain else (Show.expr, Show.source)))
     target = NEURON.get(device) or named(device)
     if target.backend == "neuron":
-        found = _rendered_nki(problem, target, chosen.overrides, wanted)
+        forced_here = chosen != options.NONE
+        found = _rendered_nki(problem, target, forced_here, explain, wanted)
     else:
         found = _rendered(problem, target, chosen, wanted)
+        if explain:
+            found = replace(found, rewrites=rewrites(problem.structure))
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=1))
     else:
@@ -147,10 +164,12 @@ def _rendered(
     )
 
 
-def _rendered_nki(problem: Problem, device: Device, forced: bool, wanted: set[Show]) -> Rendered:
-    if forced or wanted & {Show.ptx, Show.resources}:
+def _rendered_nki(
+    problem: Problem, device: Device, forced: bool, explain: bool, wanted: set[Show]
+) -> Rendered:
+    if forced or explain or wanted & {Show.ptx, Show.resources}:
         raise InputError(
-            f"kernel options, ptx or resources for {device.name}",
+            f"kernel options, --explain, ptx or resources for {device.name}",
             "an NKI kernel has none of Triton's options, and no compiler of it is here",
             "--show takes expr and source",
         )
@@ -202,6 +221,9 @@ def _print(found: Rendered) -> None:
     if found.resources is not None:
         text = " ".join(f"{name}={value}" for name, value in found.resources.items())
         typer.echo(f"{'resources':<10}{text}")
+    for row in found.rewrites or ():
+        typer.echo(f"{row['what']:<10}{row['name']}: {row['says']}")
+        typer.echo(f"{'':<12}{row['to']}")
     if found.source is not None:
         typer.echo()
         if console.is_terminal:

@@ -267,6 +267,11 @@ class _Score:
                 first = f"tl.maximum({first}, {1 if strict else 0} - {printed.result})"
         if (first, last) == ("0", "kv_len"):
             return None
+        # Captured offsets may be wide; between 0 and the length the loop counts in 32 bits.
+        if first != "0":
+            first = f"tl.minimum({first}, kv_len).to(tl.int32)"
+        if last != "kv_len":
+            last = f"tl.maximum({last}, 0).to(tl.int32)"
         return Limits(tuple(lines), first, last)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.cache.key import rounded
 from flexattn.errors import InputError
 from flexattn.lru import Lru
 from flexattn.mods import Bound, bind
@@ -111,8 +112,8 @@ def flex_decode(
 
 
 def _above(size: int) -> int:
-    """The power of two that a maximum is rounded up to, so that few plans serve many batches."""
-    return 1 << max(0, size - 1).bit_length()
+    """What a maximum is rounded up to, so that few plans serve many batches."""
+    return rounded(max(1, size))
 
 
 def _identity(bound: Bound | None) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
-from flexattn.mods import bind
+from flexattn.mods import Bound, bind
 from flexattn.render.arguments import Argument, captured_values
+from flexattn.render.arguments import _captured as captured_arguments
 from flexattn.render.serving import tied
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
@@ -27,14 +30,22 @@ _REMEMBERED = 256
 
 
 class _Ready(NamedTuple):
-    """Launchers that hold what shapes and strides decide, and the shapes of what they write."""
+    """Launchers that hold what shapes and strides decide, and the plan's own outputs for them."""
 
     attend: Launcher
     combine: Launcher | None
-    rows: int
-    out_shape: tuple[int, ...]
+    out: Tensor
+    lse: Tensor | None
     keys: int
     pages: int
+
+
+class _Seen(NamedTuple):
+    """The cache of the last run, and what its shapes are known by."""
+
+    k: Callable[[], Tensor | None]
+    v: Callable[[], Tensor | None]
+    key: tuple[Any, ...]
 
 
 class DecodePlan:
@@ -107,14 +118,20 @@ class DecodePlan:
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, heads[0]), device=where) if lse else None
-        self._captured = [
-            each
-            for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask))
-            for each in captured_values(captures, bound)
-        ]
-        self._merge_captured = captured_values(self.form.mask, self._mask)
+        # What never changes between runs is packed into the launches once.
+        self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
+        for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
+            if captures is not None:
+                names = [argument.name for argument in captured_arguments(captures)]
+                self._owned |= zip(names, captured_values(captures, bound), strict=True)
+        if where.type == "cuda":
+            self._owned = {
+                name: value.data_ptr() if isinstance(value, Tensor) else value
+                for name, value in self._owned.items()
+            }
         self._tied = tied(self.form)
         self._ready: dict[Any, _Ready] = {}
+        self._seen: _Seen | None = None
 
     def run(
         self,
@@ -146,16 +163,20 @@ class DecodePlan:
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
         """
         k, v = split(kv_cache, self.maxima, self.form.shared_kv)
-        table = block_table
+        seen, table = self._seen, block_table
+        if seen is None or seen.k() is not k or seen.v() is not v:
+            known = (
+                k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, k.device, v.device,
+                (k.data_ptr() | v.data_ptr()) % 16,
+            )  # fmt: skip
+            seen = self._seen = _Seen(weakref.ref(k), weakref.ref(v), known)
         key = (
-            q.shape, q.stride(), q.dtype, k.shape, k.stride(), v.stride(), k.dtype, v.dtype,
-            seq_lens.shape, seq_lens.dtype,
-            None if table is None else (table.shape, table.stride(), table.dtype),
-            None if cu_seqlens_q is None else cu_seqlens_q.shape,
+            q.shape, q.stride(), q.dtype, q.data_ptr() % 16, seen.key, seq_lens.shape,
+            seq_lens.dtype, None if table is None else (table.shape, table.stride(), table.dtype),
+            None if cu_seqlens_q is None else (cu_seqlens_q.shape, cu_seqlens_q.dtype),
             None if k_scale is None or v_scale is None else (k_scale.shape, v_scale.shape),
-            None if sinks is None else sinks.shape,
-            kv_start is None, row_lens is None if row_lens is None else row_lens.shape,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+            None if sinks is None else (sinks.shape, sinks.dtype),
+            kv_start is None, row_lens is None,
         )  # fmt: skip
         ready = self._ready.get(key)
         if ready is None:
@@ -168,42 +189,28 @@ class DecodePlan:
         if current().check:
             inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
         out, lse = self._outputs(ready, out, lse)
-        tail = [self._workspace, self._count]
-        written: list[Any] = [out, *tail] if lse is None else [out, lse, *tail]
-        if sinks is not None:
-            written.append(sinks)
-        if v_scale is not None:
-            written.append(v_scale)
+        written = [out] if lse is None else [out, lse]
+        written += [each for each in (sinks, v_scale) if each is not None]
         cut = [each for each in (seq_lens, kv_start, cu_seqlens_q) if each is not None]
         given = [q, k, *written, *cut] if self._tied else [q, k, v, *written, *cut]
         given += [each for each in (table, row_lens, k_scale) if each is not None]
-        given += self._captured
         self._kernels.launch(ready.attend, given)
         if ready.combine is not None:
-            self._kernels.launch(ready.combine, [*written, *cut, *self._merge_captured])
+            self._kernels.launch(ready.combine, [*written, *cut])
         return out if lse is None else (out, lse)
 
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What a run writes: given by the caller, or the plan's own."""
-        shape = ready.out_shape
         if out is None:
-            out = self._out[: ready.rows].view(shape)
-        elif out.shape != shape or out.dtype != self.maxima.dtype or not out.is_contiguous():
-            raise InputError(
-                f"out is {out.dtype} {list(out.shape)}",
-                f"it is contiguous, {self.maxima.dtype} {list(shape)}",
-            )
-        if self._lse is None:
-            return out, None
-        if lse is None:
-            return out, self._lse[: ready.rows].view(shape[:-1])
-        if lse.shape != shape[:-1] or lse.dtype != torch.float32 or not lse.is_contiguous():
-            raise InputError(
-                f"lse is {lse.dtype} {list(lse.shape)}",
-                f"it is contiguous, float32 {list(shape[:-1])}",
-            )
+            out = ready.out
+        elif not _fits(out, ready.out):
+            raise _misfit("out", out, ready.out)
+        if ready.lse is None or lse is None:
+            return out, ready.lse
+        if not _fits(lse, ready.lse):
+            raise _misfit("lse", lse, ready.lse)
         return out, lse
 
     def _admit(
@@ -233,6 +240,7 @@ class DecodePlan:
         admission.devices(self.device, given | ({} if table is None else {"block_table": table}))
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
         fixed: dict[str, Any] = {
+            **self._owned,
             "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
             "stride_om": m.Hq * m.head_dim_v,
             "num_requests": 1 if form.prefix else requests,
@@ -261,12 +269,34 @@ class DecodePlan:
                 self._kernels.merges, _fill(self._kernels.combine.source.arguments, fixed), ()
             )
         shape = (*q.shape[:-1], m.head_dim_v)
-        return _Ready(attend, combine, rows, shape, keys, cache.pages)
+        lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
+        out = self._out[:rows].view(shape)
+        return _Ready(attend, combine, out, lse, keys, cache.pages)
+
+
+def _bound(mod: Any, kind: str, device: torch.device) -> Bound | None:
+    """The mod with what it captures on the device: numbers in 0-d tensors are copied there."""
+    bound = bind(mod, kind, device)
+    if bound is None:
+        return None
+    return bound._replace(tensors=tuple(each.to(device) for each in bound.tensors))
 
 
 def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
     """The kernel's arguments in order, None for what each run gives."""
     return [fixed.get(argument.name) for argument in arguments]
+
+
+def _fits(got: Tensor, wanted: Tensor) -> bool:
+    same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
+    return same and got.is_contiguous() and got.data_ptr() % 16 == 0
+
+
+def _misfit(name: str, got: Tensor, wanted: Tensor) -> InputError:
+    return InputError(
+        f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
+        f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
+    )
 
 
 def _indexed(device: torch.device) -> torch.device:

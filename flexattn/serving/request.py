@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexattn.cache.key import rounded
 from flexattn.checks import MAX_HEAD_DIM
 from flexattn.errors import InputError
 from flexattn.mods import Bound
@@ -117,8 +118,8 @@ def form_of(
         head_dim_v=maxima.head_dim_v,
         group=group,
         page=maxima.page,
-        requests=1 if prefix else _power(maxima.batch),
-        rows=0 if maxima.total_q else _power(q_rows * group),
+        requests=1 if prefix else rounded(maxima.batch),
+        rows=0 if maxima.total_q else rounded(q_rows * group),
         score=captures_of(score),
         mask=captures_of(mask),
         shared_kv=shared_kv,
@@ -130,7 +131,3 @@ def form_of(
         aligned=row % 16 == 0 and key % 16 == 0 and (shared_kv or value % 16 == 0),
         positive_scale=positive_scale,
     )
-
-
-def _power(value: int) -> int:
-    return 1 << (value - 1).bit_length()

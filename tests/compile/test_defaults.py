@@ -1,9 +1,10 @@
 """The static defaults compile for every arch, on a machine that has none of them."""
 
 import pytest
+import torch
 
 from flexattn.build import compile_source
-from flexattn.catalogue import causal, softcap
+from flexattn.catalogue import alibi, causal, causal_score, relative_bias, softcap
 from flexattn.device import named
 from flexattn.render.kernel import render
 from flexattn.render.source import render_combine
@@ -49,6 +50,25 @@ def test_default_config(arch, kind, D, Dv, dtype):
         code = compiled.asm["amdgcn" if device.backend == "hip" else "ptx"]
         wgmma = device.has_wgmma and kind == "prefill"
         assert {"hip": "v_mfma", "cuda": "wgmma" if wgmma else "mma.sync"}[device.backend] in code
+
+
+MODS = {
+    "alibi": lambda: alibi(32, "cpu"),
+    "relative": lambda: relative_bias(torch.zeros(32, 128), 64),
+    "causal_score": lambda: causal_score,
+}
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("name", MODS)
+def test_default_config_of_a_rewritten_score(name, kind):
+    device = named(DEVICES["sm_90"])
+    wanted = problem(kind, score_mod=MODS[name]())
+    config = default(wanted, device)
+    compiled = compile_source(render(wanted.structure, config, device, "default"), device)
+    taken = resources(compiled, device)
+    assert taken.shared <= device.shared_memory, config
+    assert not taken.starved, (config, taken)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

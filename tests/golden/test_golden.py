@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import (
     alibi,
     causal,
+    causal_score,
     document,
     natten_2d,
     prefix_lm,
@@ -57,6 +58,10 @@ GOLDENS = {
     "prefill_relative_bias": lambda: kernel(
         PREFILL, D=64, score_mod=relative_bias(torch.zeros(32, 64), 32), lse=False
     ),
+    "prefill_alibi_causal": lambda: kernel(
+        TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, lse=False
+    ),
+    "prefill_causal_score": lambda: kernel(PREFILL, D=64, score_mod=causal_score, lse=False),
     "prefill_ragged_blocks": lambda: kernel(
         PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
     ),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexattn.serving.plan as plans
+from examples import serving
 from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
@@ -208,3 +209,7 @@ def test_a_cascade():
         kv_start=each.numbers([prefix] * 4), prefix_table=table[4:], block_table=table[:4],
     )  # fmt: skip
     assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
+
+
+def test_the_serving_example_loses_no_page_and_is_right():
+    assert serving.main(["--requests", "400", "--judged", "40"]) == 0

@@ -44,6 +44,27 @@ def test_render_shows_expression_config_and_source(flexattn, tmp_path):
     assert text.startswith("# prefill bfloat16") and shown.endswith(text)
 
 
+def test_render_explains_the_rules_and_leaves_out_those_that_are_off(flexattn):
+    shown = flexattn("render", "alibi", "--explain").stdout
+    assert "rule      tilt: " in shown and "term      column: " in shown
+    assert "@triton.jit" not in shown
+    found = json.loads(
+        flexattn("render", "alibi", "--explain", "--rules-off", "tilt,row", "--json").stdout
+    )
+    assert {row["name"] for row in found["rewrites"]} == {"core", "rest"}
+    assert (
+        "the rules are mask, " in flexattn("render", "alibi", "--rules-off", "x", status=2).stderr
+    )
+
+
+def test_render_prints_the_tanh_that_is_asked_for(flexattn):
+    exact = flexattn("render", "softcap_50", "--tanh", "exact").stdout
+    assert "libdevice.tanh(" in exact and "fast_tanh" not in exact
+    half = ("render", "softcap_50", "--dtype", "float16")
+    assert "short_tanh(" in flexattn(*half).stdout
+    assert "tanh.approx.f32" in flexattn(*half, "--tanh", "fast").stdout
+
+
 def test_render_of_a_factory_by_its_import_path(flexattn):
     shown = flexattn(
         "render", "flexattn.catalogue:sliding_window", "--arg", "77", "--show", "expr",

@@ -6,6 +6,7 @@ import pytest
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.mods.rules import RULES
 from flexattn.options import NONE, Options, for_torch, parse
 from flexattn.settings import say_once
 from flexattn.space.config import DecodeConfig, PrefillConfig
@@ -36,6 +37,10 @@ def test_every_key_of_torch_is_accepted():
         ({"num_warps": 8, "num_stages": 1}, Options(num_warps=8, num_stages=1)),
         ({"SPLIT_KV": 3}, Options(num_splits=3)),
         ({"USE_TMA": False}, Options(use_tma=False)),
+        ({"RULES_OFF": "tilt, row"}, Options(rules_off=("row", "tilt"))),
+        ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(RULES)))),
+        ({"TANH": "exact"}, Options(tanh="exact")),
+        ({"TANH": "auto", "RULES_OFF": ""}, NONE),
         ({"BACKEND": "AUTO"}, NONE),
         ({"BACKEND": "TRITON"}, Options(kind="prefill", language="triton")),
         ({"BACKEND": "GLUON"}, Options(kind="prefill", language="gluon")),
@@ -62,6 +67,9 @@ def test_parsed(given, expected):
         ({"num_warps": True}, InputError, "positive integer"),
         ({"BLOCK_M": 64.0}, InputError, "positive integer"),
         ({"USE_TMA": 1}, InputError, "True or False"),
+        ({"RULES_OFF": "tilt, skew"}, ConfigError, "tilt, skew.*distribute"),
+        ({"RULES_OFF": 3}, ConfigError, "mask"),
+        ({"TANH": "slow"}, ConfigError, "exact"),
         ({"BACKEND": "CUTLASS"}, ConfigError, "AUTO"),
         ({"BACKEND": "FLASH"}, UnsupportedError, "torch"),
         ({"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}, ConfigError, "BACKEND"),
@@ -86,6 +94,7 @@ def test_what_has_no_effect_is_said_once(caplog):
 
 def test_torch_gets_no_key_that_it_does_not_have():
     given = {"SPLIT_KV": 3, "fwd_SPLIT_KV": 4, "BLOCK_M": 64, "PRESCALE_QK": True}
+    given |= {"RULES_OFF": "all", "TANH": "fast"}
     assert for_torch(given) == {"BLOCK_M": 64, "PRESCALE_QK": True}
     assert for_torch(None) is None
 

@@ -115,4 +115,3 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     }
     header = [title, f"config: {describe(config)}", *_expressions(structure)]
     return _source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
-
