@@ -13,7 +13,7 @@ from flexattn.space.gluon_config import (
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.space.terms import loads_early, loads_tiles
+from flexattn.space.terms import loads_diagonals, loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["grid", "orders", "preferences", "section_of"]
@@ -36,11 +36,15 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
-        # A value for every score, held from before they are there, takes registers twice.
-        found = replace(suited(each, structure), early_loads=not loads_tiles(structure))
+        # What is held from before the scores are there takes registers that they need.
+        late = loads_tiles(structure) or loads_diagonals(structure)
+        found = replace(suited(each, structure), early_loads=not late)
         if structure.sparsity is not None:
             # A mask makes some tiles longer: the longest start first, and none waits for a block.
             found = replace(found, schedule="dynamic", order="sections")
+        elif widest <= 64:
+            # Exponentials take as long as products there: one consumer's fill another's.
+            found = replace(found, ping_pong=True)
         yield found
 
 

@@ -35,10 +35,10 @@ WORTH = (
 
 def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
-    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, _, _, _, qk_padded, v_padded, _, _, _, _, loads_keys, loads_tile, _, shared_limit, *_ = values
+    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, loads_keys, loads_tile, _, shared_limit, *_ = values
     return (
-        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 1024)),
-        ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (8) if loads_keys else (0)) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
+        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
+        ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
     )
 
 

@@ -65,7 +65,7 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     half = structure.dtype in ("float16", "bfloat16")
     facts = (
         structure.kind == "decode",
-        loads_by_key(structure),
+        loads_by_key(structure) or loads_diagonals(structure),
         loads_tiles(structure),
         _dense(structure),
     )
@@ -128,13 +128,21 @@ def loads_early(structure: Structure) -> bool:
     if terms is None:
         return False
     if terms.diagonal is not None:
-        return any(node.op == "load" for node in walk(terms.diagonal))
+        return loads_diagonals(structure)
     decode = structure.kind == "decode"
     return any(
         _loads(expr, by_row=False, head_per_row=decode)
         for expr in (terms.core, terms.column, terms.rest)
         if expr is not None
     )
+
+
+def loads_diagonals(structure: Structure) -> bool:
+    """Whether a score_mod reads a value for every diagonal of a tile."""
+    terms = structure.terms
+    if terms is None or terms.diagonal is None:
+        return False
+    return any(node.op == "load" for node in walk(terms.diagonal))
 
 
 def _tiles(structure: Structure) -> list[Expr]:

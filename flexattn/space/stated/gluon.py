@@ -38,7 +38,7 @@ ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
-REGISTER_SLACK, GATHER_REGISTERS = 28, 8
+REGISTER_SLACK, GATHER_REGISTERS, LISTS_REGISTERS = 28, 40, 16
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, what synchronises its own programs is not ours.
@@ -53,7 +53,9 @@ def _shared_memory() -> Expr:
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
     keys = num_stages * BLOCK_N * (qk_padded + v_padded)
-    shared = ITEMSIZE * (q_tile + keys) + SHARED_SLACK
+    # What a mod reads for keys or diagonals passes through shared memory to those who use it.
+    read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
+    shared = ITEMSIZE * (q_tile + keys) + read + SHARED_SLACK
     apart = shared + ITEMSIZE * out_tile
     # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
     parts = Eq(qk_padded, 192)
@@ -64,11 +66,17 @@ def _shared_memory() -> Expr:
 
 
 def _registers() -> Expr:
-    """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill."""
+    """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
+
+    Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
+    """
     scores = ROWS * BLOCK_N / THREADS
     made = ROWS * v_padded / THREADS + scores + scores / 2
+    lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
     gathered = Piecewise(
-        (floor(scores) + GATHER_REGISTERS, loads_tile), (GATHER_REGISTERS, loads_keys), (0, True)
+        (floor(scores) + 8, loads_tile),
+        (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
+        (0, True),
     )
     return floor(made) + REGISTER_SLACK + gathered
 
