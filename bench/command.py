@@ -8,20 +8,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.peers import OURS, PEERS, Peer, ours_with
+from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
 from bench.rows import Row
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
+from flexattn.space.config import GluonPrefillConfig
+from flexattn.space.gluon_config import CONSUMER_REGISTERS
 
 __all__ = ["chosen_rows", "main", "parse_config"]
-
-# Options of a kernel that are no numbers.
-WORDS = ("RULES_OFF", "TANH")
 
 
 def main(
@@ -82,23 +82,40 @@ def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
 
 
 def parse_config(text: str) -> dict[str, int | str]:
-    """Kernel options from "BLOCK_M=128,num_warps=8,TANH=exact". Raises InputError otherwise."""
+    """Kernel options from "BLOCK_M=128,BACKEND=TRITON,TANH=exact". Raises InputError otherwise."""
     try:
         pairs = [item.split("=") for item in text.split(",")]
-        found = [(key.strip(), value) for key, value in pairs]
-        return {key: value if key in WORDS else int(value) for key, value in found}
+        return {key.strip(): int(value) if value.isdigit() else value for key, value in pairs}
     except ValueError as e:
-        rule = f"KEY=INTEGER, or a word for {' and '.join(WORDS)}; separated by commas"
-        raise InputError(f"--config {text!r}", rule) from e
+        raise InputError(f"--config {text!r}", "KEY=VALUE, separated by commas") from e
 
 
 def _peers(names: str, configs: Sequence[str], known: Mapping[str, Peer]) -> dict[str, Peer]:
-    asked = names.split(",") if names else list(known)
+    asked, known = names.split(",") if names else list(known), {**known, **TEMPLATES}
     unknown = sorted(set(asked) - set(known))
     if unknown:
         raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(known)}")
-    variants = {f"{OURS} {text}": ours_with(parse_config(text)) for text in configs}
+    variants = {f"{OURS} {text}": _variant(text) for text in configs}
     return {name: known[name] for name in asked} | variants
+
+
+def _variant(text: str) -> Peer:
+    """Ours with kernel options, or with a config of the Gluon template: "consumers=2,…"."""
+    given = parse_config(text)
+    if "consumers" not in given:
+        return ours_with(given)
+    try:
+        return ours_exactly(GluonPrefillConfig(**_with_registers(given)))
+    except TypeError as e:
+        raise InputError(f"--config {text!r}", f"fields of GluonPrefillConfig: {e}") from e
+
+
+def _with_registers(given: dict[str, int | str]) -> dict[str, Any]:
+    """Truth values where the config has them, and the registers that its consumers are left."""
+    switches = {"ping_pong", "early_loads"}
+    found = {key: bool(value) if key in switches else value for key, value in given.items()}
+    found.setdefault("registers", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
+    return found
 
 
 def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
@@ -123,9 +140,11 @@ def _parser(
     add = parser.add_argument
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
-    add("--peers", default="", metavar="A,B", help=f"out of {', '.join(known)}; default: all")
-    add("--config", action="append", default=[], metavar="KEY=N,…",
-        help="one more variant of ours, with these kernel options; may be repeated")  # fmt: skip
+    add("--peers", default="", metavar="A,B",
+        help=f"of {', '.join([*known, *TEMPLATES])}; default: all but the last two")  # fmt: skip
+    add("--config", action="append", default=[], metavar="KEY=VALUE,…",
+        help="one more variant of ours, with these kernel options, or, where consumers is one of "
+        "them, these fields of a Gluon config; may be repeated")  # fmt: skip
     add("--rounds", type=int, default=method.rounds, help="samples of each candidate")
     add("--min-ms", type=float, default=method.min_ms, help="least time of one sample")
     add("--out", type=Path, metavar="FILE.json", help="write the results, after each row")

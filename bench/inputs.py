@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from bench.rows import Row
+from bench.rows import BLOCK, Row
 from flexattn.catalogue.masks import MaskMod, causal, document, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, relative_bias, softcap
 
-__all__ = ["Inputs", "make"]
+__all__ = ["Inputs", "make", "random_blocks"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,19 @@ def _score_mod(row: Row, normal: Callable[..., Tensor], device: str) -> ScoreMod
     return None
 
 
+def random_blocks(length: int, density: float, device: str = "cpu") -> MaskMod:
+    """Of every row of blocks, the same number of blocks, drawn anew for each row."""
+    blocks = length // BLOCK
+    draw = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(blocks, generator=draw) for _ in range(blocks)])
+    table = (order < round(density * blocks)).to(device)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return table[q_idx // BLOCK, kv_idx // BLOCK]
+
+    return mask_mod
+
+
 def _mask_mod(row: Row, device: str) -> MaskMod | None:
     if row.mask == "causal":
         return causal
@@ -71,4 +84,6 @@ def _mask_mod(row: Row, device: str) -> MaskMod | None:
         lengths = torch.tensor(row.documents, device=device)
         ids = torch.arange(len(lengths), device=device, dtype=torch.int32)
         return and_masks(document(ids.repeat_interleave(lengths)), causal)
+    if row.mask == "blocks":
+        return random_blocks(row.shape.kv_len, row.density, device)
     return None

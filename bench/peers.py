@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import flexattn
+from bench.fa4 import fa4
 from bench.inputs import Inputs
+from bench.refusal import Refusal
+from flexattn.attention import make_call
+from flexattn.dispatch import dispatcher
+from flexattn.launch import prepare
+from flexattn.options import Options as Exactly
+from flexattn.plan import plan
+from flexattn.space.config import GluonPrefillConfig
 
-__all__ = ["OURS", "PEERS", "Peer", "Refusal", "ours", "ours_with"]
+__all__ = ["OURS", "PEERS", "TEMPLATES", "Peer", "Refusal", "ours", "ours_exactly", "ours_with"]
 
 OURS = "flexattn"
 Options: TypeAlias = Mapping[str, int | str]
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a peer has no callable for a row."""
-
-    reason: str
 
 
 Peer: TypeAlias = Callable[[Inputs], "Callable[[], Tensor] | Refusal"]
@@ -40,11 +40,7 @@ def ours_with(options: Options) -> Peer:
     """The same, with a config of one's own through kernel_options."""
 
     def build(x: Inputs) -> Callable[[], Tensor]:
-        s, mask = x.row.shape, None
-        if x.mask_mod is not None:
-            mask = flexattn.create_block_mask(
-                x.mask_mod, None, None, s.q_len, s.kv_len, x.q.device
-            )
+        mask = _block_mask(x)
         return lambda: flexattn.flex_attention(
             x.q,
             x.k,
@@ -56,6 +52,40 @@ def ours_with(options: Options) -> Peer:
         )
 
     return build
+
+
+def ours_by(backend: str) -> Peer:
+    """One of our two prefill templates."""
+
+    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
+        if x.row.shape.q_len <= 16:
+            return Refusal(f"{backend} is for prefill")
+        return ours_with({"BACKEND": backend})(x)
+
+    return build
+
+
+def ours_exactly(config: GluonPrefillConfig) -> Peer:
+    """Ours with a config whose numbers kernel_options cannot all say."""
+
+    def build(x: Inputs) -> Callable[[], Tensor]:
+        mask, options = _block_mask(x), {"BACKEND": "GLUON"}
+        made = plan(make_call(x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None))
+        launch = prepare(
+            made.launch.problem, made.launch.choice.device, x.q.device, dispatcher(),
+            Exactly(exact=config), x.q, x.k, x.v, made.lists,
+        )  # fmt: skip
+        exact = made._replace(launch=launch)
+        return lambda: exact.run().out
+
+    return build
+
+
+def _block_mask(x: Inputs) -> BlockMask | None:
+    if x.mask_mod is None:
+        return None
+    lengths = x.row.shape.q_len, x.row.shape.kv_len
+    return flexattn.create_block_mask(x.mask_mod, None, None, *lengths, x.q.device)
 
 
 def torch_flex_compiled(mode: str | None) -> Peer:
@@ -102,4 +132,10 @@ PEERS: dict[str, Peer] = {
     "torch-flex-tuned": torch_flex_compiled("max-autotune-no-cudagraphs"),
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash2": sdpa(SDPBackend.FLASH_ATTENTION),
+    "fa4": fa4,
+}
+# Ours by template: timed where they are named.
+TEMPLATES: dict[str, Peer] = {
+    f"{OURS}-triton": ours_by("TRITON"),
+    f"{OURS}-gluon": ours_by("GLUON"),
 }

@@ -7,13 +7,14 @@ from typing import Literal
 
 from bench.shapes import MODELS, Shape
 
-__all__ = ["DOCUMENTS", "Row", "decode_rows", "mods_rows", "prefill_rows"]
+__all__ = ["BLOCK", "DOCUMENTS", "Row", "decode_rows", "mods_rows", "prefill_rows"]
 
-Mask = Literal["full", "causal", "window", "documents"]
+Mask = Literal["full", "causal", "window", "documents", "blocks"]
 Score = Literal["none", "alibi", "softcap", "relative"]
 
 TOKENS = 32 * 1024
 HEADS = {64: 32, 128: 16, 256: 8}
+BLOCK = 128
 # Eight documents of 8192 tokens; real lengths do not end where blocks do.
 DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)
 
@@ -23,7 +24,8 @@ class Row:
     """One line of a bench.
 
     `window` is the number of keys before the query's own, read where mask is "window"; documents
-    are causal inside; `cap` is read where score is "softcap".
+    are causal inside; `cap` is read where score is "softcap". Where mask is "blocks", every row of
+    blocks of BLOCK x BLOCK keeps a part of them at random: `density`.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Row:
     score: Score = "none"
     window: int = 0
     cap: float = 0.0
+    density: float = 1.0
 
     @property
     def plain(self) -> bool:
@@ -43,8 +46,8 @@ class Row:
     def pairs(self) -> float:
         """Pairs of query and key that the mask keeps, in one head; causal counts as one half."""
         rows, keys = self.shape.q_len, self.shape.kv_len
-        if self.mask == "full":
-            return rows * keys
+        if self.mask in ("full", "blocks"):
+            return rows * keys * self.density
         if self.mask == "causal":
             return rows * keys / 2
         if self.mask == "documents":
@@ -86,6 +89,14 @@ def prefill_rows() -> list[Row]:
         Row("d128-8k-window", "mods", shape, "window", window=1024),
         Row("d128-8k-documents", "mods", shape, "documents"),
     ]
+    shape = Shape(TOKENS // 16384, HEADS[128], HEADS[128], 16384, 16384, 128)
+    for part in (2, 8):
+        rows.append(Row(f"d128-16k-blocks-{part}", "mods", shape, "blocks", density=1 / part))
+    for name, shared in (("gqa8", 8), ("mqa", HEADS[128])):
+        heads = HEADS[128]
+        shape = Shape(TOKENS // 4096, heads, heads // shared, 4096, 4096, 128)
+        rows.append(Row(f"d128-4k-{name}-full", "grid", shape))
+        rows.append(Row(f"d128-4k-{name}-causal", "grid", shape, "causal"))
     for name, model in MODELS.items():
         batch, length = (2, 9216) if name.startswith("sd21") else (1, 8192)
         mask: Mask = "window" if model.window else "causal" if model.causal else "full"

@@ -96,7 +96,7 @@ def run_row(row: Row, peers: Mapping[str, Peer], method: Method) -> RowResult:
 
 
 def _is_ours(name: str) -> bool:
-    return name.split(" ")[0] == OURS
+    return name.startswith(OURS)
 
 
 def _prepared(peer: Peer, inputs: Inputs) -> Callable[[], Tensor] | Refusal:

@@ -61,6 +61,7 @@ def call_of(row: Row) -> Call:
         "causal": ModPath("flexattn.catalogue:causal"),
         "window": ModPath("flexattn.catalogue:sliding_window", (row.window,)),
         "documents": ModPath("bench.tasks:documents_mod"),
+        "blocks": ModPath("bench.inputs:random_blocks", (s.kv_len, row.density)),
     }
     sizes = Sizes(s.batch, s.hq, s.hkv, s.q_len, s.kv_len, s.d, s.d)
     return Call(

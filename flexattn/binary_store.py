@@ -95,7 +95,7 @@ class Binaries:
         _need(d.schema == SCHEMA, f"schema {d.schema}", f"this version reads schema {SCHEMA}")
         _need(d.source == source.hash, "another source", "the name of the file is the source's")
         _need(d.arch == device.arch, f"for {d.arch}", f"it is for this device, {device.arch}")
-        _need(d.num_warps in (1, 2, 4, 8, 16, 32), f"{d.num_warps} warps", "a power of two to 32")
+        _need(1 <= d.num_warps <= 32, f"{d.num_warps} warps", "a block has 1 to 32")
         _need(d.shared <= device.shared_memory, f"{d.shared} bytes shared", "they fit the device")
         _need(d.name.isidentifier(), "the kernel's name", "it is a name")
         _need(0 < d.parameters <= 4096, f"{d.parameters} parameters", "a kernel has 1 to 4096")

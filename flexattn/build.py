@@ -101,7 +101,6 @@ def compile_source(source: Source, device: Device) -> Any:
     """
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     path = source.path()
     arch: int | str = device.capability or device.arch
@@ -114,7 +113,7 @@ def compile_source(source: Source, device: Device) -> Any:
     signature = {argument.name: argument.type for argument in source.arguments}
     try:
         return triton.compile(
-            ASTSource(load(path), signature, {}, attrs),
+            _syntax(source)(load(path), signature, {}, attrs),
             target=target,
             options={
                 "num_warps": source.num_warps,
@@ -129,6 +128,17 @@ def compile_source(source: Source, device: Device) -> Any:
             "a rendered kernel compiles for every arch that its config is offered for",
             "report the file; kernel_options with smaller blocks may avoid it",
         ) from error
+
+
+def _syntax(source: Source) -> Any:
+    """The compiler's class for the language that a source is written in."""
+    if source.language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
 
 
 class Builder:

@@ -6,7 +6,7 @@ Triton's own driver module is compiled by a C compiler on first use; these need 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -60,26 +60,34 @@ def encode(
     at: int,
     element: str,
     address: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    block: Sequence[int],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
     swizzle: int,
 ) -> int:
     """Write a CUtensorMap at an address; returns the driver's status.
 
     shape, strides (in elements, the last is 1) and block: outermost first.
     """
-    rank = len(shape)
-    itemsize = 4 if element == "fp32" else 2
     status: int = _encode_tiled()(
-        at, ELEMENTS[element], rank, address,
+        at, ELEMENTS[element], len(shape), address, *_arrays(element, shape, strides, block),
+        0, swizzle, _L2_PROMOTION_128B, 0,
+    )  # fmt: skip
+    return status
+
+
+@lru_cache(maxsize=1024)
+def _arrays(
+    element: str, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Sizes, strides in bytes, box and steps, innermost first; an output needs them every call."""
+    rank, itemsize = len(shape), 4 if element == "fp32" else 2
+    return (
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * (rank - 1))(*(each * itemsize for each in strides[-2::-1])),
         (ctypes.c_uint32 * rank)(*reversed(block)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        0, swizzle, _L2_PROMOTION_128B, 0,
-    )  # fmt: skip
-    return status
+    )
 
 
 def version() -> int:

@@ -16,9 +16,10 @@ from flexattn.lru import Lru
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
 from flexattn.problem import Problem, Structure
-from flexattn.render.source import Source, render, render_combine
+from flexattn.render.kernel import render
+from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
-from flexattn.space.config import Config
+from flexattn.space.config import Config, language_of
 from flexattn.space.triton import candidates, default, reasons, suited
 
 How = Literal["hit", "hint", "nearest", "default", "forced"]
@@ -51,10 +52,13 @@ def choices(problem: Problem, device: Device, options: Options) -> Iterator[Choi
         forced = _forced(problem, device, options)
         yield _choice(problem, device, forced, "forced", "kernel_options")
         return
+    wanted = options.language
     found = _tuned(problem, device)
+    if found is not None and wanted not in (None, language_of(found.config)):
+        found = None
     if found is not None:
         yield _choice(problem, device, found.config, found.how, found.origin)
-    for position, config in enumerate(candidates(problem, device)):
+    for position, config in enumerate(candidates(problem, device, wanted)):
         origin = f"static default for {device.arch}"
         if position:
             origin += f", choice {position + 1}: those before it need too much shared memory"
@@ -71,7 +75,8 @@ def _tuned(problem: Problem, device: Device) -> Found | None:
 
 
 def _forced(problem: Problem, device: Device, options: Options) -> Config:
-    start = default(problem, device)
+    # Numbers without a backend are those that torch documents, of a Triton template.
+    start = default(problem, device, options.language or "triton")
     config = options.apply(start)
     if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
         config = suited(config, problem.structure)

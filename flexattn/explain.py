@@ -14,10 +14,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn import options
 from flexattn.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.device import detect
+from flexattn.dispatch import Choice
 from flexattn.mods.expr import pretty
+from flexattn.options import Options
 from flexattn.plan import Call, ScoreMod, plan
 from flexattn.problem import Captures, kind_for
-from flexattn.space.config import Config, describe
+from flexattn.space.config import Config, Language, describe, language_of
+from flexattn.space.defaults import gluon_refused
 from flexattn.space.tiles import Geometry
 
 
@@ -27,7 +30,8 @@ class Explanation:
 
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (training) or
     "empty" (no query, or no key).
-    source, combine_source: paths of the rendered files.
+    language: "triton" or "gluon", of the template. language_why: why not the other; both are None
+    where there is no other. source, combine_source: paths of the rendered files.
     """
 
     route: Route
@@ -35,6 +39,8 @@ class Explanation:
     problem: str | None = None
     template: str | None = None
     template_why: str | None = None
+    language: Language | None = None
+    language_why: str | None = None
     config: Config | None = None
     config_origin: str | None = None
     grid: Geometry | None = None
@@ -48,6 +54,7 @@ class Explanation:
         facts: list[tuple[str, object]] = [
             ("problem", self.problem),
             ("template", self.template and f"{self.template}: {self.template_why}"),
+            ("language", self.language and f"{self.language}: {self.language_why}"),
             ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
             ("grid", self.grid and _grid(self.grid)),
             ("score_mod", self.score_mod),
@@ -102,17 +109,21 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     launch = plan(call).launch
     choice, problem = launch.choice, launch.problem
     structure = problem.structure
-    forced = options.parse(call.kernel_options).kind
+    asked = options.parse(call.kernel_options)
+    forced = asked.kind
     template_why = "forced by kernel_options"
     if forced is None:
         sms = detect(torch.device(call.q.device)).num_sms
         template_why = kind_for(problem.q_len, problem.kv_len, problem.B, problem.Hq, sms)[1]
+    language_why = _why_this_language(choice, asked)
     return Explanation(
         route=route,
         why=why,
         problem=problem.describe(),
         template=structure.kind,
         template_why=template_why,
+        language=language_of(choice.config) if language_why else None,
+        language_why=language_why,
         config=choice.config,
         config_origin=choice.origin,
         grid=launch.geometry,
@@ -121,6 +132,24 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         score_mod=_text(structure.score),
         mask_mod=_text(structure.mask),
     )
+
+
+def _why_this_language(choice: Choice, asked: Options) -> str | None:
+    """Why a prefill on Hopper runs this of its two templates; None elsewhere."""
+    problem, device = choice.problem, choice.device
+    if not device.has_wgmma or problem.structure.kind != "prefill":
+        return None
+    if asked.language is not None:
+        return "forced by kernel_options"
+    if language_of(choice.config) == "gluon":
+        return "warp-specialised, for Hopper"
+    if refused := gluon_refused(problem, device):
+        return f"gluon cannot run: {refused}"
+    if choice.how == "forced":
+        return "kernel_options' numbers are of the Triton template without BACKEND"
+    if choice.how == "default":
+        return "the static default; gluon can run"
+    return "the record's; gluon can run"
 
 
 def _text(captures: Captures | None) -> str | None:

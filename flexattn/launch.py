@@ -18,7 +18,7 @@ from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity
 from flexattn.render.arguments import captured_values
 from flexattn.runs import known_runs
-from flexattn.space.config import PrefillConfig
+from flexattn.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.space.tiles import Geometry, geometry, walks_runs
 
 
@@ -79,7 +79,8 @@ class Launch:
     """A chosen kernel with the arguments that do not change while shapes and strides do not.
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
-    splits leave for it. runs: the kernel reads a mask's runs, not its lists.
+    splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
+    take their tiles from a counter.
     """
 
     choice: Choice
@@ -91,6 +92,7 @@ class Launch:
     combine: Launcher | None
     workspace: int
     runs: bool
+    counts: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -133,6 +135,8 @@ class Launch:
             workspace = torch.empty(self.workspace, device=device)
             given.append(workspace)
             merged = [workspace, *written]
+        if self.counts:
+            given.append(torch.zeros(1, dtype=torch.int32, device=device))
         given.append(scale)
         if sinks is not None:
             given.append(sinks)
@@ -193,6 +197,11 @@ def prepare(
     fixed += out_strides[:3]
     fixed += [problem.Hq, problem.Hq // problem.Hkv, problem.q_len, problem.kv_len]
     fixed.append(grid.num_tiles)
+    if isinstance(config, GluonPrefillConfig):
+        fixed.append(grid.num_tiles * problem.B * problem.Hq)
+    counts = isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic"
+    if counts:
+        fixed.append(None)
     if merger is not None:
         fixed += [grid.num_splits, rows]
     fixed.append(None)
@@ -204,7 +213,9 @@ def prepare(
         fixed += _mask_strides(lists, runs)
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
-    if isinstance(config, PrefillConfig) and config.use_tma:
+    if isinstance(config, GluonPrefillConfig):
+        boxes = [_box(q), _box(k), _box(v), Box(out_shape, out_strides)]
+    elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
     combine = None
     if merger is not None and split:
@@ -220,6 +231,7 @@ def prepare(
         combine,
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
+        counts,
     )
 
 

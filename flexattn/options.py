@@ -10,7 +10,8 @@ from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
 from flexattn.settings import say_once
-from flexattn.space.config import Config, DecodeConfig, PrefillConfig
+from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig, Language
+from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND",
@@ -33,18 +34,20 @@ WITHOUT_EFFECT = (
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
 OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH")
-BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE")
+# GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
+BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
-    exact: the whole config, where a tuner decides; the numbers are then not looked at.
-    rules_off, tanh: as a Structure has them.
+    kind, language: of the template. exact: the whole config, where a tuner decides; the numbers
+    are then not looked at. rules_off, tanh: as a Structure has them.
     """
 
     kind: str | None = None
+    language: Language | None = None
     BLOCK_M: int | None = None
     BLOCK_N: int | None = None
     num_warps: int | None = None
@@ -67,11 +70,29 @@ class Options:
         forced: dict[str, Any] = {
             name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
         }
-        if isinstance(config, PrefillConfig):
-            forced.pop("num_splits", None)
-        if isinstance(config, DecodeConfig):
-            forced.pop("use_tma", None)
+        if isinstance(config, GluonPrefillConfig):
+            return _gluon(config, forced)
+        forced.pop("use_tma" if isinstance(config, DecodeConfig) else "num_splits", None)
         return replace(config, **forced)
+
+
+def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillConfig:
+    """Rows are a number of consumers; its warps and its loads are no choice."""
+    for name in ("num_splits", "use_tma", "num_warps"):
+        forced.pop(name, None)
+    rows = forced.pop("BLOCK_M", config.BLOCK_M)
+    if rows % CONSUMER_ROWS:
+        raise ConfigError(
+            f"BLOCK_M={rows} with the Gluon template",
+            f"each of its consumers has {CONSUMER_ROWS} rows",
+            f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
+        )
+    count = rows // CONSUMER_ROWS
+    if count != config.consumers:
+        forced["consumers"] = count
+        forced["registers"] = CONSUMER_REGISTERS.get(count, config.registers)
+        forced["ping_pong"] = config.ping_pong and count > 1
+    return replace(config, **forced)
 
 
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
@@ -102,6 +123,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
             chosen[name] = value
     return Options(
         kind=_kind(chosen),
+        language=_language(chosen),
         BLOCK_M=_integer(chosen, "BLOCK_M"),
         BLOCK_N=_integer(chosen, "BLOCK_N"),
         num_warps=_integer(chosen, "num_warps"),
@@ -120,7 +142,7 @@ def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None
     return {
         key: value
         for key, value in kernel_options.items()
-        if key.removeprefix("fwd_").removeprefix("bwd_") not in OURS_ALONE
+        if key.removeprefix("fwd_").removeprefix("bwd_") not in OURS_ALONE and value != "GLUON"
     }
 
 
@@ -131,7 +153,7 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
         raise ConfigError(
             f"kernel_options has BACKEND={backend!r} and {LEGACY}",
             "they say the same thing and may differ",
-            'keep BACKEND: "TRITON" forces the prefill kernel',
+            'keep BACKEND: "TRITON" forces the Triton prefill kernel',
         )
     if backend == "FLASH":
         raise UnsupportedError(
@@ -141,7 +163,7 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
         )
     if backend not in BACKENDS:
         raise ConfigError(f"BACKEND={backend!r}", f"it is one of {BACKENDS}")
-    if legacy or backend == "TRITON":
+    if legacy or backend in ("TRITON", "GLUON"):
         return "prefill"
     return "decode" if backend == "TRITON_DECODE" else None
 
@@ -167,6 +189,13 @@ def _tanh(value: object) -> Tanh:
             found: Tanh = known
             return found
     raise ConfigError(f"kernel_options['TANH']={value!r}", f"it is one of {get_args(Tanh)}")
+
+
+def _language(chosen: Mapping[str, Any]) -> Language | None:
+    backend = chosen.get("BACKEND", "AUTO")
+    if backend == "GLUON":
+        return "gluon"
+    return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
 
 
 def _integer(chosen: Mapping[str, Any], name: str) -> int | None:

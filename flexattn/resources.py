@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from flexattn.errors import BuildError
 _MATRIX_NVIDIA = re.compile(r"\b(?:[HQID]MMA|[HQI]GMMA|UTC[HQIO]?MMA)\b")
 _MATRIX_AMD = re.compile(r"^\s*v_s?w?mfmac?_|^\s*v_s?wmma", re.MULTILINE)
 _SPILL = re.compile(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_")
+# ptxas says where it waits for each wgmma before the next: C7510 to C7518.
+_SERIALISED = re.compile(r"\((C751[0-8])\)")
+_SPLIT = re.compile(r"\bsetmaxnreg\.(?:inc|dec)\S*\s+(\d+)")
 _LABEL = re.compile(r"^(\.L\w+):")
 # Bytes of registers that ptxas spills by choice, to run one more block on an SM.
 _BY_CHOICE = 16
@@ -28,7 +32,9 @@ class Resources:
 
     spills: loads and stores of spilled registers, counted in the code. loop_spills: those of them
     inside a loop, which cost time at every turn; one before or after the loops costs nothing.
-    matrix_instructions: how many multiply tiles.
+    matrix_instructions: how many multiply tiles. register_split: where warps are specialised, what
+    their threads set their registers to, the most first; registers is then what all start with.
+    serialised: ptxas' warnings there that a wgmma waits for the one before it.
     """
 
     registers: int
@@ -37,6 +43,8 @@ class Resources:
     shared: int
     matrix_instructions: int
     stack: int
+    register_split: tuple[int, ...] = ()
+    serialised: tuple[str, ...] = ()
 
     @property
     def starved(self) -> bool:
@@ -52,10 +60,10 @@ def resources(compiled: Any, device: Device) -> Resources:
     shared = int(compiled.metadata.shared)
     if device.backend == "hip":
         return _amd(compiled.asm["amdgcn"], shared)
-    return _nvidia(compiled.asm["cubin"], shared)
+    return _nvidia(compiled.asm["cubin"], compiled.asm["ptx"], shared, device)
 
 
-def _nvidia(cubin: bytes, shared: int) -> Resources:
+def _nvidia(cubin: bytes, ptx: str, shared: int, device: Device) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -64,6 +72,7 @@ def _nvidia(cubin: bytes, shared: int) -> Resources:
     found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
     if "REG" not in found:
         raise BuildError("cuobjdump printed no registers", "it reads what ptxas wrote", usage)
+    split = {int(each) for each in _SPLIT.findall(ptx)}
     return Resources(
         registers=int(found["REG"]),
         spills=len(_SPILL.findall(code)),
@@ -71,7 +80,25 @@ def _nvidia(cubin: bytes, shared: int) -> Resources:
         shared=shared,
         matrix_instructions=len(_MATRIX_NVIDIA.findall(code)),
         stack=int(found["STACK"]),
+        register_split=tuple(sorted(split, reverse=True)),
+        serialised=_serialised(ptx, device) if split else (),
     )
+
+
+def _serialised(ptx: str, device: Device) -> tuple[str, ...]:
+    """The warnings of a second run of ptxas: Triton throws away what the first one said."""
+    from triton.backends.nvidia import compiler
+
+    # As Triton's releases call it: the later ones allocate registers at another level.
+    level = ["--regAllocOptLevel=2"] if "regAllocOptLevel" in getsource(compiler) else []
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "kernel.ptx"
+        text.write_text(ptx)
+        said = _tool(
+            compiler.get_ptxas(device.capability).path, "-v", "-lineinfo", *level,
+            f"--gpu-name={device.arch}a", str(text), "-o", f"{folder}/kernel.cubin",
+        )  # fmt: skip
+    return tuple(sorted(set(_SERIALISED.findall(said))))
 
 
 def _amd(assembly: str, shared: int) -> Resources:
@@ -103,7 +130,7 @@ def _in_loops(assembly: str) -> int:
 
 
 def _tool(name: str, *arguments: str) -> str:
-    """The output of one of the binary tools inside the Triton that is installed."""
+    """The output of one of the binary tools inside the Triton that is installed, or at a path."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
@@ -112,4 +139,4 @@ def _tool(name: str, *arguments: str) -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         raise BuildError(f"{path} failed: {reason.strip()}", "Triton brings this tool") from error
-    return done.stdout
+    return done.stdout + done.stderr

@@ -54,7 +54,7 @@ def environment(kind: Kind, device: Device, policy: Policy | None = None) -> Env
 def _environment(kind: Kind, device: Device, graph: bool, cold_l2: bool) -> Environment:
     return Environment(
         schema=SCHEMA,
-        template=source_hash(kind),
+        template=source_hash(kind, device.has_wgmma),
         triton=_triton(),
         # A plain text: torch's own class parses both versions at every comparison.
         torch=str(torch.__version__),
@@ -68,19 +68,30 @@ def _environment(kind: Kind, device: Device, graph: bool, cold_l2: bool) -> Envi
 
 
 @lru_cache(maxsize=8)
-def source_hash(kind: Kind) -> str:
-    """A hash of all that turns a structure and a config into the kernels of one kind."""
+def source_hash(kind: Kind, hopper: bool = False) -> str:
+    """A hash of all that turns a structure and a config into the kernels of one kind.
+
+    hopper: the Gluon template serves as well.
+    """
     names = [f"triton/{kind}.py.jinja", "triton/helpers.jinja"]
     if kind == "decode":
         names.append("triton/combine.py.jinja")
+    gluon = hopper and kind == "prefill"
+    if gluon:
+        names.append("gluon/prefill.py.jinja")
     parts = [*map(template_hash, names), renderer_hash()]
+    if gluon:
+        parts.append(renderer_hash("gluon"))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-@lru_cache(maxsize=1)
-def renderer_hash() -> str:
-    """A hash of the renderer's own sources without comments and docstrings."""
-    folder = Path(render.__file__).parent
+@lru_cache(maxsize=2)
+def renderer_hash(language: str = "") -> str:
+    """A hash of the renderer's own sources without comments and docstrings.
+
+    language: of what it has for this one alone; else of what it has for all.
+    """
+    folder = Path(render.__file__).parent / language
     files = sorted(path for path in folder.glob("*.py") if path.name not in _NOT_RENDERING)
     files += [Path(mods.__file__).parent / name for name in _OF_MODS]
     text = "\n".join(bare(path.read_text(encoding="utf-8")) for path in files)

@@ -14,7 +14,8 @@ from flexattn.mods import bind
 from flexattn.options import Options, parse
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape, Sparsity, make_problem
 from flexattn.settings import current
-from flexattn.space.config import Config, PrefillConfig
+from flexattn.space.config import Config, GluonPrefillConfig, PrefillConfig
+from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
 from flexattn.space.triton import space
 
@@ -77,9 +78,12 @@ def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iter
     yield from islice((start, *sorted(others, key=distance)), limit)
 
 
-def kernel_options(config: Config) -> dict[str, int | bool]:
-    """The kernel_options that force a config."""
-    found: dict[str, int | bool] = {
+def kernel_options(config: Config) -> dict[str, int | bool | str]:
+    """The kernel_options that force a config, as far as there are options for its numbers."""
+    if isinstance(config, GluonPrefillConfig):
+        sizes = ("BLOCK_M", "BLOCK_N", "num_stages")
+        return {"BACKEND": "GLUON", **{name: getattr(config, name) for name in sizes}}
+    found: dict[str, int | bool | str] = {
         name: getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     }
     if isinstance(config, PrefillConfig):
@@ -92,16 +96,29 @@ def kernel_options(config: Config) -> dict[str, int | bool]:
 def short(config: Config | NkiConfig) -> str:
     """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits.
 
+    Of the Gluon template's, 128x128 c2 s2 turns static heads has two consumers that take turns.
     Of NKI's, 128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip; st: keys lie
     on the partitions.
     """
     if isinstance(config, (NkiPrefillConfig, NkiDecodeConfig)):
         return _short_nki(config)
+    if isinstance(config, GluonPrefillConfig):
+        return _short_gluon(config)
     parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
     if isinstance(config, PrefillConfig):
         parts += ["tma"] * config.use_tma + [config.order] * (config.order != "last")
     else:
         parts += [f"x{config.num_splits}"] * (config.num_splits > 0)
+    return " ".join(parts + ["late"] * (not config.early_loads))
+
+
+def _short_gluon(config: GluonPrefillConfig) -> str:
+    parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
+    if config.registers != CONSUMER_REGISTERS.get(config.consumers):
+        parts.append(f"r{config.registers}")
+    parts += ["turns"] * config.ping_pong + [config.schedule] * (config.schedule != "grid")
+    if config.order != "last":
+        parts.append(config.order + str(config.section) * (config.order == "sections"))
     return " ".join(parts + ["late"] * (not config.early_loads))
 
 

@@ -87,6 +87,9 @@ def render(
     num_stages: Annotated[int | None, typer.Option(help="Force num_stages.")] = None,
     split_kv: Annotated[int | None, typer.Option(help="Force SPLIT_KV.")] = None,
     use_tma: Annotated[bool | None, typer.Option(help="Force USE_TMA.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Force a prefill's template: TRITON, or Hopper's GLUON.")
+    ] = None,
     show: Annotated[
         list[Show] | None, typer.Option(help="Repeatable; by default expr and source.")
     ] = None,
@@ -107,6 +110,7 @@ def render(
         "num_stages": num_stages,
         "SPLIT_KV": split_kv,
         "USE_TMA": use_tma,
+        "BACKEND": backend,
         "RULES_OFF": rules_off,
         "TANH": tanh,
     }

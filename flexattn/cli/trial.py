@@ -52,7 +52,7 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
     """
     x = workload.make("cpu", dtype)
 
-    def attend(options: dict[str, int | bool] | None) -> Tensor:
+    def attend(options: dict[str, int | bool | str] | None) -> Tensor:
         out = flex_attention(
             x.q, x.k, x.v, score_mod=x.score_mod, block_mask=x.block_mask, enable_gqa=True,
             kernel_options=options,

@@ -27,7 +27,7 @@ from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
-from flexattn.space.config import Config, PrefillConfig, describe, pieces
+from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
@@ -47,13 +47,17 @@ HELPERS = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A rendered kernel: its text, its hash, its arguments, and how to compile it."""
+    """A rendered kernel: its text, its hash, its arguments, and how to compile it.
+
+    num_warps: as the compiler is told; a warp-specialised kernel starts more.
+    """
 
     text: str
     hash: str
     arguments: tuple[Argument, ...]
     num_warps: int
     num_stages: int
+    language: Language = "triton"
 
     def path(self) -> Path:
         """The file that holds the text; written on first use, whole or not at all."""
@@ -211,6 +215,7 @@ def _source(
     found: tuple[Argument, ...],
     num_warps: int,
     num_stages: int,
+    language: Language = "triton",
 ) -> Source:
     lines = [*header, f"template: {template} {template_hash(template)}"]
     text = render_template(
@@ -230,7 +235,8 @@ def _source(
     body = text[text.index("import triton") :]
     signature = [(argument.name, argument.type, argument.divisible_by) for argument in found]
     key = f"{body}\n{signature} {num_warps} {num_stages}"
-    return Source(text, hashlib.sha256(key.encode()).hexdigest(), found, num_warps, num_stages)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return Source(text, digest, found, num_warps, num_stages, language)
 
 
 def _traits(device: Device, structure: Structure) -> Traits:

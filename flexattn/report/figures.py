@@ -28,6 +28,7 @@ from flexattn.report.numbers import (
     effects,
     label,
     landscape,
+    on_axis,
     reasons,
     short,
     timed,
@@ -82,10 +83,10 @@ def map_of(record: Record, seen: Landscape, name: str) -> Picture:
         marks = ((record.decision.default, DEFAULT, 0.42), (record.decision.winner, WINNER, 0.47))
         for index, color, half in marks:
             config = record.trials[index].config
-            row, column = getattr(config, seen.row_axis), getattr(config, seen.column_axis)
-            if row not in seen.rows or column not in seen.columns:
+            place = on_axis(config, seen.row_axis), on_axis(config, seen.column_axis)
+            if place[0] not in seen.rows or place[1] not in seen.columns:
                 continue  # its whole row or column has no time
-            i, j = seen.rows.index(row), seen.columns.index(column)
+            i, j = seen.rows.index(place[0]), seen.columns.index(place[1])
             corner = (j - half, i - half)
             frame = Rectangle(corner, 2 * half, 2 * half, fill=False, ec=color, lw=2.5)
             frame.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
@@ -175,7 +176,7 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
         for place, effect in enumerate(found, wide):
             axes = made.add_subplot(cells[place // COLUMNS, place % COLUMNS])
             places = {value: at for at, (value, _, _) in enumerate(effect.values)}
-            at = [places[getattr(each.config, effect.axis)] for each in times]
+            at = [places[on_axis(each.config, effect.axis)] for each in times]
             axes.plot(at, [each.us / best for each in times], "o", ms=2.5, color=OTHER, alpha=0.6)
             lowest = [us / best for _, us, _ in effect.values]
             axes.plot(range(len(lowest)), lowest, "-D", ms=4, color=WINNER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.cache.record import Record
-from flexattn.report.numbers import Timed, axes, timed
+from flexattn.report.numbers import Timed, axes, on_axis, timed
 
 __all__ = ["FEWEST", "Importance", "importance"]
 
@@ -74,4 +74,4 @@ def _shares(times: tuple[Timed, ...], names: tuple[str, ...]) -> dict[str, float
 
 def _choice(each: Timed, name: str) -> str:
     """A value as a category: True would be equal to 1."""
-    return str(getattr(each.config, name))
+    return str(on_axis(each.config, name))

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from flexattn.cache.record import Record, Trial
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
-from flexattn.space.config import Config
+from flexattn.space.config import Config, language_of
 
 __all__ = [
     "Effect",
@@ -21,6 +21,7 @@ __all__ = [
     "gain",
     "label",
     "landscape",
+    "on_axis",
     "reasons",
     "short",
     "timed",
@@ -104,8 +105,16 @@ def axes(record: Record) -> tuple[str, ...]:
     configs = [each.config for each in timed(record)]
     if not configs:
         return ()
-    names = [field.name for field in fields(configs[0])]
-    return tuple(n for n in names if len({getattr(config, n) for config in configs}) > 1)
+    names = dict.fromkeys(field.name for config in configs for field in fields(config))
+    return tuple(n for n in ("template", *names) if len({on_axis(c, n) for c in configs}) > 1)
+
+
+def on_axis(config: Config, axis: str) -> Value:
+    """A config's value; "none" where its template has no such number."""
+    if axis == "template":
+        return language_of(config)
+    value: Value = getattr(config, axis, "none")
+    return value
 
 
 def landscape(record: Record) -> Landscape | None:
@@ -116,7 +125,7 @@ def landscape(record: Record) -> Landscape | None:
     plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
     best: dict[tuple[Value, Value], float] = {}
     for each in reversed(timed(record)):  # the fastest comes last and stays
-        best[getattr(each.config, plane[0]), getattr(each.config, plane[1])] = each.us
+        best[on_axis(each.config, plane[0]), on_axis(each.config, plane[1])] = each.us
     rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
     return Landscape(
         plane[0],
@@ -134,7 +143,7 @@ def effects(record: Record) -> tuple[Effect, ...]:
     for axis in axes(record):
         by_value: dict[Value, list[float]] = {}
         for each in times:
-            by_value.setdefault(getattr(each.config, axis), []).append(each.us)
+            by_value.setdefault(on_axis(each.config, axis), []).append(each.us)
         found_values = _ordered(by_value)
         values = tuple((v, min(by_value[v]), len(by_value[v])) for v in found_values)
         best = [us for _, us, _ in values]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from flexattn.device import Device
 from flexattn.problem import Problem
+from flexattn.space import gluon
 from flexattn.space.config import Config, DecodeConfig, Order, PrefillConfig
 from flexattn.space.defaults import default
 from flexattn.space.terms import loads_early
@@ -30,6 +31,8 @@ def grid(problem: Problem, device: Device, effort: Effort) -> Iterator[Config]:
         yield from _decode_grid(problem, device, every)
     else:
         yield from _prefill_grid(problem, device, every)
+        if device.has_wgmma:
+            yield from gluon.grid(problem, every)
 
 
 def orders(problem: Problem, config: Config, every: bool) -> tuple[Order, ...]:

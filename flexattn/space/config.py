@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from flexattn.space.gluon_config import GluonPrefillConfig
+
 __all__ = [
     "ORDERS",
     "Config",
     "DecodeConfig",
+    "GluonPrefillConfig",
+    "Language",
     "Order",
     "PrefillConfig",
     "describe",
+    "language_of",
     "padded",
     "pieces",
 ]
@@ -56,7 +61,13 @@ class DecodeConfig:
     early_loads: bool = True
 
 
-Config = PrefillConfig | DecodeConfig
+Config = PrefillConfig | GluonPrefillConfig | DecodeConfig
+Language = Literal["triton", "gluon"]
+
+
+def language_of(config: Config) -> Language:
+    """What the template of a config is written in."""
+    return "gluon" if isinstance(config, GluonPrefillConfig) else "triton"
 
 
 def describe(config: Config) -> str:

@@ -8,41 +8,80 @@ from dataclasses import replace
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.problem import Problem, Structure
-from flexattn.space.config import Config, DecodeConfig, PrefillConfig
+from flexattn.space import gluon
+from flexattn.space.config import Config, DecodeConfig, Language, PrefillConfig
 from flexattn.space.rules import reasons
 from flexattn.space.terms import loads_by_key, loads_tiles
 from flexattn.space.tiles import suited
 
-__all__ = ["candidates", "default"]
+__all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
+
+# The one switch: which templates serve a prefill on Hopper that nobody tuned. Either way the other
+# serves what this one cannot, and a tuner chooses between both.
+HOPPER_PREFILL: Language = "triton"
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[Config]:
+def language_for(structure: Structure, device: Device) -> Language:
+    """Whose configs the static defaults start with."""
+    if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
+        return HOPPER_PREFILL
+    return "triton"
+
+
+def candidates(
+    problem: Problem, device: Device, language: Language | None = None
+) -> Iterator[Config]:
     """The static default, then what to fall back to if the compiler proves the estimates wrong.
 
     Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
-    between two tile heights. Raises ConfigError with the reasons when nothing can run.
+    between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
+    nothing can run.
     """
     structure = problem.structure
     rejected: list[str] = []
     offered = False
-    for candidate in _preferences(problem, device):
-        config = suited(_ordered(candidate, structure), structure)
+    wanted = [language] if language else [language_for(structure, device), "triton"]
+    for config in dict.fromkeys(c for each in wanted for c in preferences(problem, device, each)):
         found = reasons(config, structure, device)
         if not found:
             offered = True
             yield config
         rejected.append(f"{config}: {'; '.join(found)}")
     if not offered:
+        template = f"Gluon {structure.kind}" if language == "gluon" else structure.kind
         raise ConfigError(
-            f"no config of the {structure.kind} template fits {problem.describe()}",
+            f"no config of the {template} template fits {problem.describe()}",
             "\n        ".join(rejected[-4:]),
-            "use smaller head dimensions",
+            "leave the choice of the backend open"
+            if language == "gluon"
+            else "use smaller head dimensions",
         )
 
 
-def default(problem: Problem, device: Device) -> Config:
+def default(problem: Problem, device: Device, language: Language | None = None) -> Config:
     """The static default: the first config of the arch's preferences that can run here."""
-    return next(candidates(problem, device))
+    return next(candidates(problem, device, language))
+
+
+def gluon_refused(problem: Problem, device: Device) -> str:
+    """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
+    refused = ""
+    for config in preferences(problem, device, "gluon"):
+        found = reasons(config, problem.structure, device)
+        if not found:
+            return ""
+        refused = refused or "; ".join(found)
+    return refused or "its head dimensions end at 256"
+
+
+def preferences(problem: Problem, device: Device, language: Language) -> Iterator[Config]:
+    """Configs of one language's templates, best first; not all of them can run."""
+    structure = problem.structure
+    if language == "gluon":
+        yield from gluon.preferences(structure)
+        return
+    for candidate in _preferences(problem, device):
+        yield suited(_ordered(candidate, structure), structure)
 
 
 def _preferences(problem: Problem, device: Device) -> Iterator[Config]:

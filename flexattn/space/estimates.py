@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from flexattn.device import Device
 from flexattn.problem import Structure
-from flexattn.space import printed
-from flexattn.space.config import Config
+from flexattn.space import printed, printed_gluon
+from flexattn.space.config import Config, GluonPrefillConfig
 from flexattn.space.terms import numbers
 
 __all__ = ["estimated", "estimates"]
@@ -15,10 +15,11 @@ __all__ = ["estimated", "estimates"]
 
 def estimates(config: Config, structure: Structure, device: Device) -> tuple[int, int]:
     """Bytes of shared memory, and registers of one thread."""
-    return estimated(numbers(config, structure, device))
+    return estimated(config, numbers(config, structure, device))
 
 
-def estimated(values: Sequence[int]) -> tuple[int, int]:
+def estimated(config: Config, values: Sequence[int]) -> tuple[int, int]:
     """The estimates from a case's numbers, whose config must break no rule of its own."""
-    shared, registers = printed.estimates(values)
+    module = printed_gluon if isinstance(config, GluonPrefillConfig) else printed
+    shared, registers = module.estimates(values)
     return int(shared), int(registers)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from flexattn.device import Device
 from flexattn.problem import Structure
-from flexattn.space import printed
-from flexattn.space.config import Config, describe
+from flexattn.space import printed, printed_gluon
+from flexattn.space.config import Config, GluonPrefillConfig, describe
 from flexattn.space.estimates import estimated
 from flexattn.space.terms import numbers
 
-__all__ = ["FIT", "RULES", "SHAPE", "WORTH", "Rule", "reasons", "unpromising", "violated"]
+__all__ = ["GLUON", "TRITON", "Rule", "Rules", "reasons", "unpromising", "violated"]
 
 
 class Rule(NamedTuple):
@@ -28,12 +28,30 @@ class Rule(NamedTuple):
     says: str
 
 
-# Those of the config's numbers alone, those that are asked where these hold, and those of configs
-# that can run.
-SHAPE, FIT, WORTH = (
-    tuple(Rule(*each) for each in group) for group in (printed.SHAPE, printed.FIT, printed.WORTH)
+class Rules(NamedTuple):
+    """The conditions of one language's templates.
+
+    shape: those of the config's numbers alone. fit: those that are asked where these hold. worth:
+    those of configs that can run. names: the symbols that the words may hold.
+    """
+
+    shape: tuple[Rule, ...]
+    fit: tuple[Rule, ...]
+    worth: tuple[Rule, ...]
+    names: tuple[str, ...]
+
+
+def _rules(*pairs: tuple[str, str]) -> tuple[Rule, ...]:
+    return tuple(Rule(*each) for each in pairs)
+
+
+TRITON = Rules(_rules(*printed.SHAPE), _rules(*printed.FIT), _rules(*printed.WORTH), printed.NAMES)
+GLUON = Rules(
+    _rules(*printed_gluon.SHAPE),
+    _rules(*printed_gluon.FIT),
+    _rules(*printed_gluon.WORTH),
+    printed_gluon.NAMES,
 )
-RULES = (*SHAPE, *FIT)
 
 
 def violated(config: Config, structure: Structure, device: Device) -> list[Rule]:
@@ -42,9 +60,14 @@ def violated(config: Config, structure: Structure, device: Device) -> list[Rule]
     Where it breaks one of its numbers alone, the others are not asked.
     """
     values = numbers(config, structure, device)
+    if isinstance(config, GluonPrefillConfig):
+        found = _broken(GLUON.shape, printed_gluon.shape(values))
+        return found or _broken(
+            GLUON.fit, printed_gluon.fit((*values, *estimated(config, values)))
+        )
     # The estimates divide by these numbers.
-    found = _broken(SHAPE, printed.shape(values))
-    return found or _broken(FIT, printed.fit((*values, *estimated(values))))
+    found = _broken(TRITON.shape, printed.shape(values))
+    return found or _broken(TRITON.fit, printed.fit((*values, *estimated(config, values))))
 
 
 def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
@@ -52,10 +75,11 @@ def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
     found = violated(config, structure, device)
     if not found:
         return []
+    rules = GLUON if isinstance(config, GluonPrefillConfig) else TRITON
     values = numbers(config, structure, device)
-    known: dict[str, object] = dict(zip(printed.NAMES, values, strict=True))
-    if found[0] not in SHAPE:
-        known["shared_memory"], known["registers"] = estimated(values)
+    known: dict[str, object] = dict(zip(rules.names, values, strict=True))
+    if found[0] not in rules.shape:
+        known["shared_memory"], known["registers"] = estimated(config, values)
     known |= {"device": device.name, "arch": device.arch, "config": describe(config)}
     return list(dict.fromkeys(rule.says.format(**known) for rule in found))
 
@@ -63,7 +87,10 @@ def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
 def unpromising(config: Config, structure: Structure, device: Device) -> list[Rule]:
     """Of a config that can run: why only an exhaustive search tries it."""
     values = numbers(config, structure, device)
-    return _broken(WORTH, printed.worth((*values, *estimated(values))))
+    values = (*values, *estimated(config, values))
+    if isinstance(config, GluonPrefillConfig):
+        return _broken(GLUON.worth, printed_gluon.worth(values))
+    return _broken(TRITON.worth, printed.worth(values))
 
 
 def _broken(rules: Sequence[Rule], held: Sequence[object]) -> list[Rule]:

@@ -7,12 +7,26 @@ from functools import lru_cache
 from flexattn.device import Device
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.problem import Structure
-from flexattn.space.config import ORDERS, Config, DecodeConfig, PrefillConfig, padded, pieces
+from flexattn.space.config import (
+    ORDERS,
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    PrefillConfig,
+    padded,
+    pieces,
+)
+from flexattn.space.gluon_config import GLUON_ORDERS, SCHEDULES
 from flexattn.space.tiles import power_above
 
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
-    """What SYMBOLS stand for, in their order (space/stated/symbols.py); truth values are bools."""
+    """What SYMBOLS stand for, in their order; truth values are bools.
+
+    Those of space/stated/gluon.py for a config of the Gluon template, else of symbols.py there.
+    """
+    if isinstance(config, GluonPrefillConfig):
+        return _gluon_numbers(config, structure, device)
     return (
         config.BLOCK_M,
         config.BLOCK_N,
@@ -25,22 +39,68 @@ def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, 
     )
 
 
+def _gluon_numbers(
+    config: GluonPrefillConfig, structure: Structure, device: Device
+) -> tuple[int, ...]:
+    return (
+        config.consumers,
+        config.BLOCK_N,
+        config.num_stages,
+        config.registers,
+        config.producer_registers,
+        config.ping_pong,
+        config.schedule != "grid",
+        config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
+        config.section,
+        *_gluon_fixed(structure, device),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
+    qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
+    blocks = (0, 0, False)
+    if sparsity is not None:
+        blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
+    half = structure.dtype in ("float16", "bfloat16")
+    facts = (
+        structure.kind == "decode",
+        loads_by_key(structure) or loads_diagonals(structure),
+        loads_tiles(structure),
+        _dense(structure),
+    )
+    limits = (device.shared_memory, device.has_wgmma)
+    # Tiles of K are copied in parts of 64 columns where their width is no power of two.
+    held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
+    return (half, qk, v, *held, *blocks, *facts, *limits)
+
+
+def _columns(head_dim: int) -> int:
+    return max(64, power_above(head_dim))
+
+
+def _dense(structure: Structure) -> bool:
+    """Whether q, k and v lie as the bulk copy engine reads them."""
+    layout = structure.layout
+    contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
+    return contiguous and layout.aligned
+
+
 @lru_cache(maxsize=1024)
 def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
-    qk, v, layout = structure.head_dim_qk, structure.head_dim_v, structure.layout
+    qk, v = structure.head_dim_qk, structure.head_dim_v
     rows, keys = 0, 0
     if structure.sparsity is not None:
         rows = structure.sparsity.q_block * structure.packed_heads
         keys = structure.sparsity.kv_block
     sizes = (structure.itemsize, qk, v, padded(qk), padded(v), len(pieces(qk)), len(pieces(v)))
     blocks = (rows, keys, power_above(rows), power_above(keys))
-    contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
     facts = (
         structure.kind == "decode",
         structure.dtype == "float32" and not structure.tf32,
         loads_by_key(structure),
         loads_tiles(structure),
-        contiguous and layout.aligned,
+        _dense(structure),
     )
     limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
     engines = (device.has_tma, device.has_wgmma, device.backend == "hip")
@@ -68,13 +128,21 @@ def loads_early(structure: Structure) -> bool:
     if terms is None:
         return False
     if terms.diagonal is not None:
-        return any(node.op == "load" for node in walk(terms.diagonal))
+        return loads_diagonals(structure)
     decode = structure.kind == "decode"
     return any(
         _loads(expr, by_row=False, head_per_row=decode)
         for expr in (terms.core, terms.column, terms.rest)
         if expr is not None
     )
+
+
+def loads_diagonals(structure: Structure) -> bool:
+    """Whether a score_mod reads a value for every diagonal of a tile."""
+    terms = structure.terms
+    if terms is None or terms.diagonal is None:
+        return False
+    return any(node.op == "load" for node in walk(terms.diagonal))
 
 
 def _tiles(structure: Structure) -> list[Expr]:

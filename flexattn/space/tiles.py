@@ -6,10 +6,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flexattn.device import Device
-from flexattn.problem import Problem, Structure
-from flexattn.space.config import Config, DecodeConfig
+from flexattn.problem import Problem, Sparsity, Structure
+from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig
+from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
-__all__ = ["Geometry", "geometry", "power_above", "suited", "tiles_per_q", "walks_runs"]
+__all__ = [
+    "Geometry",
+    "geometry",
+    "power_above",
+    "suited",
+    "tiles_per_q",
+    "walks_runs",
+]
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
@@ -27,6 +35,8 @@ def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
     """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
     num_tiles = _row_tiles(problem, config)
     units = problem.B * (problem.Hq // problem.structure.packed_heads) * num_tiles
+    if isinstance(config, GluonPrefillConfig) and config.schedule != "grid":
+        return Geometry(min(units, device.num_sms), num_tiles, 1)
     if not isinstance(config, DecodeConfig):
         return Geometry(units, num_tiles, 1)
     key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
@@ -54,11 +64,37 @@ def suited(config: AnyConfig, structure: Structure) -> AnyConfig:
     sparsity = structure.sparsity
     if sparsity is None:
         return config
+    if isinstance(config, GluonPrefillConfig):
+        return _with_consumers(config, sparsity)  # type: ignore[return-value]
     rows = sparsity.q_block * structure.packed_heads
     return replace(
         config,
         BLOCK_M=_tile_for(config.BLOCK_M, rows),
         BLOCK_N=_tile_for(config.BLOCK_N, sparsity.kv_block),
+    )
+
+
+def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPrefillConfig:
+    """With as many consumers as divide a block of rows, where any number of them does.
+
+    Along runs it is enough that the rows of one do.
+    """
+    width = _tile_for(config.BLOCK_N, sparsity.kv_block)
+    if sparsity.runs and sparsity.q_block % CONSUMER_ROWS == 0:
+        return replace(config, BLOCK_N=width)
+    for count in range(config.consumers, 0, -1):
+        if sparsity.q_block % (CONSUMER_ROWS * count) == 0:
+            break
+    else:
+        return replace(config, BLOCK_N=width)
+    if count == config.consumers:
+        return replace(config, BLOCK_N=width)
+    return replace(
+        config,
+        consumers=count,
+        BLOCK_N=width,
+        registers=CONSUMER_REGISTERS[count],
+        ping_pong=config.ping_pong and count > 1,
     )
 
 
@@ -79,7 +115,7 @@ def _row_tiles(problem: Problem, config: Config) -> int:
     structure, sparsity = problem.structure, problem.structure.sparsity
     rows = problem.q_len * structure.packed_heads
     tiles = -(-rows // config.BLOCK_M)
-    if sparsity is None:
+    if sparsity is None or isinstance(config, GluonPrefillConfig):
         return tiles
     if structure.kind == "decode" or sparsity.q_block % config.BLOCK_M:
         blocks = -(-problem.q_len // sparsity.q_block)

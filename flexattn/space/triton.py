@@ -1,8 +1,9 @@
-"""The Triton templates' space: the configs worth trying for a problem, and why not the others."""
+"""A GPU's space: the configs of its templates worth trying, and why not the others."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import log2
@@ -10,8 +11,14 @@ from math import log2
 from flexattn.device import Device
 from flexattn.problem import Problem
 from flexattn.space.axes import Effort, grid
-from flexattn.space.config import Config, DecodeConfig
-from flexattn.space.defaults import candidates, default
+from flexattn.space.config import (
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    Language,
+    language_of,
+)
+from flexattn.space.defaults import candidates, default, preferences
 from flexattn.space.rules import Rule, reasons, unpromising, violated
 from flexattn.space.tiles import geometry, suited
 
@@ -58,12 +65,13 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     """The space of an effort, and the rest of its grid counted by reason."""
     structure = problem.structure
     first = default(problem, device)
+    starts = {_tile(first), *map(_tile, _starts(problem, device))}
     offered, rejected = [first], Counter[str]()
     for config in dict.fromkeys(grid(problem, device, effort)):
         if config == first:
             continue
         broken = violated(config, structure, device)
-        if not broken and effort != "exhaustive" and _tile(config) != _tile(first):
+        if not broken and effort != "exhaustive" and _tile(config) not in starts:
             broken = unpromising(config, structure, device)
         if broken:
             rejected[broken[0].name] += 1
@@ -77,19 +85,36 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     return Survey(tuple(offered), tuple(rejected.items()))
 
 
+def _starts(problem: Problem, device: Device) -> Iterator[Config]:
+    """The first config of each language that can run."""
+    languages: tuple[Language, ...] = ("triton", "gluon")
+    for language in languages:
+        known = preferences(problem, device, language)
+        structure = problem.structure
+        yield from islice((c for c in known if not violated(c, structure, device)), 1)
+
+
 def _tile(config: Config) -> Config:
     """The config without what changes neither its tiles nor what they take."""
     if isinstance(config, DecodeConfig):
         return replace(config, num_splits=0, early_loads=True)
+    if isinstance(config, GluonPrefillConfig):
+        config = replace(config, ping_pong=False, schedule="grid", section=8)
     return replace(config, order="last", early_loads=True)
 
 
 def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Config]:
     """The default, what else its table prefers, then what differs from it least."""
     first = offered[0]
-    preferred = [config for config in candidates(problem, device) if config in offered]
+    languages: tuple[Language, ...] = ("triton", "gluon")
+    preferred: list[Config] = []
+    for language in sorted(languages, key=lambda each: each != language_of(first)):
+        known = (each for each in preferences(problem, device, language) if each in offered)
+        preferred += islice(known, 1 + ALTERNATIVES)
 
     def distance(config: Config) -> tuple[int, float]:
+        if language_of(config) != language_of(first):
+            return len(fields(first)), 0.0
         steps = [
             _step(problem, device, first, config, field.name)
             for field in fields(first)
@@ -97,7 +122,7 @@ def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Co
         ]
         return len(steps), sum(steps)
 
-    near = (*preferred[: 1 + ALTERNATIVES], *sorted(offered, key=distance))
+    near = (*preferred, *sorted(offered, key=distance))
     return list(islice(dict.fromkeys(near), QUICK))
 
 

@@ -14,7 +14,8 @@ from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.machine_code import code_hash
 from flexattn.problem import Problem, Structure
-from flexattn.render.source import Source, render, render_combine
+from flexattn.render.kernel import render
+from flexattn.render.source import Source, render_combine
 from flexattn.resources import Resources, resources
 from flexattn.settings import current, override
 from flexattn.space.config import Config, DecodeConfig
@@ -149,6 +150,9 @@ def unfit(taken: Resources, structure: Structure, device: Device) -> Failed | No
     if taken.starved:
         text = f"{taken.loop_spills} spills in loops, {taken.stack} bytes of stack a thread"
         return Failed("resources", "spills", text)
+    if taken.serialised:
+        text = f"ptxas warns {', '.join(taken.serialised)}: products wait for each other"
+        return Failed("resources", "serialised wgmma", text)
     matrix = structure.dtype != "float32" or structure.tf32
     if matrix and not taken.matrix_instructions:
         return Failed("resources", "no matrix instruction", "tiles are multiplied without one")

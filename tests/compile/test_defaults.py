@@ -6,7 +6,8 @@ import torch
 from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal, causal_score, relative_bias, softcap
 from flexattn.device import named
-from flexattn.render.source import render, render_combine
+from flexattn.render.kernel import render
+from flexattn.render.source import render_combine
 from flexattn.resources import resources
 from flexattn.space.triton import default
 from tests.compile.devices import DEVICES

@@ -23,14 +23,17 @@ from flexattn.catalogue import (
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
-from flexattn.render.source import render, render_block_mask, render_combine
-from flexattn.space.config import DecodeConfig, PrefillConfig
+from flexattn.render.kernel import render
+from flexattn.render.source import render_block_mask, render_combine
+from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
 from tests.problems import problem
 
 FILES = Path(__file__).parent / "files"
 DEVICE = named("nvidia-h200")
 PREFILL = PrefillConfig(128, 64, 4, 3)
 TMA = PrefillConfig(128, 64, 4, 2, use_tma=True)
+HOPPER = GluonPrefillConfig(2, 128, 2, 240)
+TAKEN = GluonPrefillConfig(3, 128, 2, 160, ping_pong=True, schedule="dynamic", order="sections")
 DECODE = DecodeConfig(16, 64, 4, 3)
 
 
@@ -84,6 +87,16 @@ GOLDENS = {
     ),
     "prefill_first_order_key_bias": lambda: kernel(
         replace(PREFILL, order="first"), D=64, score_mod=key_bias
+    ),
+    "gluon_noop": lambda: kernel(HOPPER),
+    "gluon_192_128": lambda: kernel(HOPPER, D=192, Dv=128, lse=False),
+    "gluon_lists_softcap": lambda: kernel(HOPPER, score_mod=softcap(50.0), mask_mod=causal),
+    "gluon_dynamic_sinks": lambda: kernel(TAKEN, D=64, sinks="bfloat16"),
+    "gluon_runs_alibi": lambda: kernel(
+        TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
+    ),
+    "gluon_relative_bias": lambda: kernel(
+        replace(HOPPER, early_loads=False), score_mod=relative_bias(torch.zeros(32, 64), 32)
     ),
     "decode_noop": lambda: kernel(DECODE, "decode"),
     "decode_alibi_document": lambda: kernel(

@@ -1,15 +1,17 @@
-"""space/printed.py is what sympy prints of the statements now: `make golden` writes it again."""
+"""The printed rules are what sympy prints of the statements now: `make golden` writes them."""
 
 from pathlib import Path
 
+import pytest
 import sympy
 
-from flexattn.space import printed
-from flexattn.space.stated.printer import text
+from flexattn.space import printed, printed_gluon
+from flexattn.space.stated.printer import gluon_text, text
 
 
-def test_the_printed_rules_are_those_stated(request):
-    file = Path(printed.__file__)
+@pytest.mark.parametrize(("module", "text"), [(printed, text), (printed_gluon, gluon_text)])
+def test_the_printed_rules_are_those_stated(module, text, request):
+    file = Path(module.__file__)
     if request.config.getoption("--accept-golden"):
         file.write_text(text(), encoding="utf-8")
     words = f"by sympy {sympy.__version__}: `make golden` writes it, where the statements changed"

@@ -31,6 +31,8 @@ EDGES = {
     # A kernel's description is decoded as strictly as a record, by the same code.
     "binary_store": {"binary", "cache"},
     "cuda_launch": {"render", "binary", "cuda_driver"},
+    # What a rendered Gluon kernel imports.
+    "gluon_api": set(),
     "build": {"cuda_launch", "binary_store"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.

@@ -94,7 +94,37 @@ def test_the_required_rows_are_there():
     names = {row.name for row in prefill_rows()} | {row.name for row in decode_rows()}
     grid = {f"d{d}-{n}k-{m}" for d in (64, 128, 256) for n in (4, 16) for m in ("full", "causal")}
     mods = {f"d128-8k-{m}" for m in ("alibi", "softcap", "relative", "window", "documents")}
-    assert grid | mods | {"b1-1k", "b1-8k", "b1-128k", "b8-8k", "b64-4k", "b64-16k"} <= names
+    blocks = {f"d128-16k-blocks-{part}" for part in (2, 8)}
+    shared = {f"d128-4k-{name}-{m}" for name in ("gqa8", "mqa") for m in ("full", "causal")}
+    assert (
+        grid | mods | blocks | shared | {"b1-1k", "b1-8k", "b1-128k", "b8-8k", "b64-4k", "b64-16k"}
+        <= names
+    )
+
+
+def test_every_row_of_random_blocks_keeps_as_many():
+    row = Row("blocks", "mods", Shape(1, 1, 1, 2048, 2048, 16), "blocks", density=1 / 8)
+    mask_mod = make(row, "cpu", torch.float32).mask_mod
+    i, none = torch.arange(2048), torch.zeros((), dtype=torch.int32)
+    kept = mask_mod(none, none, i[:, None], i)
+    assert kept.sum() == row.pairs and (kept.sum(1) == 256).all()
+    assert len(kept[::128].unique(dim=0)) > 8
+
+
+def test_peers_that_are_not_here_and_forms_they_lack_are_refused():
+    x = make(ROWS[0], "cpu", torch.float32)
+    assert isinstance(PEERS["fa4"](x), Refusal)
+    one = make(Row("one", "grid", Shape(1, 2, 1, 1, 77, 16)), "cpu", torch.float32)
+    assert isinstance(command.TEMPLATES["flexattn-gluon"](one), Refusal)
+
+
+def test_a_config_of_the_gluon_template_is_a_variant():
+    peers = command._peers(
+        "flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"], PEERS
+    )
+    assert list(peers)[:2] == ["flexattn", "flexattn-gluon"] and len(peers) == 3
+    with pytest.raises(InputError, match="GluonPrefillConfig"):
+        command._peers("", ["consumers=2,BLOCK_K=3"], PEERS)
 
 
 def test_inputs_are_repeatable():
@@ -194,7 +224,7 @@ def test_command_lists_merges_and_refuses(tmp_path, capsys):
         return status, capsys.readouterr()
 
     status, text = main("--rows", "mods/", "--list")
-    assert status == 0 and text.out.split()[0] == "d128-8k-alibi" and len(text.out.split()) == 5
+    assert status == 0 and text.out.split()[0] == "d128-8k-alibi" and len(text.out.split()) == 7
     for bad in (["--rows", "nothing"], ["--rows", "("], ["--peers", "x"], ["--config", "A"]):
         status, text = main(*bad, "--list")
         assert status == 2 and "rule:" in text.err

@@ -296,7 +296,7 @@ def test_why_the_default(places):
     (places["user"].root / "v1" / "x" / "y").mkdir(parents=True)
     (places["user"].root / "v1" / "x" / "y" / "b1-q1-k1.json").write_text("")
     told = why(PREFILL, H200)
-    assert told.how == "default" and told.found is None and "use_tma" in str(told.config)
+    assert told.how == "default" and told.found is None and "num_stages" in str(told.config)
     assert "shared memory" in " ".join(told.passed[0].reasons)
     fields = {each.field for each in told.closest[1].key}
     assert fields == {"head_dim_qk", "head_dim_v"} and len(told.broken) == 1

@@ -37,6 +37,8 @@ AMD = """
 @pytest.fixture
 def sass(monkeypatch):
     def tool(name, *arguments):
+        if "ptxas" in name:
+            return "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async ..."
         usage = " REG:168 STACK:24 SHARED:0 LOCAL:0 "
         return usage if name == "cuobjdump" else SASS
 
@@ -48,11 +50,18 @@ def compiled(**asm):
 
 
 def test_nvidia(sass):
-    found = resources(compiled(cubin=b""), named("nvidia-h200"))
+    found = resources(compiled(cubin=b"", ptx=""), named("nvidia-h200"))
     assert found == Resources(
         registers=168, spills=4, loop_spills=2, shared=4096, matrix_instructions=2, stack=24
     )
     assert found.starved
+
+
+def test_a_warp_specialised_kernel_tells_its_registers_and_what_waits(sass):
+    ptx = "setmaxnreg.dec.sync.aligned.u32 24; setmaxnreg.inc.sync.aligned.u32 240;"
+    found = resources(compiled(cubin=b"", ptx=ptx), named("nvidia-h200"))
+    assert found.register_split == (240, 24)
+    assert found.serialised == ("C7512",)
 
 
 def test_amd():

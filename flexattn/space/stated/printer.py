@@ -1,4 +1,4 @@
-"""The text of space/printed.py: the formulas and inequalities as plain Python functions.
+"""The text of space/printed.py and printed_gluon.py: formulas and inequalities as plain Python.
 
 To import sympy takes a quarter of a second and to print this 30 ms, as much as the first call of a
 server may take in all. So the text is kept, and a test holds it to what is printed now.
@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 
 from sympy import Basic, Symbol, pycode
 
-from flexattn.space.stated.formulas import REGISTERS, SHARED_MEMORY
-from flexattn.space.stated.inequalities import FIT, SHAPE, WORTH, Inequality
+from flexattn.space.stated import formulas, gluon, inequalities
+from flexattn.space.stated.inequalities import Inequality
 from flexattn.space.stated.symbols import ESTIMATED, SYMBOLS
 
-__all__ = ["text"]
+__all__ = ["gluon_text", "text"]
 
 _HEAD = '''"""What space/stated says, printed by sympy as Python; `make golden` prints it again."""
 
@@ -28,16 +28,33 @@ from math import floor
 
 
 def text() -> str:
-    """The whole module."""
-    names = " ".join(symbol.name for symbol in SYMBOLS)
+    """The whole module of the Triton templates' rules."""
+    taken = (formulas.SHARED_MEMORY, formulas.REGISTERS)
+    groups = (inequalities.SHAPE, inequalities.FIT, inequalities.WORTH)
+    return _module((*SYMBOLS, *ESTIMATED), taken, groups)
+
+
+def gluon_text() -> str:
+    """The whole module of the Gluon template's rules."""
+    symbols = (*gluon.SYMBOLS, *gluon.ESTIMATED)
+    taken = (gluon.SHARED_MEMORY, gluon.REGISTERS)
+    return _module(symbols, taken, (gluon.SHAPE, gluon.FIT, gluon.WORTH))
+
+
+def _module(
+    symbols: Sequence[Symbol], taken: Sequence[Basic], groups: Sequence[Sequence[Inequality]]
+) -> str:
+    """symbols: what the functions take, in order; the last two are the estimates."""
+    names = " ".join(symbol.name for symbol in symbols[:-2])
+    shape, fit, worth = ([each.holds for each in group] for group in groups)
     return "\n".join([
         _HEAD,
         f"NAMES = tuple({json.dumps(names)}.split())",
-        *_words("SHAPE", SHAPE), *_words("FIT", FIT), *_words("WORTH", WORTH),
-        *_function("estimates", "float", "Shared memory, registers.", (SHARED_MEMORY, REGISTERS)),
-        *_function("shape", "int", "Which of SHAPE hold.", [each.holds for each in SHAPE]),
-        *_function("fit", "int", "Which of FIT hold.", [each.holds for each in FIT]),
-        *_function("worth", "int", "Which of WORTH hold.", [each.holds for each in WORTH]),
+        *_words("SHAPE", groups[0]), *_words("FIT", groups[1]), *_words("WORTH", groups[2]),
+        *_function(symbols, "estimates", "float", "Shared memory, registers.", taken),
+        *_function(symbols, "shape", "int", "Which of SHAPE hold.", shape),
+        *_function(symbols, "fit", "int", "Which of FIT hold.", fit),
+        *_function(symbols, "worth", "int", "Which of WORTH hold.", worth),
         "",
     ])  # fmt: skip
 
@@ -49,24 +66,26 @@ def _words(name: str, group: Sequence[Inequality]) -> Iterator[str]:
     yield ")"
 
 
-def _function(name: str, kind: str, says: str, values: Sequence[Basic]) -> Iterator[str]:
+def _function(
+    symbols: Sequence[Symbol], name: str, kind: str, says: str, values: Sequence[Basic]
+) -> Iterator[str]:
     """A function of the numbers behind the symbols, in their order."""
     used = {symbol for each in values for symbol in each.free_symbols}
     yield ""
     yield ""
     yield f"def {name}(values: Sequence[int]) -> tuple[{kind}, ...]:"
     yield f'    """{says}"""'
-    yield f"    {', '.join(_taken(used))} = values"
+    yield f"    {', '.join(_taken(symbols, used))} = values"
     yield "    return ("
     for each in values:
         yield f"        {pycode(each, fully_qualified_modules=False)},"
     yield "    )"
 
 
-def _taken(used: set[Symbol]) -> Iterator[str]:
+def _taken(symbols: Sequence[Symbol], used: set[Symbol]) -> Iterator[str]:
     """Names to unpack the numbers into, those that are not used as `_`."""
     left = set(used)
-    for symbol in (*SYMBOLS, *ESTIMATED):
+    for symbol in symbols:
         if not left:
             yield "*_"
             return

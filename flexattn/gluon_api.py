@@ -1,0 +1,12 @@
+"""Gluon's functions by one name each, whatever Triton's release calls them (3.6 to 3.9)."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+__all__ = ["load", "store"]
+
+# Release 3.9 keeps the old names, as functions that raise.
+_RENAMED = hasattr(tma, "async_load")
+load = tma.async_load if _RENAMED else tma.async_copy_global_to_shared
+store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global

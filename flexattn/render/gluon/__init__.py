@@ -1,0 +1,1 @@
+"""Rendering for the warp-specialised Hopper template, whose language is Gluon."""

@@ -1,0 +1,76 @@
+"""The Hopper kernel's arguments: as the Triton kernel's, with descriptors that carry layouts."""
+
+from __future__ import annotations
+
+from flexattn.problem import Structure
+from flexattn.render.arguments import Argument
+from flexattn.render.arguments import arguments as triton_arguments
+from flexattn.render.gluon.tiles import runs_of, tiles_of
+from flexattn.render.triton_ops import signature_type
+from flexattn.space.config import PrefillConfig
+from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
+
+__all__ = ["arguments", "consumer_arguments", "producer_arguments"]
+
+_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmnd")
+_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER")
+_LOCATION = ("num_tiles", "num_units", "Hq", "group")
+
+
+def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order.
+
+    num_units counts the row tiles of all heads; COUNTER, where blocks take them as they come, is
+    one number, 0 before every launch.
+    """
+    like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
+    tiles = tiles_of(structure, config)
+    described = {
+        "Q": (CONSUMER_ROWS, tiles.qk_width),
+        "K": (config.BLOCK_N, tiles.qk_width),
+        "V": (config.BLOCK_N, tiles.v_width),
+        "OUT": (CONSUMER_ROWS, tiles.out_width),
+    }
+    runs = runs_of(structure, config) > 0
+    found: list[Argument] = []
+    for argument in triton_arguments(structure, like):
+        if runs and argument.name.startswith(("KV_", "FULL_")):
+            if argument.name == "KV_NUM":
+                found.append(Argument("RUNS", "*i32", 4))
+            continue
+        if argument.name in described:
+            argument = _descriptor(argument.name, structure.dtype, *described[argument.name])
+        found.append(argument)
+        if argument.name == "num_tiles":
+            found.append(Argument("num_units", "i32"))
+            if config.schedule == "dynamic":
+                found.append(Argument("COUNTER", "*i32", 4))
+    return tuple(found)
+
+
+def consumer_arguments(found: tuple[Argument, ...], noted: bool) -> list[str]:
+    """What the consumers take from the kernel beside descriptors and shared memory.
+
+    noted: the loading warp tells them where their unit lies.
+    """
+    left = (*_STRIDES, *_LISTS, *(("num_", "group") if noted else ()))
+    return [
+        argument.name
+        for argument in found
+        if argument.type[0] != "t" and not argument.name.startswith(left)
+    ]
+
+
+def producer_arguments(found: tuple[Argument, ...]) -> list[str]:
+    """What the loading warp takes from the kernel beside descriptors and shared memory."""
+    taken = (*_LISTS, *_LOCATION, "stride_kb", "q_len", "kv_len")
+    return [argument.name for argument in found if argument.name.startswith(taken)]
+
+
+def _descriptor(name: str, dtype: str, rows: int, width: int) -> Argument:
+    from triton.experimental.gluon import language as gl
+
+    element = signature_type(dtype)
+    shape = [1, 1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, dtype))
+    return Argument(name, f"tensordesc<{element}{shape},{layout!r}>")

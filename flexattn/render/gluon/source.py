@@ -1,0 +1,117 @@
+"""Source of the Hopper kernel: what its template is told of a structure and a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.device import Device
+from flexattn.problem import Structure
+from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
+from flexattn.render.gluon.printer import gluon_text, print_mod, print_score
+from flexattn.render.gluon.tiles import own_output, runs_of, tiles_of
+from flexattn.render.score_printer import PrintedScore
+from flexattn.render.source import (
+    BASE_2,
+    Source,
+    _expressions,
+    _mod_context,
+    _source,
+    _traits,
+)
+from flexattn.render.triton_ops import triton_type
+from flexattn.render.triton_printer import Printed
+from flexattn.space.config import describe
+from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
+
+__all__ = ["render"]
+
+TEMPLATE = "gluon/prefill.py.jinja"
+# A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
+HARDWARE_BARRIERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: int
+    width: int
+
+
+def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
+    """The Hopper prefill kernel of a structure with a config; title goes into its header."""
+    tiles = tiles_of(structure, config)
+    found = arguments(structure, config)
+    traits = _traits(device, structure)
+    score = None if structure.score is None else print_score(structure, traits)
+    mask = None if structure.mask is None else print_mod(structure.mask, traits)
+    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
+    mods = _mod_context([each.lines for each in used], device)
+    mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    sparsity = structure.sparsity
+    runs = runs_of(structure, config)
+    noted = config.schedule != "grid" or sparsity is not None
+    fold_scale = structure.positive_scale if score is None else score.folded
+    settings: dict[str, object] = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "ROWS": CONSUMER_ROWS,
+        "CONSUMERS": config.consumers,
+        "STAGES": config.num_stages,
+        "HEAD_DIM_QK": tiles.qk_padded,
+        "HEAD_DIM_V": tiles.v_width,
+        "V_TYPE": gluon_text(triton_type(structure.dtype)),
+    }
+    if sparsity is not None:
+        settings |= {
+            "SPARSE_Q": sparsity.q_block,
+            "SPARSE_KV": sparsity.kv_block,
+            "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
+        }
+    if score is not None and score.strip:
+        settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if tiles.out_chunks > 1:
+        settings["OUT_WIDTH"] = tiles.out_width
+    if config.order == "sections":
+        settings["SECTION"] = config.section
+    free_v = HARDWARE_BARRIERS - config.num_stages
+    settings |= {
+        "FREE_V": free_v,
+        "FREE_K": free_v - config.num_stages,
+        "FREE_Q": free_v - config.num_stages - 1,
+        "TURN": free_v - config.num_stages - 1 - config.consumers,
+    }
+    context = {
+        **mods,
+        "hoisted": [line for each in used for line in each.hoisted],
+        "score": score,
+        "mask": mask,
+        "constants": (*settings.items(), *BASE_2),
+        "qk_chunks": [_Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)],
+        "out_chunks": tiles.out_chunks,
+        "sparse": sparsity is not None,
+        "has_full": sparsity is not None and sparsity.has_full,
+        "order": config.order,
+        "schedule": config.schedule,
+        "persistent": config.schedule != "grid",
+        "own_output": own_output(structure, config, device),
+        "early_loads": config.early_loads,
+        # Consumers that walk different tiles cannot take turns.
+        "ping_pong": config.ping_pong and runs < 2,
+        "free_threads": 128 * config.consumers + 32,
+        "consumers": config.consumers,
+        "noted": noted,
+        "listed": sparsity is not None and not runs,
+        "runs": runs,
+        "num_stages": config.num_stages,
+        "worker_warps": list(config.worker_warps),
+        "worker_registers": list(config.worker_registers),
+        "rescale_first": tiles.v_width > 128,
+        "fold_scale": fold_scale,
+        "itemsize": structure.itemsize,
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
+        "consumer_arguments": consumer_arguments(found, noted),
+        "producer_arguments": producer_arguments(found),
+    }
+    header = [title, f"config: {describe(config)}", *_expressions(structure)]
+    return _source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")

@@ -1,0 +1,95 @@
+"""Tiles: what the Hopper kernel keeps in shared memory, and how wide its copies are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.device import Device
+from flexattn.problem import Structure
+from flexattn.space.gluon_config import GluonPrefillConfig
+
+__all__ = ["Tiles", "own_output", "runs_of", "shared_memory", "tiles_of"]
+
+# Barriers, and what the compiler keeps for starting the warps.
+_REST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes in elements, head dimensions as shared memory holds them.
+
+    qk_width: head dimensions of one copy of Q or K; a tile is cut into qk_chunks of them where its
+    width is no power of two. v_width: of one copy of V.
+    out_chunks: copies of the output, which leaves through tiles like those of Q.
+    """
+
+    qk_width: int
+    qk_chunks: int
+    v_width: int
+    out_chunks: int
+
+    @property
+    def out_width(self) -> int:
+        """Head dimensions of one copy of the output."""
+        return self.v_width // self.out_chunks
+
+    @property
+    def qk_padded(self) -> int:
+        """Head dimensions of Q and K in shared memory."""
+        return self.qk_width * self.qk_chunks
+
+
+def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
+    """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
+    qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
+    if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
+        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
+    return Tiles(qk, 1, v, 1)
+
+
+def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
+    """How many rows of a mask's blocks one tile of rows may touch; 0 where lists are walked.
+
+    A tile that no block's rows divide still works on runs: each consumer has those of its own.
+    """
+    sparsity = structure.sparsity
+    if sparsity is None or not getattr(sparsity, "runs", False):
+        return 0
+    if sparsity.kv_block % config.BLOCK_N:
+        return 0
+    return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
+
+
+def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
+    """Bytes of shared memory that the kernel needs, barriers and all."""
+    return _loaded(structure, config) + (
+        _output(structure, config) if own_output(structure, config, device) else 0
+    )
+
+
+def own_output(structure: Structure, config: GluonPrefillConfig, device: Device) -> bool:
+    """Whether the output has tiles of its own; else it leaves through those of Q.
+
+    A persistent block then loads the next Q while the last output leaves.
+    """
+    tiles = tiles_of(structure, config)
+    if tiles.qk_width != tiles.out_width:
+        return True
+    if tiles.out_chunks > 1:
+        return False
+    whole = _loaded(structure, config) + _output(structure, config)
+    return config.schedule != "grid" and whole <= device.shared_memory
+
+
+def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
+    tiles = tiles_of(structure, config)
+    keys = config.num_stages * config.BLOCK_N * (tiles.qk_padded + tiles.v_width)
+    return structure.itemsize * (config.BLOCK_M * tiles.qk_padded + keys) + _REST
+
+
+def _output(structure: Structure, config: GluonPrefillConfig) -> int:
+    return structure.itemsize * config.BLOCK_M * tiles_of(structure, config).v_width
+
+
+def _power(value: int) -> int:
+    return max(64, 1 << (value - 1).bit_length())

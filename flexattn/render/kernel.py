@@ -1,0 +1,19 @@
+"""Structure, config -> Source: the template that a config is of renders it."""
+
+from __future__ import annotations
+
+from flexattn.device import Device
+from flexattn.problem import Structure
+from flexattn.render import source
+from flexattn.render.gluon import source as gluon_source
+from flexattn.render.source import Source
+from flexattn.space.config import Config, GluonPrefillConfig
+
+__all__ = ["render"]
+
+
+def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
+    """The kernel of a structure with a config; title goes into its header."""
+    if isinstance(config, GluonPrefillConfig):
+        return gluon_source.render(structure, config, device, title)
+    return source.render(structure, config, device, title)

@@ -1,0 +1,114 @@
+"""The Gluon template's configs on Hopper: where to start, and what a search may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from flexattn.problem import Problem, Structure
+from flexattn.space.gluon_config import (
+    CONSUMER_REGISTERS,
+    GluonOrder,
+    GluonPrefillConfig,
+    Schedule,
+)
+from flexattn.space.terms import loads_diagonals, loads_early, loads_tiles
+from flexattn.space.tiles import suited
+
+__all__ = ["grid", "orders", "preferences", "section_of"]
+
+# Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
+L2_BYTES = 32 * 2**20
+
+
+def config(
+    consumers: int, width: int, stages: int, schedule: Schedule = "grid"
+) -> GluonPrefillConfig:
+    """A config with the registers that its number of consumers leaves each of them."""
+    return GluonPrefillConfig(
+        consumers, width, stages, CONSUMER_REGISTERS[consumers], schedule=schedule
+    )
+
+
+def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
+    """Configs to start from, best first, with tiles cut to the mask's blocks."""
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
+    for each in table:
+        # What is held from before the scores are there takes registers that they need.
+        late = loads_tiles(structure) or loads_diagonals(structure)
+        found = replace(suited(each, structure), early_loads=not late)
+        if structure.sparsity is not None:
+            # A mask makes some tiles longer: the longest start first, and none waits for a block.
+            found = replace(found, schedule="dynamic", order="sections")
+        elif widest <= 64:
+            # Exponentials take as long as products there: one consumer's fill another's.
+            found = replace(found, ping_pong=True)
+        yield found
+
+
+# Widest head dimension, then configs by preference; the last of each leaves registers for mods.
+_PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
+    (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
+    (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
+    (192, (config(2, 128, 2), config(2, 64, 2))),
+    (256, (config(2, 64, 2), config(2, 32, 2))),
+)
+
+
+def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
+    """The preferences, then every combination of the axes, cut to the mask's blocks.
+
+    Some cannot run.
+    """
+    structure = problem.structure
+    yield from preferences(structure)
+    counts, widths, depths = ((2, 3), (64, 128), (2, 3))
+    if every:
+        counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
+    early = (True, False) if loads_early(structure) else (True,)
+    if loads_tiles(structure):
+        early = (False,)
+    for consumers, width, stages in product(counts, widths, depths):
+        tile = suited(config(consumers, width, stages), structure)
+        turns = (False, True) if tile.consumers > 1 else (False,)
+        schedules: tuple[Schedule, ...] = ("grid", "dynamic")
+        if every:
+            schedules = ("grid", "static", "dynamic")
+        for ping_pong, schedule, order, loads in product(
+            turns, schedules, orders(problem, tile, every), early
+        ):
+            found = replace(
+                tile,
+                ping_pong=ping_pong,
+                schedule=schedule,
+                order=order,
+                early_loads=loads,
+            )
+            yield replace(found, section=section_of(problem)) if order == "sections" else found
+
+
+def orders(problem: Problem, tile: GluonPrefillConfig, every: bool) -> tuple[GluonOrder, ...]:
+    """The orders of tiles that differ in what they do to this problem."""
+    if problem.q_len <= tile.BLOCK_M or problem.Hq == 1:
+        return ("last",)
+    masked = problem.structure.sparsity is not None
+    worth: dict[GluonOrder, bool] = {
+        "last": True,
+        "group": problem.Hq > problem.Hkv,
+        "heads": every or masked,
+        "sections": masked and section_of(problem) < problem.B * problem.Hq,
+        "alternate": every and masked,
+    }
+    return tuple(order for order, tried in worth.items() if tried)
+
+
+def section_of(problem: Problem) -> int:
+    """Query heads whose keys and values stay in L2 together, whole groups of them."""
+    structure = problem.structure
+    row = structure.itemsize * (structure.head_dim_qk + structure.head_dim_v)
+    heads = max(1, L2_BYTES // max(1, problem.kv_len * row))
+    # A power of two: lengths that differ by little are served by one kernel.
+    heads = 1 << (heads.bit_length() - 1)
+    return min(problem.B * problem.Hq, heads * (problem.Hq // problem.Hkv))

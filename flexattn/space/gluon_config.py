@@ -1,0 +1,77 @@
+"""GluonPrefillConfig: one variant of the warp-specialised Hopper template, as frozen numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = [
+    "CONSUMER_REGISTERS",
+    "CONSUMER_ROWS",
+    "GLUON_ORDERS",
+    "SCHEDULES",
+    "WARPS",
+    "GluonOrder",
+    "GluonPrefillConfig",
+    "Schedule",
+]
+
+GluonOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
+Schedule = Literal["grid", "static", "dynamic"]
+GLUON_ORDERS: tuple[GluonOrder, ...] = get_args(GluonOrder)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+# A consumer is a warpgroup, one wgmma of which multiplies 64 rows.
+CONSUMER_ROWS, WARPS = 64, 4
+# Registers of a consumer's thread, and what is left for a thread of the loading warpgroup: an SM
+# has 512 for one thread of every warpgroup, and hands them out eight at a time.
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+_PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+
+
+@dataclass(frozen=True, slots=True)
+class GluonPrefillConfig:
+    """Consumer warpgroups of 64 query rows each walk the keys BLOCK_N at a time; one warp loads.
+
+    num_stages: tiles of K, and of V, that are held at once. registers: of a consumer's thread.
+    ping_pong: the consumers take turns on the tensor cores. schedule: "grid", a block a tile of
+    rows; "static" and "dynamic", one block an SM, which takes the tiles that are its turn, or the
+    next that is left. order: as in PrefillConfig; "sections": `section` heads at a time, their
+    last rows first, so that the keys of a section stay in L2; "alternate": as "last", every other
+    head the other way round. early_loads: as in PrefillConfig.
+    """
+
+    consumers: int
+    BLOCK_N: int
+    num_stages: int
+    registers: int
+    ping_pong: bool = False
+    schedule: Schedule = "grid"
+    order: GluonOrder = "last"
+    section: int = 8
+    early_loads: bool = True
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Query rows of one tile."""
+        return CONSUMER_ROWS * self.consumers
+
+    @property
+    def num_warps(self) -> int:
+        """Warps that the device starts: the loading one takes a warpgroup of its own."""
+        return WARPS * (self.consumers + 1)
+
+    @property
+    def worker_warps(self) -> tuple[int, ...]:
+        """Warps of the programs beside the first consumer's, last the one that loads."""
+        return (*(WARPS for _ in range(self.consumers - 1)), 1)
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a thread of the loading warpgroup."""
+        return _PRODUCER_REGISTERS.get(self.consumers, 24)
+
+    @property
+    def worker_registers(self) -> tuple[int, ...]:
+        """Registers of a thread of each of them."""
+        return (*(self.registers for _ in self.worker_warps[1:]), self.producer_registers)

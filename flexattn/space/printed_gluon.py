@@ -1,0 +1,81 @@
+"""What space/stated says, printed by sympy as Python; `make golden` prints it again."""
+
+# fmt: off
+# ruff: noqa
+
+from collections.abc import Sequence
+from math import floor
+
+NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
+SHAPE = (
+    ("consumers", "consumers={consumers} is not between 1 and 3"),
+    ("power of two", "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256"),
+    ("stages", "num_stages={num_stages} is not between 1 and 8"),
+    ("register split", "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves {producer_registers} of 512 for the loading warps of {consumers} consumers"),
+    ("ping pong", "ping_pong: one consumer has nobody to take turns with"),
+    ("barriers", "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more"),
+    ("order", "the order or the schedule of {config} is none of those there are"),
+)
+FIT = (
+    ("arch", "{arch} has no wgmma: the Gluon template is Hopper's"),
+    ("prefill", "the Gluon template is for prefill"),
+    ("dtype", "the Gluon template multiplies float16 and bfloat16"),
+    ("head dimension", "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256"),
+    ("head dimension", "head dimension {v_dim} is not one of 64, 96, 128, 256"),
+    ("tma", "q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
+    ("mask block", "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}"),
+    ("mask block", "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}"),
+    ("shared memory", "shared memory: about {shared_memory} bytes, {device} has {shared_limit}"),
+    ("registers", "registers: about {registers} a thread, a consumer has {consumer_registers}"),
+)
+WORTH = (
+    ("no overlap", "no overlap: {num_stages} stage of K and V"),
+)
+
+
+def estimates(values: Sequence[int]) -> tuple[float, ...]:
+    """Shared memory, registers."""
+    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, loads_keys, loads_tile, _, shared_limit, *_ = values
+    return (
+        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
+        ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
+    )
+
+
+def shape(values: Sequence[int]) -> tuple[int, ...]:
+    """Which of SHAPE hold."""
+    consumers, BLOCK_N, num_stages, consumer_registers, producer_registers, ping_pong, _, known_words, section, *_ = values
+    return (
+        (consumers >= 1) and (consumers <= 3),
+        (256 % max(1, BLOCK_N) == 0) and (BLOCK_N >= 16) and (BLOCK_N <= 256),
+        (num_stages >= 1) and (num_stages <= 8),
+        (consumer_registers % 8 == 0) and (consumer_registers >= 24) and (consumer_registers <= 240) and (consumer_registers*consumers + producer_registers <= 512),
+        (consumers >= 2) or not ping_pong,
+        (consumers*((2) if ping_pong else (1)) + 2*num_stages + 1 <= 14),
+        known_words and (section >= 1),
+    )
+
+
+def fit(values: Sequence[int]) -> tuple[int, ...]:
+    """Which of FIT hold."""
+    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, half, qk_dim, v_dim, _, _, mask_rows, mask_keys, runs, decodes, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
+    return (
+        has_wgmma,
+        not decodes,
+        half,
+        (qk_dim == 64) or (qk_dim == 96) or (qk_dim == 128) or (qk_dim == 192) or (qk_dim == 256),
+        (v_dim == 64) or (v_dim == 96) or (v_dim == 128) or (v_dim == 256),
+        dense_layout,
+        runs and ((mask_rows == 0) or (mask_rows % 64 == 0)) or (mask_rows == 0) or (mask_rows % max(1, 64*consumers) == 0),
+        (mask_keys == 0) or (mask_keys % max(1, BLOCK_N) == 0),
+        (shared_memory <= shared_limit),
+        (registers <= consumer_registers),
+    )
+
+
+def worth(values: Sequence[int]) -> tuple[int, ...]:
+    """Which of WORTH hold."""
+    _, _, num_stages, *_ = values
+    return (
+        (num_stages >= 2),
+    )

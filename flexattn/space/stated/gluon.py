@@ -1,0 +1,178 @@
+"""The Gluon template's feasibility on Hopper: what it takes, and inequalities, in sympy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympy import And, Eq, Expr, Max, Mod, Not, Or, Piecewise, Symbol, floor, symbols
+
+from flexattn.space.stated.inequalities import Inequality
+
+__all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
+
+# A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
+CONFIG = (
+    consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
+    ping_pong, persistent, known_words, section,
+) = symbols(
+    "consumers BLOCK_N num_stages consumer_registers producer_registers "
+    "ping_pong persistent known_words section"
+)  # fmt: skip
+# A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
+# for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
+# runs: the mask keeps one run of blocks in each row of them.
+PROBLEM = (
+    half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
+    decodes, loads_keys, loads_tile, dense_layout,
+) = symbols(
+    "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
+    "decodes loads_keys loads_tile dense_layout"
+)  # fmt: skip
+DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
+
+SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
+# What a config takes, as the formulas below have it: the last two symbols of every function.
+ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
+
+ROWS, THREADS, ITEMSIZE = 64, 128, 2
+# The barriers, and what the compiler keeps for starting the warps.
+SHARED_SLACK = 1024
+# Addresses, loop state, row statistics, and what the mods hold.
+REGISTER_SLACK, GATHER_REGISTERS, LISTS_REGISTERS = 28, 40, 16
+# Registers of an SM for one thread of every warpgroup.
+SM_THREAD_REGISTERS = 512
+# Of the 16 of a block, what synchronises its own programs is not ours.
+NAMED_BARRIERS = 14
+QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
+
+
+def _shared_memory() -> Expr:
+    """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
+
+    A persistent block loads its next Q while an output leaves, if there is room.
+    """
+    q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
+    keys = num_stages * BLOCK_N * (qk_padded + v_padded)
+    # What a mod reads for keys or diagonals passes through shared memory to those who use it.
+    read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
+    shared = ITEMSIZE * (q_tile + keys) + read + SHARED_SLACK
+    apart = shared + ITEMSIZE * out_tile
+    # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
+    parts = Eq(qk_padded, 192)
+    through_q = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    two_parts = And(parts, Eq(v_padded, 128))
+    early = And(persistent, apart <= shared_limit, Not(two_parts))
+    return Piecewise((apart, Or(Not(through_q), early)), (shared, True))
+
+
+def _registers() -> Expr:
+    """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
+
+    Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
+    """
+    scores = ROWS * BLOCK_N / THREADS
+    made = ROWS * v_padded / THREADS + scores + scores / 2
+    lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
+    gathered = Piecewise(
+        (floor(scores) + 8, loads_tile),
+        (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
+        (0, True),
+    )
+    return floor(made) + REGISTER_SLACK + gathered
+
+
+SHARED_MEMORY = _shared_memory()
+REGISTERS = _registers()
+
+
+def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
+    words = f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}"
+    return Inequality("head dimension", Or(*(Eq(size, each) for each in among)), words)
+
+
+def _divides(tile: Any, block: Any) -> Any:
+    return Or(Eq(block, 0), Eq(Mod(block, Max(tile, 1)), 0))
+
+
+# Those of the numbers alone: the others are asked where these hold.
+SHAPE: tuple[Inequality, ...] = (
+    Inequality(
+        "consumers",
+        And(consumers >= 1, consumers <= 3),
+        "consumers={consumers} is not between 1 and 3",
+    ),
+    Inequality(
+        "power of two",
+        And(BLOCK_N >= 16, BLOCK_N <= 256, Eq(Mod(256, Max(BLOCK_N, 1)), 0)),
+        "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256",
+    ),
+    Inequality(
+        "stages",
+        And(num_stages >= 1, num_stages <= 8),
+        "num_stages={num_stages} is not between 1 and 8",
+    ),
+    Inequality(
+        "register split",
+        And(
+            consumer_registers >= 24,
+            consumer_registers <= 240,
+            Eq(Mod(consumer_registers, 8), 0),
+            consumers * consumer_registers + producer_registers <= SM_THREAD_REGISTERS,
+        ),
+        "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves "
+        "{producer_registers} of 512 for the loading warps of {consumers} consumers",
+    ),
+    Inequality(
+        "ping pong",
+        Or(Not(ping_pong), consumers >= 2),
+        "ping_pong: one consumer has nobody to take turns with",
+    ),
+    Inequality(
+        "barriers",
+        2 * num_stages + 1 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
+    ),
+    Inequality(
+        "order",
+        And(known_words, section >= 1),
+        "the order or the schedule of {config} is none of those there are",
+    ),
+)
+FIT: tuple[Inequality, ...] = (
+    Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
+    Inequality("prefill", Not(decodes), "the Gluon template is for prefill"),
+    Inequality("dtype", half, "the Gluon template multiplies float16 and bfloat16"),
+    _one_of(qk_dim, QK_DIMS),
+    _one_of(v_dim, V_DIMS),
+    Inequality(
+        "tma",
+        dense_layout,
+        "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+    ),
+    # Along a run each consumer may have a row of blocks of its own.
+    Inequality(
+        "mask block",
+        Or(_divides(ROWS * consumers, mask_rows), And(runs, _divides(ROWS, mask_rows))),
+        "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}",
+    ),
+    Inequality(
+        "mask block",
+        _divides(BLOCK_N, mask_keys),
+        "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
+    ),
+    Inequality(
+        "shared memory",
+        shared_memory <= shared_limit,
+        "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+    ),
+    Inequality(
+        "registers",
+        registers <= consumer_registers,
+        "registers: about {registers} a thread, a consumer has {consumer_registers}",
+    ),
+)
+# What can run, and is offered to an exhaustive search alone.
+WORTH: tuple[Inequality, ...] = (
+    # Nothing is loaded while the one tile of keys is in use.
+    Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
+)

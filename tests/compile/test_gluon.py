@@ -1,0 +1,92 @@
+"""The Gluon template compiles for Hopper with no device, on the oldest Triton and the newest."""
+
+import pytest
+import torch
+
+from flexattn.binary import binary_of
+from flexattn.build import compile_source
+from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
+from flexattn.cuda_launch import RANK
+from flexattn.device import named
+from flexattn.errors import ConfigError
+from flexattn.render.kernel import render
+from flexattn.resources import resources
+from flexattn.space.config import GluonPrefillConfig, describe
+from flexattn.space.defaults import default, preferences
+from flexattn.space.estimates import estimates
+from flexattn.space.rules import reasons
+from flexattn.space.triton import space
+from tests.problems import problem
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+
+H200 = named("nvidia-h200")
+SIZES = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
+RELATIVE = relative_bias(torch.zeros(32, 8192, dtype=torch.bfloat16), 4096)
+MODS = {
+    "noop": {},
+    "causal": {"mask_mod": causal, "runs": True},
+    "lists": {"mask_mod": causal},
+    "window_softcap": {"score_mod": softcap(50.0), "mask_mod": sliding_window(1000), "runs": True},
+    "alibi_causal": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
+    "relative_causal": {"score_mod": RELATIVE, "mask_mod": causal, "runs": True},
+    "relative_lists": {"score_mod": RELATIVE, "mask_mod": causal},
+}
+
+
+def wrong(problem, config):
+    """What is wrong with a config's kernel; "" where it is as it should be.
+
+    A few words kept on the stack from tile to tile are ptxas' choice: what starves a loop is not.
+    """
+    source = render(problem.structure, config, H200, "test")
+    compiled = compile_source(source, H200)
+    taken = resources(compiled, H200)
+    binary = binary_of(compiled, H200.arch)
+    split = {config.registers, config.producer_registers}
+    estimate, _ = estimates(config, problem.structure, H200)
+    faults = {
+        "spills": taken.starved,
+        "wgmma waits": taken.serialised,
+        "no wgmma": not taken.matrix_instructions,
+        "register split": not split <= set(taken.register_split),
+        "shared memory": not taken.shared <= min(estimate, H200.shared_memory),
+        "warps": binary.num_warps != config.num_warps,
+        "parameters": binary.parameters != len(source.arguments) + 8 * RANK + 2,
+        "descriptors": len(binary.maps) != 4,
+    }
+    found = [name for name, is_so in faults.items() if is_so]
+    return f"{describe(config)}: {', '.join(found)}: {taken}, {estimate} bytes" if found else ""
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize(("D", "Dv"), SIZES)
+def test_default_config(D, Dv, mods):
+    wanted = problem("prefill", D, Dv, **MODS[mods])
+    assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_both_dtypes(dtype):
+    wanted = problem("prefill", 128, dtype=dtype)
+    assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("mods", ["noop", "window_softcap"])
+@pytest.mark.parametrize(("D", "Dv"), SIZES)
+def test_every_config_offered(D, Dv, mods):
+    wanted = problem("prefill", D, Dv, **MODS[mods])
+    gluon = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
+    assert gluon
+    faults = list(filter(None, (wrong(wanted, config) for config in gluon)))
+    assert not faults, "\n".join(faults)
+
+
+def test_a_preference_that_cannot_run_is_refused_before_it_is_compiled():
+    wanted = problem("prefill", 512)
+    assert all(
+        reasons(each, wanted.structure, H200) for each in preferences(wanted, H200, "gluon")
+    )
+    with pytest.raises(ConfigError, match="Gluon prefill"):
+        default(wanted, H200, "gluon")

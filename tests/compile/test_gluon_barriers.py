@@ -1,0 +1,46 @@
+"""The Hopper template counts hardware barriers down from 15, the compiler takes them from 0."""
+
+import re
+
+import pytest
+
+from flexattn.build import compile_source
+from flexattn.catalogue import alibi, causal
+from flexattn.device import named
+from flexattn.render.kernel import render
+from flexattn.space.config import GluonPrefillConfig
+from tests.problems import problem
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+
+H200 = named("nvidia-h200")
+MOST = GluonPrefillConfig(3, 64, 3, 160, ping_pong=True, schedule="static", order="heads")
+LISTED = GluonPrefillConfig(2, 128, 2, 240, schedule="dynamic", order="sections")
+
+
+def lowest(text):
+    """The lowest barrier that the template gave to a tile, to Q or to a consumer's turn."""
+    given = re.findall(r"(?m)^(?:FREE_\w+|TURN) = gl\.constexpr\((\d+)\)$", text)
+    return min(map(int, given))
+
+
+@pytest.mark.parametrize(
+    ("config", "mods"),
+    [(MOST, {}), (LISTED, {"score_mod": alibi(32, "cpu"), "mask_mod": causal})],
+)
+def test_compiler_and_template_take_different_barriers(config, mods):
+    source = render(problem("prefill", 64, **mods).structure, config, H200, "test")
+    ptx = compile_source(source, H200).asm["ptx"]
+    taken = set(map(int, re.findall(r"\bbar(?:rier)?(?:\.cta)?\.sync(?:\.\w+)*\s+(\d+)", ptx)))
+    # The first consumer's, the one that starts the warps, and one of each further program.
+    assert {0, 1} <= taken and max(taken) < lowest(source.text), (taken, lowest(source.text))
+
+
+def test_release_waits_for_nobody():
+    """Consumers give tiles back without a barrier of their warpgroup: bar.arrive, not mbarrier."""
+    source = render(
+        problem("prefill", 128).structure, GluonPrefillConfig(2, 128, 2, 240), H200, ""
+    )
+    ptx = compile_source(source, H200).asm["ptx"]
+    assert ptx.count("bar.arrive") >= 2 * 3
+    assert "mbarrier.arrive.shared" not in ptx

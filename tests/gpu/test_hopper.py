@@ -1,0 +1,254 @@
+"""The Gluon template on a Hopper GPU: the catalogue, every config, bits that stay, refusals."""
+
+from dataclasses import fields, replace
+from itertools import combinations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks
+
+import flexattn
+from flexattn.attention import make_call
+from flexattn.build import builder
+from flexattn.catalogue import CASES, alibi, causal, document, sliding_window, softcap
+from flexattn.device import detect
+from flexattn.dispatch import dispatcher
+from flexattn.errors import ConfigError
+from flexattn.launch import prepare
+from flexattn.options import Options
+from flexattn.plan import plan
+from flexattn.reference import Reference
+from flexattn.space.config import GluonPrefillConfig, language_of
+from flexattn.space.triton import space
+from tests.support import (
+    DTYPES,
+    PREFILL,
+    assert_accurate,
+    assert_judged,
+    block_mask,
+    heads_inside,
+    inputs,
+    run,
+    spaced,
+)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+]
+GLUON = {"BACKEND": "GLUON"}
+FP16 = ("noop", "causal", "softcap_50", "relative_bias", "random_blocks_empty_rows", "nested")
+
+
+def tensors(*sizes, dtype=torch.bfloat16, **more):
+    return inputs(*sizes, dtype=dtype, device="cuda", **more)
+
+
+def offered(problem):
+    """The Gluon configs that the space offers."""
+    found = space(problem, detect(torch.device("cuda", 0)))
+    return [each for each in found if isinstance(each, GluonPrefillConfig)]
+
+
+def covering(configs):
+    """Some of them, in which every pair of values of two fields occurs that occurs in all."""
+    seen = set()
+    for config in configs:
+        values = [(field.name, getattr(config, field.name)) for field in fields(config)]
+        pairs = set(combinations(values, 2))
+        if pairs - seen:
+            seen |= pairs
+            yield config
+
+
+def prepared(q, k, v, score_mod=None, mask=None):
+    """A call of all statistics, and what it would launch as it stands."""
+    aux = torch.nn.attention.flex_attention.AuxRequest(lse=True, max_scores=True)
+    call = make_call(q, k, v, score_mod, mask, None, True, False, GLUON, aux)
+    return plan(call)
+
+
+def run_with(made, config):
+    """The same call with a config of one's own."""
+    call, launch = made.call, made.launch
+    launch = prepare(
+        launch.problem, launch.choice.device, call.q.device, dispatcher(), Options(exact=config),
+        call.q, call.k, call.v, made.lists,
+    )  # fmt: skip
+    return Reference(*made._replace(launch=launch).run())
+
+
+@pytest.mark.parametrize(
+    ("entry", "dtype"),
+    [(case, "bf16") for case in CASES] + [(case, "fp16") for case in CASES if case.name in FP16],
+    ids=str,
+)
+def test_every_case(entry, dtype):
+    B, Hq, Hkv, L, S, D = 2, 8, 2, 611, 747, 128
+    built = entry.make(B, Hq, Hkv, L, S, device="cuda", dtype=DTYPES[dtype])
+    q, k, v = tensors(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype])
+    mask = block_mask(built.mask_mod, q, k)
+    call = {"score_mod": built.score_mod, "block_mask": mask, "kernel_options": GLUON}
+    assert language_of(flexattn.explain(q, k, v, enable_gqa=True, **call).config) == "gluon"
+    assert_accurate(q, k, v, **call)
+
+
+@pytest.mark.parametrize("mod", ["noop", "causal", "softcap"])
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 128), (128, 64)]
+)
+def test_head_dimensions(D, Dv, mod):
+    q, k, v = tensors(1, 6, 2, 301, 419, D, Dv)
+    mask = None if mod == "noop" else block_mask(causal, q, k)
+    score_mod = softcap(50.0) if mod == "softcap" else None
+    assert_accurate(q, k, v, score_mod=score_mod, block_mask=mask, kernel_options=GLUON)
+
+
+@pytest.mark.parametrize("mod", ["noop", "causal"])
+def test_every_length_from_1_to_300(mod):
+    """One kernel serves them all: a new length compiles nothing."""
+    compiled = None
+    for length in range(1, 301):
+        q, k, v = tensors(1, 4, 2, length, length, 64)
+        mask = block_mask(causal, q, k) if mod == "causal" else None
+        assert_accurate(q, k, v, block_mask=mask, kernel_options=GLUON)
+        compiled = compiled or builder().compiled
+        assert builder().compiled == compiled, length
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (17, 4099), (4099, 17), (129, 128), (64, 1)], ids=str)
+def test_lengths_far_apart(lengths):
+    q, k, v = tensors(2, 6, 3, *lengths, 128)
+    for mask_mod in (None, causal, sliding_window(100)):
+        mask = block_mask(mask_mod, q, k)
+        assert_accurate(q, k, v, block_mask=mask, kernel_options=GLUON)
+
+
+def first_keys_masked(b, h, q_idx, kv_idx):
+    return (kv_idx >= 300) & (q_idx >= 200)
+
+
+@pytest.mark.parametrize("score", ["none", "infinite"])
+def test_rows_without_a_key(score):
+    """The first blocks of a row fully masked, rows with no key, and scores of -inf."""
+    q, k, v = tensors(1, 4, 2, 611, 747, 128)
+
+    def nothing_before_400(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx >= 400, score, -float("inf"))
+
+    score_mod = nothing_before_400 if score == "infinite" else None
+    mask = block_mask(first_keys_masked, q, k)
+    got = assert_accurate(q, k, v, score_mod=score_mod, block_mask=mask, kernel_options=GLUON)
+    assert (got.out[:, :, :200] == 0).all() and (got.lse[:, :, :200] == -torch.inf).all()
+    # Blocks that the lists call full hold no finite score for any row.
+    mask = block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, q, k)
+    assert_accurate(q, k, v, score_mod=score_mod, block_mask=mask, kernel_options=GLUON)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_groups_and_shared_batches(group):
+    q, k, v = tensors(3, 2 * group, 2, 211, 345, 64, Bkv=1)
+    for mask_mod in (None, causal):
+        mask = block_mask(mask_mod, q, k)
+        assert_accurate(q, k, v, block_mask=mask, kernel_options=GLUON)
+
+
+MODS = {
+    "noop": (None, None),
+    "causal": (None, causal),
+    "window": (softcap(30.0), sliding_window(200)),
+}
+
+
+@pytest.mark.parametrize(
+    ("D", "mods"),
+    [
+        (64, "noop"),
+        (64, "window"),
+        (128, "noop"),
+        (128, "causal"),
+        (128, "window"),
+        (256, "causal"),
+    ],
+)
+def test_configs_offered(D, mods):
+    """Tiles, schedules, orders and turns: more tiles than the device has SMs, at odd lengths."""
+    score_mod, mask_mod = MODS[mods]
+    q, k, v = tensors(2, 16, 4, 1611, 1347, D)
+    mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+    made = prepared(q, k, v, score_mod, mask)
+    configs = offered(made.launch.problem)
+    assert configs
+    for config in covering(configs):
+        got = run_with(made, config)
+        assert_judged(got, q, k, v, score_mod=score_mod, block_mask=mask)
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_bits_stay_from_run_to_run(D, mods):
+    """Races between the copies, the consumers and the next tile show as other bits."""
+    score_mod, mask_mod = MODS[mods]
+    q, k, v = tensors(2, 16, 4, 3011, 2747, D)
+    mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+    made = prepared(q, k, v, score_mod, mask)
+    first = offered(made.launch.problem)[0]
+    turns = first.consumers > 1
+    for config in (
+        first,
+        replace(first, schedule="static"),
+        replace(first, schedule="static", ping_pong=turns),
+        replace(first, schedule="dynamic"),
+    ):
+        wanted = run_with(made, config)
+        for _ in range(50):
+            got = run_with(made, config)
+            assert all(map(torch.equal, got, wanted)), config
+
+
+def test_documents_of_odd_lengths():
+    ids = torch.arange(7, device="cuda").repeat_interleave(
+        torch.tensor([11, 177, 64, 248, 129, 150, 24], device="cuda")
+    )
+    length = len(ids)
+    q, k, v = tensors(1, 8, 8, length, length, 128)
+    mask = block_mask(and_masks(document(ids), causal), q, k)
+    assert_accurate(q, k, v, score_mod=alibi(8, "cuda"), block_mask=mask, kernel_options=GLUON)
+
+
+def test_strides_that_the_copy_engine_takes_and_others():
+    q, k, v = tensors(2, 4, 2, 205, 345, 64)
+    inside = [heads_inside(x) for x in (q, k, v)]
+    assert_accurate(*inside, kernel_options=GLUON)
+    with pytest.raises(ConfigError, match="inner stride 1"):
+        run(*(spaced(x) for x in (q, k, v)), kernel_options=GLUON)
+    found = flexattn.explain(*(spaced(x) for x in (q, k, v)), enable_gqa=True)
+    assert found.language == "triton" and "inner stride 1" in found.language_why
+
+
+def test_triton_is_forced_as_documented():
+    q, k, v = tensors(1, 4, 2, 611, 747, 128)
+    for options, language in ((PREFILL, "triton"), (GLUON, "gluon")):
+        found = flexattn.explain(q, k, v, enable_gqa=True, kernel_options=options)
+        assert language_of(found.config) == found.language == language
+        assert found.language_why == "forced by kernel_options"
+
+
+def test_a_graph_replays_with_inputs_that_change_in_place():
+    q, k, v = tensors(2, 8, 2, 611, 747, 128)
+    mask = block_mask(causal, q, k)
+    call = {"block_mask": mask, "kernel_options": GLUON}
+    side = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(side):
+        run(q, k, v, **call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        got = run(q, k, v, **call)
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_judged(got, q, k, v, block_mask=mask)
