@@ -191,6 +191,8 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "SPARSE_KV": kv_block,
         "BLOCK_M": tile_m,
         "BLOCK_N": tile_n,
+        "PARTS_M": -(-q_block // tile_m),
+        "PARTS_N": -(-kv_block // tile_n),
         "TILES": STRIP,
     }
     context = {
