@@ -69,12 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(found: Mapping[str, Mapping[str, Any]], device: str) -> str:
     """First call, median and slowest call in ms, the result and the peak beyond it in MB."""
-    head = ["mask", "first ms", "median ms", "slowest ms", "limit ms", "result MB", "beyond MB"]
+    head = [
+        "mask",
+        "first ms",
+        "of it Triton's start",
+        "median ms",
+        "slowest ms",
+        "limit ms",
+        "result MB",
+        "beyond MB",
+    ]
     lines = [[*head, "partial", "full"], ["---"] * (len(head) + 2)]
     for row in ROWS:
         if row.name in found:
             each = found[row.name]
-            ms = [each["first"], statistics.median(each["seconds"]), max(each["seconds"])]
+            ms = [each["first"], each["compiler"]]
+            ms += [statistics.median(each["seconds"]), max(each["seconds"])]
             cells = [f"{1e3 * seconds:.2f}" for seconds in ms] + [f"{_limit(row, device):g}"]
             cells += [f"{each[name] / 1e6:.1f}" for name in ("result", "beyond")]
             lines.append([row.name, *cells, str(each["partial"]), str(each["full"])])

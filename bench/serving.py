@@ -19,7 +19,7 @@ from bench.peers import OURS, Refusal
 from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
 from bench.serving_inputs import judge_requests, make_served
-from bench.serving_peers import SERVING_PEERS, ServingPeer, served_with
+from bench.serving_peers import SERVING_PEERS, ServingPeer, searched, served_with
 from bench.serving_rows import ServingRow, serving_rows
 from bench.table import markdown
 from flexattn.errors import InputError
@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     method = replace(METHOD, rounds=args.rounds, min_ms=args.min_ms)
     report = Report("decode", method.facts(), (describe(),), ())
     for row in rows:
-        found = run_row(row, peers, method)
+        found = run_row(row, peers, method, args.search)
         report = replace(report, rows=(*report.rows, found))
-        times = [f"{name} {s.median:.1f}" for name, s in found.samples.items() if not s.failure]
+        ordered = sorted(found.samples.items(), key=lambda each: each[1].median)
+        times = [f"{name} {s.median:.1f}" for name, s in ordered if not s.failure][:12]
         print(f"{row.name}: {', '.join(times)} us", flush=True)
         if args.out:
             save(report, args.out)
@@ -58,9 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(OURS not in row.samples or not row.samples[OURS].us for row in report.rows))
 
 
-def run_row(row: ServingRow, peers: Mapping[str, ServingPeer], method: Method) -> RowResult:
-    """Gate ours, then time everyone in one interleaved race; a red variant is not timed."""
+def run_row(
+    row: ServingRow, peers: Mapping[str, ServingPeer], method: Method, search: int = 0
+) -> RowResult:
+    """Gate ours, then time everyone in one interleaved race; a red variant is not timed.
+
+    search: so many other configs of ours are in the race.
+    """
     x = make_served(row, method.device)
+    peers = {**peers, **(searched(x, search) if search else {})}
     calls: dict[str, Callable[[], Tensor]] = {}
     gates: dict[str, Gate] = {}
     refused: dict[str, str] = {}
@@ -123,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--peers", default="", help=f"out of {', '.join(SERVING_PEERS)}; default: all")
     more = "one more variant of ours with these fields of its config; may be repeated"
     add("--config", action="append", default=[], metavar="FIELD=VALUE,…", help=more)
+    add("--search", type=int, default=0, metavar="N", help="race N other configs of ours as well")
     add("--rounds", type=int, default=METHOD.rounds, help="samples of each candidate")
     add("--min-ms", type=float, default=METHOD.min_ms, help="least time of one sample")
     add("--out", type=Path, metavar="FILE.json", help="write the results, after each row")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,9 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
+from flexattn.device import detect
 from flexattn.serving import CascadePlan, DecodePlan
+from flexattn.space.serving import space
 
-__all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "served_with"]
+__all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
 
 EMPTY = "empty kernel"
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
@@ -26,24 +29,11 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
 
     def build(x: Served) -> Callable[[], Tensor]:
         row = x.row
-        common: dict[str, Any] = {
-            "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
-            "device": x.q.device, "page_size": row.page, "kv_dtype": x.k.dtype,
-            "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": x.scales is not None,
-            "batch": len(row.lens),
-        }  # fmt: skip
         if row.variant == "cascade":
-            return _cascade(x, common, changes)
-
-        def plan(**more: Any) -> DecodePlan:
-            return DecodePlan(
-                kv_len=max(row.lens), sinks=x.sinks is not None,
-                shared_kv=row.variant == "mla", **common, **more,
-            )  # fmt: skip
-
-        found = plan()
+            return _cascade(x, changes)
+        found = _plan(x)
         if changes:
-            found = plan(config=replace(found.config, **changes))
+            found = _plan(x, config=replace(found.config, **changes))
         cache = x.k if row.variant == "mla" else (x.k, x.v)
         call = {
             "seq_lens": x.lens, "block_table": x.table, "sinks": x.sinks, "k_scale": x.scales,
@@ -54,16 +44,46 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
     return build
 
 
-def _cascade(
-    x: Served, common: dict[str, Any], changes: Mapping[str, Any]
-) -> Callable[[], Tensor]:
+def searched(x: Served, count: int) -> dict[str, ServingPeer]:
+    """So many configs of the space, chosen at random, each as one more variant of ours."""
+    if x.row.variant == "cascade":
+        return {}
+    plan = _plan(x)
+    configs = space(plan.form, detect(x.q.device))[1:]
+    chosen = random.Random(0).sample(configs, min(count, len(configs)))
+    return {
+        f"{OURS} " + ",".join(f"{k}={v}" for k, v in asdict(each).items()): served_with(
+            asdict(each)
+        )
+        for each in chosen
+    }
+
+
+def _common(x: Served) -> dict[str, Any]:
+    row = x.row
+    return {
+        "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
+        "device": x.q.device, "page_size": row.page, "kv_dtype": x.k.dtype,
+        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": x.scales is not None,
+        "batch": len(row.lens),
+    }  # fmt: skip
+
+
+def _plan(x: Served, **more: Any) -> DecodePlan:
+    return DecodePlan(
+        kv_len=max(x.row.lens), sinks=x.sinks is not None, shared_kv=x.row.variant == "mla",
+        **_common(x), **more,
+    )  # fmt: skip
+
+
+def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
     row = x.row
     assert x.table is not None
     pages = row.shared // row.page
 
     def plan(**more: Any) -> CascadePlan:
         own = max(row.lens) - row.shared
-        return CascadePlan(prefix_len=row.shared, own_len=own, **common, **more)
+        return CascadePlan(prefix_len=row.shared, own_len=own, **_common(x), **more)
 
     found = plan()
     if changes:

@@ -72,7 +72,11 @@ def tune(
         bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Tune what has a record already too.")
+        bool,
+        typer.Option(
+            "--again",
+            help="Tune what has a record already too; in --storage, what was finished.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

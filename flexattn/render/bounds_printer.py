@@ -9,7 +9,8 @@ from flexattn.mods.algebra import Bounds, Table, TableUse
 from flexattn.mods.algebra.lower import CORNERS
 from flexattn.mods.bounds import Range, all_bounds
 from flexattn.mods.expr import Expr, walk
-from flexattn.render.triton_ops import INFIX
+from flexattn.mods.ops import is_float
+from flexattn.render.triton_ops import INFIX, literal, triton_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 
 __all__ = ["PrintedBounds", "print_bounds", "table_names", "table_values"]
@@ -21,7 +22,10 @@ _FUNCTIONS = {
     "maximum": "tl.maximum({0}, {1})",
     "where": "tl.where({0}, {1}, {2})",
     "not": "({0} == 0)",
+    **{name: f"tl.{name}({{0}})" for name in "floor ceil sqrt exp exp2 log log2".split()},
 }
+# The hardware's drop a NaN, of which nothing may be concluded.
+_NAN = ", propagate_nan=tl.PropagateNan.ALL)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ def print_bounds(mod: Mod, bounds: Bounds) -> PrintedBounds:
         if node.op == "var":
             name = str(node.value)
             names[node] = f"{name}_at" if name in ("b", "h") else name
-        elif node.op == "const" and node.dtype != "bool":
+        elif node.op == "const" and node.dtype == "int64":
             names[node] = str(node.value)
         else:
             text = _text(node, args, mod, bounds, known)
@@ -81,9 +85,11 @@ def _text(
     node: Expr, args: list[str], mod: Mod, bounds: Bounds, known: dict[Expr, Range | None]
 ) -> str:
     if node.op == "const":
-        return f"tl.full([1], {bool(node.value)}, tl.int1)"
+        return f"tl.full([1], {literal(node.value, node.dtype)}, {triton_type(node.dtype)})"
     if node.op == "scalar":
-        number = f"(zero + tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.int64))"
+        kind = "float64" if is_float(node.dtype) else "int64"
+        number = f"tl.cast({scalar_name(mod.kind, int(node.value or 0))}, tl.{kind})"
+        number = f"(zero.to(tl.{kind}) + {number})"
         return f"({number} != 0)" if node.dtype == "bool" else number
     if node.op == "size":
         slot, dim = map(int, str(node.value).split("."))
@@ -91,16 +97,22 @@ def _text(
         return f"zero + {sizes[dim]}"
     if node.op in ("table_min", "table_max"):
         table = int(node.value or 0)
-        return _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
+        text = _read(table, bounds.tables[table], args, node.op.removeprefix("table_"))
+        single = bounds.tables[table].dim < 0
+        return f"{text}.to({triton_type(node.dtype)})" if single else text
     if node.op == "cast":
-        return f"{args[0]}.to(tl.int64)"
+        whole = f"{args[0]}.to(tl.int32)" if node.args[0].dtype == "bool" else args[0]
+        return f"{whole}.to({triton_type(node.dtype)})"
     if node.op in ("floor_div", "floor_mod"):
         ends = [known[arg] for arg in node.args]
         if not all(end is not None and end[0] >= 0 for end in ends):
             return f"{node.op}_int({args[0]}, {args[1]})"
     if node.op in INFIX:
         return f"({args[0]} {INFIX[node.op]} {args[1]})"
-    return _FUNCTIONS[node.op].format(*args)
+    text = _FUNCTIONS[node.op].format(*args)
+    if node.op in ("minimum", "maximum") and is_float(node.dtype):
+        text = text.removesuffix(")") + _NAN
+    return text
 
 
 def _read(number: int, use: TableUse, places: list[str], end: str) -> str:
@@ -112,7 +124,7 @@ def _read(number: int, use: TableUse, places: list[str], end: str) -> str:
     strided = [f"{place} * {base}_stride{dim}" for dim, place in enumerate(places[:-1])]
     if use.dim < 0:
         address = " + ".join([f"{base}_min", "zero", *strided, *places[-1:]])
-        return f"tl.load({address}).to(tl.int64)"
+        return f"tl.load({address})"
     address = " + ".join([f"{base}_{end}", *strided])
     more = f"{base}_level, {base}_levels, {base}_shift"
     function = "least_of" if end == "min" else "most_of"

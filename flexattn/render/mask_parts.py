@@ -14,7 +14,12 @@ __all__ = ["Bound", "MaskPart", "MaskParts", "mask_parts", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class MaskPart:
-    """Statements that mask a tile; needed: what a tile is asked."""
+    """Statements that mask a tile; needed: what a tile is asked.
+
+    All of them stand behind that condition: with loads of keys before the scores, ptxas turns the
+    conditions into selects, and a tile without a mask runs 610 instructions instead of 381 (64x64,
+    documents, Triton 3.6, sm_90).
+    """
 
     printed: Printed
     needed: str

@@ -102,7 +102,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
         "precision": "ieee" if form.dtype == "float32" else "",
         "tied": tied(form),
-        "widen": f".to({product})" if eight else "",
+        "widen": _EIGHT_BITS.get(form.kv_dtype, ""),
+        "widen_by_hand": device.capability >= 89,
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
@@ -125,6 +126,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     context = {
         **_shared(form, config, device, [mask] if mask is not None else []),
         "v_pieces": rendering._pieces("v", form.head_dim_v),
+        "widen": "",
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
@@ -158,6 +160,8 @@ def describe_serving(config: ServingConfig) -> str:
     return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
+# As PTX names them.
+_EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
 
 

@@ -60,6 +60,8 @@ class DecodePlan:
     means that every query sees every key. sinks: `run` is given a logit for each query head that
     joins the softmax and has no value. scaled: `run` is given k_scale and v_scale, [1] or [Hkv].
     shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
+    config: ServingConfig, the static default where None. prefix, offset: this plan is the first or
+    the second pass of a CascadePlan, whose runs give row_lens or kv_start.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
     output. Raises InputError, ConfigError, ModError and BuildError.

@@ -162,7 +162,8 @@ def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
     warps = 8 if height * widest > 64 * 128 else 4
     combine = _combine(height, widest)
     if form.dtype == "float32":
-        yield ServingConfig(height, 32, warps, 2, 2, 1, combine)
+        # Without matrix instructions a tile lives in registers.
+        yield ServingConfig(height, 32, 8, 2, 1, 1, combine)
     elif widest <= 128:
         start = ServingConfig(height, 64, warps, 3, 2, 1, combine)
         yield start

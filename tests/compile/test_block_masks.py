@@ -1,6 +1,7 @@
 """The kernel of a block mask compiles for every kind of GPU, with tables and without."""
 
 import pytest
+import torch
 
 from flexattn.build import compile_source
 from flexattn.catalogue import case
@@ -12,13 +13,23 @@ from flexattn.render.source import render_block_mask
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 
 
+def floats(b, h, q_idx, kv_idx):
+    near = torch.minimum(torch.sqrt(q_idx * 2.5), LIMITS[h]) + torch.exp2(q_idx / 100.0)
+    return (near >= kv_idx) | ((q_idx / 3).to(torch.int32) == kv_idx)
+
+
+LIMITS = torch.zeros(4)
+
+
 @pytest.mark.parametrize(
     ("name", "device"),
     [("natten_2d", "nvidia-h200"), ("random_blocks", "nvidia-a100"), ("flamingo", "amd-mi300x"),
-     ("document_offsets", "nvidia-h200"), ("head_windows", "nvidia-h200")],
+     ("document_offsets", "nvidia-h200"), ("head_windows", "nvidia-h200"),
+     ("floats", "nvidia-h200"), ("floats", "amd-mi300x")],
 )  # fmt: skip
 def test_masks(name, device):
-    bound = bind(case(name).make(2, 3, 1, 64, 64).mask_mod, "mask")
+    mask_mod = floats if name == "floats" else case(name).make(2, 3, 1, 64, 64).mask_mod
+    bound = bind(mask_mod, "mask")
     captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
     compiled = compile_source(render_block_mask(captures, 128, 128, named(device)), named(device))
     assert compiled.metadata.shared < 8192

@@ -7,9 +7,10 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal, softcap
+from flexattn.reference import Precision, attention
 from flexattn.settings import say_once
 from flexattn.training import torch_flex_attention
-from tests.support import block_mask, inputs
+from tests.support import block_mask, inputs, sinks
 
 pytestmark = pytest.mark.gpu
 
@@ -53,3 +54,29 @@ def test_inside_a_compiled_function():
         return 2 * out
 
     assert torch.equal(torch.compile(layer)(q, k, v), layer(q, k, v))
+
+
+def test_training_with_sinks_has_the_gradients_of_the_oracle():
+    q, k, v = inputs(1, 4, 2, 256, 256, 64, device="cuda")
+    logits = sinks(4, device="cuda")
+    mask = block_mask(causal, q, k)
+    weight = torch.randn(1, 4, 256, 64, device="cuda")
+
+    def gradients(function, *given):
+        given = [x.detach().clone().requires_grad_() for x in given]
+        out, lse = function(*given)
+        return torch.autograd.grad((out * weight).sum() + lse.sum(), given)
+
+    def handed_over(q, k, v, sinks):
+        call = {"block_mask": mask, "enable_gqa": True, "sinks": sinks}
+        assert flexattn.explain(q, k, v, **call).route == "torch"
+        return flexattn.flex_attention(q, k, v, return_lse=True, **call)
+
+    def oracle(q, k, v, sinks):
+        call = {"block_mask": mask, "sinks": sinks, "precision": Precision.ORACLE}
+        return attention(q, k, v, **call)[:2]
+
+    mine = gradients(handed_over, q, k, v, logits)
+    theirs = gradients(oracle, *(x.double() for x in (q, k, v, logits)))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)

@@ -72,3 +72,15 @@ def test_an_empty_table():
     sizes, block = (1, 1, 64, 96), (32, 32)
     found = by_kernel(mask_mod, sizes, block)
     assert torch.equal(found, by_torch(mask_mod, sizes, block)) and found.any()
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.25])
+def test_floats(fraction):
+    limits = torch.tensor([40.0, torch.nan, 1e30])
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        near = torch.minimum(q_idx * fraction, limits[h]) + torch.exp2(q_idx / 100.0)
+        return (near >= kv_idx) | ((q_idx / 3).to(torch.int32) == kv_idx) | (kv_idx * 0.1 < 1)
+
+    sizes, block = (1, 3, 130, 260), (32, 32)
+    assert torch.equal(by_kernel(mask_mod, sizes, block), by_torch(mask_mod, sizes, block))

@@ -106,11 +106,15 @@ def evaluated(monkeypatch):
         (document_offsets(torch.arange(8192) // 700, torch.arange(13) * 700), 11 * 24),
         (prefix_lm(torch.tensor([3000])), 64),
         (natten_2d(64, 128, 7), 8 * 64),
+        (lambda b, h, q, k: q / 2 >= k, 64),
+        (lambda b, h, q, k: (q * 0.25).to(torch.int32) + 100 >= k, 2 * 64),
+        (lambda b, h, q, k: torch.sqrt(q * 8192.0) + torch.tensor([0.5])[h] > k, 4 * 64),
         (checkerboard(128), 0),
         (block_table(torch.rand(1, 1, 64, 64) < 0.5, 128), 0),
     ],
     ids=[
-        "causal", "window", "sinks", "documents", "offsets", "prefix", "natten", "cells", "table"
+        "causal", "window", "sinks", "documents", "offsets", "prefix", "natten", "slope", "cast",
+        "root", "cells", "table",
     ],
 )  # fmt: skip
 def test_few_blocks_are_looked_into(mask_mod, most, evaluated):
@@ -151,3 +155,14 @@ def test_documents_in_order():
     mask_mod = and_masks(document(ids), causal)
     found = block_kinds(bind(mask_mod, "mask"), (1, 1, 96, 96), (16, 16), CPU)
     assert torch.equal(found, every_lane(mask_mod, (1, 1, 96, 96), (16, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64])
+def test_tables_of_any_integer(dtype):
+    kept = (torch.arange(96) % 31 > 9).to(dtype)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return kept[kv_idx].to(torch.int64) + kept[q_idx].to(torch.int64) > 0
+
+    found = block_kinds(bind(mask_mod, "mask"), (1, 1, 96, 96), (8, 8), CPU)
+    assert torch.equal(found, every_lane(mask_mod, (1, 1, 96, 96), (8, 8)))

@@ -75,7 +75,11 @@ cases = st.builds(
 )
 
 
-@pytest.mark.parametrize(("name", "config", "about", "device"), BREAKS, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("name", "config", "about", "device"),
+    BREAKS,
+    ids=[f"{case[0]}-{i}" for i, case in enumerate(BREAKS)],
+)
 def test_each_rule_breaks_alone(name, config, about, device):
     structure = problem(**about).structure
     assert [rule.name for rule in violated(config, structure, device)] == [name]

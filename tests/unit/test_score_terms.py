@@ -245,8 +245,11 @@ def test_every_rule_is_used_by_some_mod_and_has_a_proof():
 @pytest.mark.parametrize("entry", [e for e in CASES if e.make(2, 4, 2, 37, 53).score_mod], ids=str)
 def test_it_takes_a_few_milliseconds_once(entry):
     found = bind(entry.make(2, 4, 2, 37, 53).score_mod, "score").mod
-    split.cache_clear()
-    begin = time.perf_counter()
-    first = split(found)
-    assert time.perf_counter() - begin < 0.05
+    spent = []
+    for _ in range(3):  # other processes may take the CPU once
+        split.cache_clear()
+        begin = time.process_time()
+        first = split(found)
+        spent.append(time.process_time() - begin)
+    assert min(spent) < 0.05
     assert split(found) is first

@@ -44,7 +44,8 @@ def verdicts(
         elif node.op in ("table_min", "table_max"):
             number = int(node.value or 0)
             searched = bounds.tables[number].dim
-            found[node] = _read(tables[number], args, searched, node.op == "table_max")
+            read = _read(tables[number], args, searched, node.op == "table_max")
+            found[node] = read.to(dtype_of(node.dtype))
         elif node.op == "cast":
             found[node] = args[0].to(dtype_of(node.dtype))
         else:
@@ -56,7 +57,7 @@ def verdicts(
 def _read(table: Table, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
     values = table.most if greatest else table.least
     if searched < 0:
-        return _at(values[0], places).to(torch.int64)
+        return _at(values[0], places)
     *places, last = places
     first = places.pop(searched) >> table.shift
     last = last >> table.shift

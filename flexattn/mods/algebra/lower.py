@@ -12,13 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.lru import Lru
-from flexattn.mods.algebra import flags, whole
+from flexattn.mods.algebra import flags, real, whole
 from flexattn.mods.algebra.flags import Flag
 from flexattn.mods.algebra.forms import both, constant, integer, single, truth
+from flexattn.mods.algebra.real import Real
 from flexattn.mods.algebra.whole import Whole, settled
 from flexattn.mods.bounds import dtype_range
 from flexattn.mods.expr import Expr, Mod, walk
-from flexattn.mods.ops import is_int
+from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import make
 
 __all__ = ["CORNERS", "Bounds", "TableUse", "bounds_of"]
@@ -28,6 +29,8 @@ _LENGTH, _HEADS = 2**30, 2**20
 CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", "kv_hi"), _LENGTH)}
 # Numbers from memory and captured numbers beyond this decide nothing.
 _REMEMBERED = 2**48
+# Of these torch has no comparison to tell whether they are sorted.
+_UNORDERED = ("uint16", "uint32", "uint64")
 
 _bounds: Lru[str, Bounds] = Lru(256)
 
@@ -69,6 +72,7 @@ def bounds_of(mod: Mod) -> Bounds:
 class _Lowering:
     def __init__(self) -> None:
         self.wholes: dict[Expr, Whole | None] = {}
+        self.reals: dict[Expr, Real | None] = {}
         self.flags: dict[Expr, Flag] = {}
         self.tables: dict[TableUse, int] = {}
 
@@ -78,6 +82,8 @@ class _Lowering:
                 self.flags[node] = self._flag(node)
             elif is_int(node.dtype) and node.dtype != "uint64":
                 self.wholes[node] = self._whole(node)
+            elif is_float(node.dtype):
+                self.reals[node] = self._real(node)
         flag = self.flags[mod.expr]
         return Bounds(flag.must, flag.may, tuple(self.tables))
 
@@ -91,6 +97,8 @@ class _Lowering:
         first = node.args[0]
         if first.dtype == "bool":
             return flags.combine(node.op, [self.flags[arg] for arg in node.args])
+        if is_float(first.dtype):
+            return real.compare(node.op, [self.reals.get(arg) for arg in node.args])
         operands = [self.wholes.get(arg) for arg in node.args]
         if node.op == "cast":
             return flags.nonzero(operands[0])
@@ -111,25 +119,55 @@ class _Lowering:
             found = whole.choose(self.flags[node.args[0]], x, y)
         elif node.op == "cast" and node.args[0].dtype == "bool":
             found = whole.of_flag(self.flags[node.args[0]])
+        elif node.op == "cast" and is_float(node.args[0].dtype):
+            found = real.to_whole(self.reals.get(node.args[0]))
         else:
             found = whole.apply(node.op, [self.wholes.get(arg) for arg in node.args])
         return None if found is None else settled(found, node.dtype)
 
+    def _real(self, node: Expr) -> Real | None:
+        if node.op in ("const", "scalar"):
+            value = make("cast", "float64", (node,))
+            return real.exact(value, value, node.dtype)
+        if node.op == "load":
+            return self._float_load(node)
+        if node.op == "where":
+            x, y = (self.reals.get(arg) for arg in node.args[1:])
+            return real.choose(self.flags[node.args[0]], x, y)
+        source = node.args[0].dtype
+        if node.op == "cast" and source == "bool":
+            return real.of_flag(self.flags[node.args[0]])
+        if node.op == "cast" and not is_float(source):
+            return real.of_whole(self.wholes.get(node.args[0]), node.dtype)
+        return real.apply(node.op, [self.reals.get(arg) for arg in node.args], node.dtype)
+
     def _load(self, node: Expr) -> Whole | None:
-        """What a captured tensor holds between the ends of an index.
+        """What a captured tensor of integers holds between the ends of an index."""
+        found = None if node.dtype in _UNORDERED else self._extremes(node, "int64")
+        return None if found is None else _limited(*found[:2], node.dtype, found[2])
+
+    def _float_load(self, node: Expr) -> Real | None:
+        """One entry of a captured tensor of floats: of a range of them nothing is known."""
+        found = self._extremes(node, "float64")
+        value = None if found is None else real.exact(*found[:2], node.dtype)
+        if found is None or value is None or found[0] is not found[1]:
+            return None
+        return Real(value.low, value.high, both(value.sure, found[2]))
+
+    def _extremes(self, node: Expr, dtype: str) -> tuple[Expr, Expr, Expr] | None:
+        """The least and the greatest entry between the ends of an index, and whether it is sure.
 
         A range of one index is searched; more than one decide something where they are points.
         """
         indices = [self.wholes.get(arg) for arg in node.args]
         known = [index for index in indices if index is not None]
-        if len(known) < len(indices) or not (is_int(node.dtype) or node.dtype == "bool"):
-            return None
-        if node.dtype == "uint64":
+        if len(known) < len(indices):
             return None
         sizes = [Expr("size", "int64", (), f"{node.value}.{dim}") for dim in range(len(known))]
         ends = [_ends(index, size) for index, size in zip(known, sizes, strict=True)]
+        # NaN is neither the least nor the greatest: floats are never searched.
         wide = [dim for dim, (low, high) in enumerate(ends) if low is not high]
-        searched = wide[0] if len(wide) == 1 else -1
+        searched = wide[0] if len(wide) == 1 and dtype == "int64" else -1
         sure = [index.sure for index in known]
         places: list[Expr] = []
         for dim, ((low, high), size) in enumerate(zip(ends, sizes, strict=True)):
@@ -143,9 +181,9 @@ class _Lowering:
             places.append(_inside(ends[searched][1], sizes[searched]))
         use = TableUse(int(node.value or 0), searched)
         number = self.tables.setdefault(use, len(self.tables))
-        least = Expr("table_min", "int64", tuple(places), number)
-        most = least if searched < 0 else Expr("table_max", "int64", tuple(places), number)
-        return _limited(least, most, node.dtype, both(*sure))
+        least = Expr("table_min", dtype, tuple(places), number)
+        most = least if searched < 0 else Expr("table_max", dtype, tuple(places), number)
+        return least, most, both(*sure)
 
 
 def _variable(name: str) -> Whole:

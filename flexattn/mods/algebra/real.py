@@ -1,0 +1,207 @@
+"""Floats over a tile: two ends in float64, each moved outward by more than a rounding moves it.
+
+No two chips round alike, and a compiler may fuse a product into a sum. So after every operation
+the ends give way by several units in the last place of the operation's dtype: whatever is computed
+lies between them. Numbers near a dtype's largest, infinities and NaN are not sure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexattn.mods.algebra.flags import OPEN, Flag
+from flexattn.mods.algebra.forms import both, single, truth
+from flexattn.mods.algebra.whole import Whole
+from flexattn.mods.expr import Expr, const
+from flexattn.mods.simplify import make
+
+__all__ = ["Real", "apply", "choose", "compare", "exact", "of_flag", "of_whole", "to_whole"]
+
+# Of each dtype: the relative and the absolute error that is allowed for, and the largest number.
+_ROUNDING = {
+    "float64": (2.0**-44, 1e-200, 2.0**300),
+    "float32": (2.0**-19, 1e-30, 2.0**100),
+    "bfloat16": (2.0**-5, 1e-30, 2.0**100),
+    "float16": (2.0**-8, 2.0**-12, 2.0**14),
+}
+_WHOLE = 2**48
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A float of the mod between two float64 expressions, where `sure` holds."""
+
+    low: Expr
+    high: Expr
+    sure: Expr
+
+
+def exact(low: Expr, high: Expr, dtype: str) -> Real | None:
+    """A number that is read, not computed: a constant, an argument, an entry of a tensor."""
+    if dtype not in _ROUNDING:
+        return None
+    return Real(low, high, _limits(low, high, _ROUNDING[dtype][2]))
+
+
+def of_whole(x: Whole | None, dtype: str) -> Real | None:
+    """An integer as a float."""
+    if x is None:
+        return None
+    low, high = (make("cast", "float64", (end,)) for end in (x.form.low, x.form.high))
+    return _rounded(Real(low, high, x.sure), dtype)
+
+
+def of_flag(flag: Flag) -> Real:
+    """A condition as 0.0 or 1.0."""
+    low, high = (make("cast", "float64", (end,)) for end in (flag.must, flag.may))
+    return Real(low, high, truth(True))
+
+
+def to_whole(x: Real | None) -> Whole | None:
+    """A float as an integer, towards zero: between the whole numbers around its ends."""
+    if x is None:
+        return None
+    sure = both(x.sure, _limits(x.low, x.high, float(_WHOLE)))
+    ends = [
+        make("cast", "int64", (_clamped(make(op, "float64", (end,))),))
+        for op, end in (("floor", x.low), ("ceil", x.high))
+    ]
+    return Whole(single(ends[0], ends[1], -_WHOLE, _WHOLE), sure)
+
+
+def apply(op: str, operands: Sequence[Real | None], dtype: str) -> Real | None:
+    """The result of an operation in its dtype; None: nothing is known."""
+    rule = _RULES.get(op)
+    known = [x for x in operands if x is not None]
+    if rule is None or len(known) < len(operands) or not known:
+        return None
+    found: Real = rule(*known)
+    return _rounded(Real(found.low, found.high, both(found.sure, *(x.sure for x in known))), dtype)
+
+
+def choose(condition: Flag, x: Real | None, y: Real | None) -> Real | None:
+    """where(condition, x, y): both where the condition does not decide."""
+    if x is None or y is None:
+        return None
+
+    def end(op: str, first: Expr, second: Expr) -> Expr:
+        either = make(op, "float64", (first, second))
+        inner = make("where", "float64", (condition.must, first, either))
+        return make("where", "float64", (condition.may, inner, second))
+
+    low, high = end("minimum", x.low, y.low), end("maximum", x.high, y.high)
+    return Real(low, high, both(x.sure, y.sure))
+
+
+def compare(op: str, operands: Sequence[Real | None]) -> Flag:
+    """lt, le, gt, ge, eq or ne of two floats."""
+    x, y = operands if len(operands) == 2 else (None, None)
+    if x is None or y is None:
+        return OPEN
+    if op in ("gt", "ge"):
+        op, x, y = {"gt": "lt", "ge": "le"}[op], y, x
+    if op in ("lt", "le"):
+        must, may = make(op, "bool", (x.high, y.low)), make(op, "bool", (x.low, y.high))
+    elif op in ("eq", "ne"):
+        meet = both(make("le", "bool", (x.low, y.high)), make("le", "bool", (y.low, x.high)))
+        apart = make("not", "bool", (meet,))
+        must, may = (truth(False), meet) if op == "eq" else (apart, truth(True))
+    else:
+        return OPEN
+    sure = both(x.sure, y.sure)
+    return Flag(both(must, sure), make("or", "bool", (may, make("not", "bool", (sure,)))))
+
+
+def _number(value: float) -> Expr:
+    return const(value, "float64")
+
+
+def _limits(low: Expr, high: Expr, most: float) -> Expr:
+    """False of NaN too."""
+    return both(
+        make("le", "bool", (_number(-most), low)), make("le", "bool", (high, _number(most)))
+    )
+
+
+def _rounded(x: Real, dtype: str) -> Real | None:
+    if dtype not in _ROUNDING:
+        return None
+    relative, absolute, most = _ROUNDING[dtype]
+
+    def moved(op: str, end: Expr) -> Expr:
+        size = make("mul", "float64", (make("abs", "float64", (end,)), _number(relative)))
+        return make(op, "float64", (end, make("add", "float64", (size, _number(absolute)))))
+
+    return Real(
+        moved("sub", x.low), moved("add", x.high), both(x.sure, _limits(x.low, x.high, most))
+    )
+
+
+def _clamped(x: Expr) -> Expr:
+    least = make("maximum", "float64", (x, _number(-float(_WHOLE))))
+    return make("minimum", "float64", (least, _number(float(_WHOLE))))
+
+
+def _real(low: Expr, high: Expr, sure: Expr | None = None) -> Real:
+    return Real(low, high, truth(True) if sure is None else sure)
+
+
+def _add(x: Real, y: Real) -> Real:
+    return _real(*(make("add", "float64", ends) for ends in ((x.low, y.low), (x.high, y.high))))
+
+
+def _neg(x: Real) -> Real:
+    return _real(*(make("neg", "float64", (end,)) for end in (x.high, x.low)))
+
+
+def _corners(op: str, x: Real, y: Real, sure: Expr) -> Real:
+    low = high = make(op, "float64", (x.low, y.low))
+    for corner in ((x.low, y.high), (x.high, y.low), (x.high, y.high)):
+        value = make(op, "float64", corner)
+        low = make("minimum", "float64", (low, value))
+        high = make("maximum", "float64", (high, value))
+    return _real(low, high, sure)
+
+
+def _div(x: Real, y: Real) -> Real:
+    zero = _number(0.0)
+    sure = make("or", "bool", tuple(
+        make("lt", "bool", pair) for pair in ((zero, y.low), (y.high, zero))
+    ))  # fmt: skip
+    return _corners("div", x, y, sure)
+
+
+def _abs(x: Real) -> Real:
+    zero = _number(0.0)
+    sizes = [make("abs", "float64", (end,)) for end in (x.low, x.high)]
+    around = both(make("le", "bool", (x.low, zero)), make("le", "bool", (zero, x.high)))
+    low = make("where", "float64", (around, zero, make("minimum", "float64", tuple(sizes))))
+    return _real(low, make("maximum", "float64", tuple(sizes)))
+
+
+def _rising(op: str, least: float | None = None) -> Callable[..., Real]:
+    """An operation that never falls in any operand, defined above `least`."""
+
+    def rule(*operands: Real) -> Real:
+        low = make(op, "float64", tuple(x.low for x in operands))
+        high = make(op, "float64", tuple(x.high for x in operands))
+        sure = truth(True)
+        if least is not None:
+            sure = make("lt", "bool", (_number(least), operands[0].low))
+        return _real(low, high, sure)
+
+    return rule
+
+
+_RULES: dict[str, Callable[..., Real]] = {
+    "add": _add,
+    "sub": lambda x, y: _add(x, _neg(y)),
+    "mul": lambda x, y: _corners("mul", x, y, truth(True)),
+    "div": _div,
+    "neg": _neg,
+    "abs": _abs,
+    "cast": lambda x: x,
+    **{op: _rising(op) for op in ("minimum", "maximum", "floor", "ceil", "exp", "exp2")},
+    **{op: _rising(op, 0.0) for op in ("sqrt", "log", "log2")},
+}

@@ -1,0 +1,43 @@
+"""The rows of the serving bench, their bytes, and the tensors that they are made of."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.serving_inputs import judge_requests, make_served
+from bench.serving_rows import serving_rows
+from flexattn.reference import attention
+
+ROWS = {row.name: row for row in serving_rows()}
+
+
+def test_rows_are_unique_and_have_the_bytes_of_the_issue():
+    assert len(ROWS) == len(serving_rows())
+    assert ROWS["b64-16k"].kv_bytes == 2 * 64 * 16384 * 8 * 128 * 2
+    assert ROWS["b8-8k-window"].kv_bytes == ROWS["b8-8k"].kv_bytes
+    assert ROWS["b64-16k-fp8"].kv_bytes * 2 == ROWS["b64-16k"].kv_bytes
+    cascade = ROWS["b32-8k-256-cascade"]
+    assert cascade.kv_bytes == (8192 + 32 * 256) * 8 * 256 * 2
+    assert ROWS["b32-8k-256-plain"].kv_bytes == 32 * (8192 + 256) * 8 * 256 * 2
+    # Read at 3.95 TB/s the ragged batch takes the 240 us of the issue.
+    assert ROWS["ragged-b64"].kv_bytes / 3.95e6 == pytest.approx(240, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["b8-8k", "b8-8k-contiguous", "b32-8k-256-cascade"])
+def test_the_judge_sees_one_wrong_request(name):
+    row = ROWS[name]
+    lens = (48,) * 3 if row.shared else (33, 70, 90)
+    row = replace(row, lens=lens, shared=32 if row.shared else 0, hq=4, hkv=2, d=16, dv=16)
+    x = make_served(row, "cpu")
+    outs = []
+    for b in range(3):
+        q, k, v = (each.transpose(0, 1)[None] for each in (x.q[b], *x.keys(b)))
+        outs.append(attention(q, k, v).out[0].transpose(0, 1))
+    out = torch.stack(outs)
+    assert judge_requests(out, x).passed
+    out[2] *= 1.05
+    assert not judge_requests(out, x).passed
+    if row.shared:
+        assert torch.equal(x.keys(0)[0][:32], x.keys(2)[0][:32])
+        assert not torch.equal(x.keys(0)[0][32:], x.keys(2)[0][32:])
