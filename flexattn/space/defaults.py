@@ -18,7 +18,7 @@ __all__ = ["candidates", "default", "gluon_refused", "language_for", "preference
 
 # The one switch: which templates serve a prefill on Hopper that nobody tuned. Either way the other
 # serves what this one cannot, and a tuner chooses between both.
-HOPPER_PREFILL: Language = "triton"
+HOPPER_PREFILL: Language = "gluon"
 
 
 def language_for(structure: Structure, device: Device) -> Language:

@@ -65,6 +65,7 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     half = structure.dtype in ("float16", "bfloat16")
     facts = (
         structure.kind == "decode",
+        structure.score is not None,
         loads_by_key(structure) or loads_diagonals(structure),
         loads_tiles(structure),
         _dense(structure),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexattn.problem import Structure
 from flexattn.render.arguments import Argument
 from flexattn.render.arguments import arguments as triton_arguments
-from flexattn.render.gluon.tiles import runs_of, tiles_of
+from flexattn.render.gluon.tiles import tiles_of
 from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
@@ -31,13 +31,8 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
         "V": (config.BLOCK_N, tiles.v_width),
         "OUT": (CONSUMER_ROWS, tiles.out_width),
     }
-    runs = runs_of(structure, config) > 0
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
-        if runs and argument.name.startswith(("KV_", "FULL_")):
-            if argument.name == "KV_NUM":
-                found.append(Argument("RUNS", "*i32", 4))
-            continue
         if argument.name in described:
             argument = _descriptor(argument.name, structure.dtype, *described[argument.name])
         found.append(argument)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.tiles import walks_runs
 
 __all__ = ["Tiles", "own_output", "runs_of", "shared_memory", "tiles_of"]
 
@@ -53,9 +54,7 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
     A tile that no block's rows divide still works on runs: each consumer has those of its own.
     """
     sparsity = structure.sparsity
-    if sparsity is None or not getattr(sparsity, "runs", False):
-        return 0
-    if sparsity.kv_block % config.BLOCK_N:
+    if sparsity is None or not walks_runs(structure, config):
         return 0
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 

@@ -20,13 +20,13 @@ CONFIG = (
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
-# runs: the mask keeps one run of blocks in each row of them.
+# runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 PROBLEM = (
     half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
-    decodes, loads_keys, loads_tile, dense_layout,
+    decodes, scored, loads_keys, loads_tile, dense_layout,
 ) = symbols(
     "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
-    "decodes loads_keys loads_tile dense_layout"
+    "decodes scored loads_keys loads_tile dense_layout"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
@@ -38,7 +38,7 @@ ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
-REGISTER_SLACK, GATHER_REGISTERS, LISTS_REGISTERS = 28, 40, 16
+REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, what synchronises its own programs is not ours.
@@ -78,7 +78,8 @@ def _registers() -> Expr:
         (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
     )
-    return floor(made) + REGISTER_SLACK + gathered
+    mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
+    return floor(made) + REGISTER_SLACK + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
