@@ -13,7 +13,7 @@ from flexattn.space.gluon_config import (
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.space.terms import loads_diagonals, loads_early, loads_tiles
+from flexattn.space.terms import loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["grid", "orders", "preferences", "section_of"]
@@ -34,17 +34,18 @@ def config(
 def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     """Configs to start from, best first, with tiles cut to the mask's blocks."""
     widest = max(structure.head_dim_qk, structure.head_dim_v)
+    diagonal = structure.terms is not None and structure.terms.diagonal is not None
     table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
         # What is held from before the scores are there takes registers that they need.
-        late = loads_tiles(structure) or loads_diagonals(structure)
+        late = loads_tiles(structure) or diagonal
         found = replace(suited(each, structure), early_loads=not late)
         if structure.sparsity is not None:
             # A mask makes some tiles longer: the longest start first, and none waits for a block.
             found = replace(found, schedule="dynamic", order="sections")
-        elif widest <= 64:
-            # Exponentials take as long as products there: one consumer's fill another's.
-            found = replace(found, ping_pong=True)
+        # Where exponentials, or a bias, take as long as products, one consumer's fill another's.
+        if diagonal or (widest <= 64 and structure.sparsity is None):
+            found = replace(found, ping_pong=found.consumers > 1)
         yield found
 
 

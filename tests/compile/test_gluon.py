@@ -11,8 +11,8 @@ from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.render.kernel import render
 from flexattn.resources import resources
-from flexattn.space.config import GluonPrefillConfig, describe
-from flexattn.space.defaults import default, preferences
+from flexattn.space.config import GluonPrefillConfig, describe, language_of
+from flexattn.space.defaults import default, gluon_refused, preferences
 from flexattn.space.estimates import estimates
 from flexattn.space.rules import reasons
 from flexattn.space.triton import space
@@ -59,8 +59,12 @@ def wrong(problem, config):
     return f"{describe(config)}: {', '.join(found)}: {taken}, {estimate} bytes" if found else ""
 
 
-@pytest.mark.parametrize("mods", MODS)
-@pytest.mark.parametrize(("D", "Dv"), SIZES)
+# Registers for a table's diagonals and for lists beside 256 columns: Triton's template has them.
+REFUSED = (256, 256, "relative_lists")
+CASES = [case for size in SIZES for mods in MODS if (case := (*size, mods)) != REFUSED]
+
+
+@pytest.mark.parametrize(("D", "Dv", "mods"), CASES)
 def test_default_config(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
@@ -81,6 +85,13 @@ def test_every_config_offered(D, Dv, mods):
     assert gluon
     faults = list(filter(None, (wrong(wanted, config) for config in gluon)))
     assert not faults, "\n".join(faults)
+
+
+def test_what_has_no_registers_left_is_served_by_triton():
+    D, _, mods = REFUSED
+    wanted = problem("prefill", D, **MODS[mods])
+    assert "registers" in gluon_refused(wanted, H200)
+    assert language_of(default(wanted, H200)) == "triton"
 
 
 def test_a_preference_that_cannot_run_is_refused_before_it_is_compiled():

@@ -127,10 +127,14 @@ def test_its_names():
 
 
 @pytest.mark.parametrize("schedule", ["grid", "static", "dynamic"])
-@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
-def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
+@pytest.mark.parametrize(
+    ("mask", "runs"),
+    [(None, False), (causal, False), (causal, True)],
+    ids=["full", "lists", "runs"],
+)
+def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
     """Every argument by name: sizes are fixed, tensors and scale are each call's."""
-    wanted = problem(mask_mod=mask, group=2, lse=False)
+    wanted = problem(mask_mod=mask, group=2, lse=False, runs=runs)
     config = replace(PLAIN, schedule=schedule)
     choice = next(choices(wanted, H200, Options(exact=config)))
     seen = []
@@ -145,6 +149,7 @@ def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
     lists = None
     if mask is not None:
         lists = Lists.of(create_block_mask(mask, None, None, 4096, 8192, "cpu"))
+        lists = lists._replace(runs=torch.zeros(1, 1, 32, 4, dtype=torch.int32) if runs else None)
     launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
     ((programs, fixed, boxes),) = seen
     names = [argument.name for argument in choice.source.arguments]
@@ -159,6 +164,9 @@ def test_a_launch_fills_what_the_kernel_takes(mask, schedule):
     assert all(given[name] is None for name in ("Q", "K", "V", "OUT", "sm_scale"))
     assert ("COUNTER" in given) is launch.counts is (schedule == "dynamic")
     assert given.get("COUNTER") is None
+    assert ("RUNS" in given, "KV_NUM" in given) == (runs, mask is not None and not runs)
+    if mask is not None:
+        assert given["stride_mask_b"] == given["stride_mask_h"] == 0, "the lists are all heads'"
     assert [box.shape for box in boxes] == [q.shape, k.shape, k.shape, q.shape]
     assert boxes[0].strides == boxes[3].strides == q.stride(), "the output lies as the queries do"
     described = [each for each in choice.source.arguments if each.type.startswith("tensordesc<")]
