@@ -142,7 +142,9 @@ class _Split:
         if not scored:
             return None, ONE, ONE
         factors = [term.factor for term in scored if term.value is SCORE]
-        if len(factors) == len(scored):
+        # Without the rule a sign or a second score stays where it is: a bare score has no factor.
+        scales = "scale" in self.allowed
+        if (scales or factors == [ONE]) and len(factors) == len(scored):
             total = factors[0]
             for factor in factors[1:]:
                 total = make("add", FLOAT, (total, factor))
@@ -150,7 +152,7 @@ class _Split:
                 self._applied("scale", total)
             return SCORE, ONE, total
         outer = ONE
-        if len(scored) == 1:
+        if len(scored) == 1 and scales:
             outer, scored = scored[0].factor, [Term(ONE, scored[0].value)]
         core = self._rebuilt(scored[0])
         for term in scored[1:]:

@@ -31,7 +31,7 @@ def grid(problem: Problem, device: Device, effort: Effort) -> Iterator[Config]:
         yield from _decode_grid(problem, device, every)
     else:
         yield from _prefill_grid(problem, device, every)
-        if device.has_wgmma:
+        if device.has_wgmma and gluon.offered():
             yield from gluon.grid(problem, every)
 
 

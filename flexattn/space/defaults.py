@@ -24,7 +24,7 @@ HOPPER_PREFILL: Language = "gluon"
 def language_for(structure: Structure, device: Device) -> Language:
     """Whose configs the static defaults start with."""
     if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
-        return HOPPER_PREFILL
+        return HOPPER_PREFILL if gluon.offered() else "triton"
     return "triton"
 
 
@@ -66,6 +66,8 @@ def default(problem: Problem, device: Device, language: Language | None = None) 
 def gluon_refused(problem: Problem, device: Device) -> str:
     """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
     refused = ""
+    if not gluon.offered():
+        return f"its loops spill with another Triton than {gluon.KEPT}x"
     for config in preferences(problem, device, "gluon"):
         found = reasons(config, problem.structure, device)
         if not found:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
 from flexattn.problem import Problem, Structure
@@ -16,10 +18,23 @@ from flexattn.space.gluon_config import (
 from flexattn.space.terms import loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
-__all__ = ["grid", "orders", "preferences", "section_of"]
+__all__ = ["grid", "offered", "orders", "preferences", "section_of"]
+
+# The Triton release whose ptxas keeps what these loops hold in registers. With 3.9's, masked loops
+# over runs of blocks spill 20 to 120 words: there the configs are not offered, only forced.
+KEPT = "3.6."
 
 # Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
 L2_BYTES = 32 * 2**20
+
+
+@lru_cache(maxsize=1)
+def offered() -> bool:
+    """Whether the Triton that is installed compiles this template without spills."""
+    try:
+        return version("triton").startswith(KEPT)
+    except PackageNotFoundError:
+        return False
 
 
 def config(

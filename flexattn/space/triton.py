@@ -10,6 +10,7 @@ from math import log2
 
 from flexattn.device import Device
 from flexattn.problem import Problem
+from flexattn.space import gluon
 from flexattn.space.axes import Effort, grid
 from flexattn.space.config import (
     Config,
@@ -87,11 +88,14 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
 
 def _starts(problem: Problem, device: Device) -> Iterator[Config]:
     """The first config of each language that can run."""
-    languages: tuple[Language, ...] = ("triton", "gluon")
-    for language in languages:
+    for language in _languages():
         known = preferences(problem, device, language)
         structure = problem.structure
         yield from islice((c for c in known if not violated(c, structure, device)), 1)
+
+
+def _languages() -> tuple[Language, ...]:
+    return ("triton", "gluon") if gluon.offered() else ("triton",)
 
 
 def _tile(config: Config) -> Config:
@@ -106,9 +110,8 @@ def _tile(config: Config) -> Config:
 def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Config]:
     """The default, what else its table prefers, then what differs from it least."""
     first = offered[0]
-    languages: tuple[Language, ...] = ("triton", "gluon")
     preferred: list[Config] = []
-    for language in sorted(languages, key=lambda each: each != language_of(first)):
+    for language in sorted(_languages(), key=lambda each: each != language_of(first)):
         known = (each for each in preferences(problem, device, language) if each in offered)
         preferred += islice(known, 1 + ALTERNATIVES)
 

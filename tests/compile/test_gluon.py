@@ -11,6 +11,7 @@ from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.render.kernel import render
 from flexattn.resources import resources
+from flexattn.space import gluon
 from flexattn.space.config import GluonPrefillConfig, describe, language_of
 from flexattn.space.defaults import default, gluon_refused, preferences
 from flexattn.space.estimates import estimates
@@ -38,6 +39,7 @@ def wrong(problem, config):
     """What is wrong with a config's kernel; "" where it is as it should be.
 
     A few words kept on the stack from tile to tile are ptxas' choice: what starves a loop is not.
+    A Triton whose ptxas does starve them is not offered these configs.
     """
     source = render(problem.structure, config, H200, "test")
     compiled = compile_source(source, H200)
@@ -46,7 +48,7 @@ def wrong(problem, config):
     split = {config.registers, config.producer_registers}
     estimate, _ = estimates(config, problem.structure, H200)
     faults = {
-        "spills": taken.starved,
+        "spills": taken.starved and gluon.offered(),
         "wgmma waits": taken.serialised,
         "no wgmma": not taken.matrix_instructions,
         "register split": not split <= set(taken.register_split),
@@ -81,16 +83,16 @@ def test_both_dtypes(dtype):
 @pytest.mark.parametrize(("D", "Dv"), SIZES)
 def test_every_config_offered(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
-    gluon = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
-    assert gluon
-    faults = list(filter(None, (wrong(wanted, config) for config in gluon)))
+    found = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
+    assert bool(found) == gluon.offered()
+    faults = list(filter(None, (wrong(wanted, config) for config in found)))
     assert not faults, "\n".join(faults)
 
 
 def test_what_has_no_registers_left_is_served_by_triton():
     D, _, mods = REFUSED
     wanted = problem("prefill", D, **MODS[mods])
-    assert "registers" in gluon_refused(wanted, H200)
+    assert ("registers" if gluon.offered() else "spill") in gluon_refused(wanted, H200)
     assert language_of(default(wanted, H200)) == "triton"
 
 

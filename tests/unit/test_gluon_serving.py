@@ -19,7 +19,7 @@ from flexattn.launch import Lists, prepare
 from flexattn.options import NONE, Options, for_torch, parse
 from flexattn.problem import Layout
 from flexattn.report.numbers import axes, effects, on_axis
-from flexattn.space import defaults
+from flexattn.space import defaults, gluon
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig, describe, language_of
 from flexattn.space.defaults import default
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
@@ -27,6 +27,12 @@ from flexattn.space.triton import space
 from flexattn.tune.search import Axes
 from tests.problems import problem
 from tests.records import prefill_record
+
+
+@pytest.fixture(autouse=True)
+def a_triton_that_keeps_registers(monkeypatch):
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+
 
 explain = importlib.import_module("flexattn.explain")
 H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))

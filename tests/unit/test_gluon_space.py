@@ -24,6 +24,12 @@ from flexattn.space.tiles import geometry, suited
 from flexattn.space.triton import space, survey
 from tests.problems import problem
 
+
+@pytest.fixture(autouse=True)
+def a_triton_that_keeps_registers(monkeypatch):
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+
+
 H200, A100, B200 = (named(f"nvidia-{name}") for name in ("h200", "a100", "b200"))
 PLAIN = GluonPrefillConfig(2, 128, 2, 240)
 STRIDED = Layout(False, True, True, True)
@@ -183,3 +189,13 @@ def test_early_loads_are_an_axis_where_they_move_anything():
     assert offered(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx]) == {True, False}
     # A value for every score would take registers before the scores are there.
     assert offered(head_bias(torch.zeros(2, 32, 64, 64))) == {False}
+
+
+def test_a_triton_that_spills_is_offered_none(monkeypatch):
+    """Triton 3.9's ptxas kept 20 to 120 words of the masked loops in memory."""
+    monkeypatch.setattr(gluon, "offered", lambda: False)
+    wanted = problem(mask_mod=causal)
+    assert {language_of(each) for each in survey(wanted, H200, "full").configs} == {"triton"}
+    assert "spill" in gluon_refused(wanted, H200)
+    forced = default(wanted, H200, "gluon")
+    assert language_of(forced) == "gluon" and not reasons(forced, wanted.structure, H200)

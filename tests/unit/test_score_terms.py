@@ -166,6 +166,18 @@ def test_before_equals_after(expr, mask, off, shift):
         assert part is None or not reads(part) & barred
 
 
+@pytest.mark.parametrize(
+    "expr",
+    [op("add", var("score"), var("score")), op("sub", number(0.5), var("score"))],
+    ids=["two_scores", "a_sign"],
+)
+def test_factors_are_folded_by_the_rule_alone(expr):
+    """Two scores, or a score's sign, went into the scale where the rule was switched off, too."""
+    for off in (set(), {"scale"}):
+        steps = check(expr, ALL - off, 0).steps
+        assert ("scale" in {step.rule for step in steps}) == (not off)
+
+
 @settings(max_examples=200, deadline=None)
 @given(EXPRS)
 def test_every_rule_at_once(expr):
