@@ -57,6 +57,8 @@ def integers(draw, depth):
     if op in ("floor_div", "floor_mod", "trunc_div", "trunc_mod", "and"):
         least = draw(st.sampled_from([1, 1, 1, -9]))
         y = number(draw(st.integers(least, 40)) or 1, x.dtype)
+        if op != "and" and not y.value:  # a negative one, clamped into a dtype without signs
+            y = number(1, x.dtype)
         if op != "and" and draw(st.integers(0, 3)) == 0:  # a divisor from elsewhere, never zero
             z = draw(integers(depth=depth - 1))
             y = make("cast", x.dtype, (make("and", z.dtype, (z, number(7, z.dtype))),))
