@@ -23,8 +23,6 @@ def tile_of(config):
     """The order of tiles and the number of splits change neither registers nor shared memory."""
     if isinstance(config, DecodeConfig):
         return replace(config, num_splits=0)
-    if isinstance(config, GluonPrefillConfig):
-        return replace(config, order="last", section=8)
     return replace(config, order="last")
 
 
@@ -36,7 +34,9 @@ def test_every_config_offered(arch, kind, D, mods):
     device = named(DEVICES[arch])
     wanted = problem(kind, D, **MODS[mods])
     wrong = []
-    for config in dict.fromkeys(map(tile_of, space(wanted, device))):
+    # The Gluon template's configs have a test of their own.
+    configs = [c for c in space(wanted, device) if not isinstance(c, GluonPrefillConfig)]
+    for config in dict.fromkeys(map(tile_of, configs)):
         compiled = compile_source(render(wanted.structure, config, device, "matrix"), device)
         taken = resources(compiled, device)
         fits = taken.shared <= device.shared_memory and taken.registers <= device.max_registers

@@ -1,5 +1,7 @@
 """The Gluon template compiles for Hopper with no device, on the oldest Triton and the newest."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,7 +85,12 @@ def test_both_dtypes(dtype):
 @pytest.mark.parametrize(("D", "Dv"), SIZES)
 def test_every_config_offered(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
-    found = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
+    # The order of tiles decides a few instructions before the loop.
+    found = {
+        replace(each, order="last", section=8)
+        for each in space(wanted, H200)
+        if isinstance(each, GluonPrefillConfig)
+    }
     assert bool(found) == gluon.offered()
     faults = list(filter(None, (wrong(wanted, config) for config in found)))
     assert not faults, "\n".join(faults)
