@@ -135,7 +135,10 @@ def preset_problems():
 
 
 @pytest.mark.slow
-def test_every_config_offered_for_the_presets_passes_lint_and_capacity():
+@pytest.mark.parametrize(
+    "effort", ["quick", pytest.param("full", marks=pytest.mark.full_autotune)]
+)
+def test_every_config_offered_for_the_presets_passes_lint_and_capacity(effort):
     """By an empty schedule: a kernel takes all its memory at its start."""
     problems = preset_problems()
     assert len(problems) > 10
@@ -144,7 +147,7 @@ def test_every_config_offered_for_the_presets_passes_lint_and_capacity():
         s = problem.structure
         tensors = [torch.zeros(1, 1, 1, dim, dtype=getattr(torch, s.dtype)) for dim in
                    (s.head_dim_qk, s.head_dim_qk, s.head_dim_v)]  # fmt: skip
-        for config in survey(problem, target, "quick").configs:
+        for config in survey(problem, target, effort).configs:
             source = render_nki(problem, config, target, "preset")
             if source.hash not in linted:
                 lint(source.text)
