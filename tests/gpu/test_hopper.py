@@ -106,6 +106,7 @@ def test_head_dimensions(D, Dv, mod):
     assert_accurate(q, k, v, score_mod=score_mod, block_mask=mask, kernel_options=GLUON)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mod", ["noop", "causal"])
 def test_every_length_from_1_to_300(mod):
     """One kernel serves them all: a new length compiles nothing."""
@@ -162,6 +163,8 @@ MODS = {
 }
 
 
+# It compiles dozens of kernels.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("D", "mods"),
     [
