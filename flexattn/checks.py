@@ -31,7 +31,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
 
 def is_dense(tensor: object) -> bool:
     """Whether an argument is a tensor of the four dimensions that attention has."""
-    return isinstance(tensor, Tensor) and not tensor.is_nested and tensor.dim() == 4
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return False
+    return tensor.layout is torch.strided and tensor.dim() == 4
 
 
 def refuse_arguments(*tensors: object) -> None:
@@ -50,6 +52,10 @@ def refuse_tensor(name: str, tensor: object) -> NoReturn:
             f"{name} is a nested tensor",
             "ragged batches are packed dense tensors with a document mask",
             "pack the sequences along one dimension and mask with document ids",
+        )
+    if tensor.layout is not torch.strided:
+        raise InputError(
+            f"{name} has layout {tensor.layout}", "it is a dense tensor", f"pass {name}.to_dense()"
         )
     raise InputError(
         f"{name} has shape {tuple(tensor.shape)}", "it is [batch, heads, length, head_dim]"

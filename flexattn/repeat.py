@@ -89,7 +89,10 @@ _seen: Lru[tuple[Any, ...], _Seen] = Lru(1024)
 
 def recall(given: Arguments) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
-    key = _key(given)
+    try:
+        key = _key(given)
+    except RuntimeError:  # tensors without strides: the long way says what is wrong with them
+        return None
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):
         return None
@@ -147,12 +150,9 @@ def _parts(mask: BlockMask) -> tuple[Any, ...]:
 
 
 def _key(given: Arguments) -> tuple[Any, ...] | None:
-    """What two calls have in common that the same launch may serve; None for no plain tensors.
-
-    The long way says what is wrong with a nested tensor or a scale that is no number.
-    """
+    """What two calls have in common that the same launch may serve; None for no plain tensors."""
     q, k, v = given[:3]
-    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor or q.is_nested:
+    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
     sinks, options = given.sinks, given.kernel_options
     if sinks is not None and type(sinks) not in (Tensor, Parameter):

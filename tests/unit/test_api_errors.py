@@ -157,6 +157,12 @@ def test_nested_tensors_say_what_to_do():
         call(q=nested)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_tensors_without_strides_say_what_to_do(name):
+    with pytest.raises(InputError, match="to_dense"):
+        call(**{name: zeros(B, Hq, L, D).to_sparse()})
+
+
 def test_errors_are_also_what_python_programs_expect():
     with pytest.raises(ValueError):
         call(scale=math.nan)
