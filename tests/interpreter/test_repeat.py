@@ -50,7 +50,7 @@ def call(q, k, v, **more):
 
 def test_the_second_call_makes_no_plan(long_ways):
     q, k, v = inputs()
-    mod, mask = biased(torch.randn(53)), block_mask(causal, q, k)
+    mod, mask = biased(torch.linspace(-1, 1, 53)), block_mask(causal, q, k)
     sinks = torch.nn.Parameter(torch.randn(3))
     for more in ({}, {"score_mod": mod}, {"block_mask": mask}, {"sinks": sinks}):
         long_ways.clear()
@@ -63,7 +63,7 @@ def test_the_second_call_makes_no_plan(long_ways):
 
 def test_numbers_globals_and_code_that_change(monkeypatch, long_ways):
     q, k, v = inputs()
-    mod = biased(torch.randn(53))
+    mod = biased(torch.linspace(-1, 1, 53))
     for _ in range(2):
         call(q, k, v, score_mod=mod)
     mod.__closure__[1].cell_contents = -3.0
@@ -79,17 +79,17 @@ def test_numbers_globals_and_code_that_change(monkeypatch, long_ways):
 
 def test_tensors_that_change(long_ways):
     q, k, v = inputs()
-    bias = torch.randn(53)
+    bias = torch.linspace(-1, 1, 53)
     mod = biased(bias)
     call(q, k, v, score_mod=mod)
     bias.mul_(3)
     call(q, k, v, score_mod=mod)
     assert len(long_ways) == 1
-    bias.data = torch.randn(106)[::2]
+    bias.data = torch.linspace(-1, 1, 106)[::2]
     call(q, k, v, score_mod=mod)
-    bias.data = torch.randn(61).half()
+    bias.data = torch.linspace(-1, 1, 61).half()
     call(q, k, v, score_mod=mod)
-    mod.__closure__[0].cell_contents = torch.randn(53)
+    mod.__closure__[0].cell_contents = torch.linspace(-1, 1, 53)
     call(q, k, v, score_mod=mod)
     assert len(long_ways) == 4
 
@@ -133,7 +133,7 @@ def test_other_arguments_are_other_calls(long_ways):
     q, k, v = inputs()
     call(q, k, v)
     mask = block_mask(causal, q, k)
-    sinks = torch.randn(6)
+    sinks = torch.linspace(-1, 1, 6)
     for change in (
         {"scale": 0.3},
         {"scale": -0.3},
@@ -157,7 +157,7 @@ def test_other_arguments_are_other_calls(long_ways):
 
 def test_grad_and_autocast_are_seen():
     q, k, v = inputs()
-    bias = torch.randn(53)
+    bias = torch.linspace(-1, 1, 53)
     mod = biased(bias)
     call(q, k, v, score_mod=mod)
     run = functools.partial(flexattn.flex_attention, enable_gqa=True, kernel_options=PREFILL)
@@ -172,7 +172,7 @@ def test_grad_and_autocast_are_seen():
 
 def test_mods_masks_and_what_they_capture_are_not_kept_alive():
     q, k, v = inputs()
-    bias = torch.randn(53)
+    bias = torch.linspace(-1, 1, 53)
     mod, mask = biased(bias), block_mask(sliding_window(torch.tensor(7)), q, k)
     call(q, k, v, score_mod=mod, block_mask=mask)
     call(q, k, v, score_mod=mod, block_mask=mask)
