@@ -38,7 +38,7 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
     found += _sinks(structure)
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
-        found += _captured(captures)
+        found += captured_arguments(captures)
     return tuple(found)
 
 
@@ -62,7 +62,7 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
         Argument("KINDS", "*i8", 16),
         Argument("first_row", "i64"),
         *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
-        *_captured(captures),
+        *captured_arguments(captures),
     ]
     for number, use in enumerate(bounds.tables):
         buffer = captures.mod.buffers[use.slot]
@@ -73,7 +73,7 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
 
 
 def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
-    """What a launch passes for `_captured`: pointer, sizes and strides of each, then numbers."""
+    """What a launch passes for them: pointer, sizes and strides of each tensor, then numbers."""
     if captures is None or bound is None:
         return []
     if not bound.tensors:
@@ -138,7 +138,8 @@ def _sparse(structure: Structure, config: Config) -> list[Argument]:
     return [*found, *strides, *(Argument(f"{name}_WIDTH", "i64") for name in lists)]
 
 
-def _captured(captures: Captures | None) -> list[Argument]:
+def captured_arguments(captures: Captures | None) -> list[Argument]:
+    """What a kernel takes for a mod: its captured tensors, then its numbers."""
     if captures is None:
         return []
     mod = captures.mod

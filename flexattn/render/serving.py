@@ -9,7 +9,7 @@ from dataclasses import fields
 from flexattn.device import Device
 from flexattn.problem import Captures
 from flexattn.render import source as rendering
-from flexattn.render.arguments import Argument, _captured
+from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
@@ -67,13 +67,13 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
-    found += _captured(form.score)
-    return (*found, *_captured(form.mask))
+    found += captured_arguments(form.score)
+    return (*found, *captured_arguments(form.mask))
 
 
 def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
     """Arguments of the kernel that merges what several programs did of a unit."""
-    return (*_written(form), *_described(form), *_captured(form.mask))
+    return (*_written(form), *_described(form), *captured_arguments(form.mask))
 
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
@@ -81,8 +81,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     score = None if form.score is None else whole_score(form.score, _traits(form, device))
     mask = _printed(form.mask, form, device)
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
-    qk = rendering._pieces("qk", form.head_dim_qk)
-    v = rendering._pieces("v", form.head_dim_v)
+    qk = rendering.named_pieces("qk", form.head_dim_qk)
+    v = rendering.named_pieces("v", form.head_dim_v)
     eight = ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
     context = {
@@ -112,8 +112,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
-            header.append(f"{name}: {rendering._one_line(captures)}")
-    return rendering._source(
+            header.append(f"{name}: {rendering.one_line(captures)}")
+    return rendering.make_source(
         "triton/serving.py.jinja", device, header, context, serving_arguments(form),
         config.num_warps, config.num_stages,
     )  # fmt: skip
@@ -125,12 +125,12 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     mask = _printed(form.mask, form, device)
     context = {
         **_shared(form, config, device, [mask] if mask is not None else []),
-        "v_pieces": rendering._pieces("v", form.head_dim_v),
+        "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
-    return rendering._source(
+    return rendering.make_source(
         "triton/serving_combine.py.jinja", device, [title], context, combine_arguments(form), 4, 1
     )
 
@@ -138,7 +138,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
 def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
     """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
     context: dict[str, object] = {
-        "v_pieces": rendering._pieces("v", head_dim),
+        "v_pieces": rendering.named_pieces("v", head_dim),
         "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
         "element": triton_type(dtype),
     }
@@ -147,7 +147,9 @@ def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
     lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
     found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
     title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
-    return rendering._source("triton/merge_states.py.jinja", device, [title], context, found, 4, 1)
+    return rendering.make_source(
+        "triton/merge_states.py.jinja", device, [title], context, found, 4, 1
+    )
 
 
 def merge_rows(head_dim: int) -> int:
@@ -203,7 +205,7 @@ def _shared(
     found: tuple[Edge, ...] = ()
     if form.mask is not None and not form.prefix:
         found = edges(form.mask.mod, form.mask.contiguous, _traits(form, device, False))
-    captured = [argument.name for argument in _captured(form.mask)] if found else []
+    captured = [argument.name for argument in captured_arguments(form.mask)] if found else []
     names = _request_names(form)
     rows, parts = _merge_shape(form, config)
     slots = config.programs(device) * 2 * config.BLOCK_M
@@ -225,7 +227,7 @@ def _shared(
         return ", ".join((*values, *captured))
 
     return {
-        **rendering._mod_context([each.lines for each in used], device),
+        **rendering.mod_context([each.lines for each in used], device),
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,

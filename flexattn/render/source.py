@@ -89,7 +89,7 @@ class _Piece:
 def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
-    traits = _traits(device, structure)
+    traits = traits_of(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
     mask = None
     runs = walks_runs(structure, config)
@@ -97,7 +97,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         mask = whole(structure.mask, traits)
         if runs:
             mask = mask_parts(structure.mask, traits, structure.packed_heads)
-    qk, v = _pieces("qk", structure.head_dim_qk), _pieces("v", structure.head_dim_v)
+    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     ragged_q = False
@@ -115,7 +115,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
-        **_mod_context([each.lines for each in used], device),
+        **mod_context([each.lines for each in used], device),
         "hoisted": [line for each in used for line in each.hoisted],
         "score": score,
         "mask": mask,
@@ -141,10 +141,10 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
     }
-    return _source(
+    return make_source(
         name,
         device,
-        [title, f"config: {describe(config)}", *_expressions(structure)],
+        [title, f"config: {describe(config)}", *expressions(structure)],
         context,
         arguments(structure, config),
         config.num_warps,
@@ -164,7 +164,7 @@ def _moves_out_of_loops(structure: Structure, config: Config, device: Device) ->
 
 def render_combine(structure: Structure, device: Device) -> Source:
     """The kernel that merges the splits of a decode kernel of this structure."""
-    v = _pieces("v", structure.head_dim_v)
+    v = named_pieces("v", structure.head_dim_v)
     context = {
         "v_pieces": v,
         "constants": (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2),
@@ -174,7 +174,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    return _source(
+    return make_source(
         "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
     )
 
@@ -196,7 +196,7 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "TILES": STRIP,
     }
     context = {
-        **_mod_context([mask.lines, printed.statements], device),
+        **mod_context([mask.lines, printed.statements], device),
         "hoisted": mask.hoisted,
         "mask": mask,
         "bounds": printed,
@@ -204,12 +204,12 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
-    header = [title, f"mask_mod: {_one_line(captures)}"]
+    header = [title, f"mask_mod: {one_line(captures)}"]
     found = mask_arguments(captures, bounds)
-    return _source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
+    return make_source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
 
 
-def _source(
+def make_source(
     template: str,
     device: Device,
     header: list[str],
@@ -219,6 +219,7 @@ def _source(
     num_stages: int,
     language: Language = "triton",
 ) -> Source:
+    """A template with its context, header and arguments as a Source; found: the arguments."""
     lines = [*header, f"template: {template} {template_hash(template)}"]
     text = render_template(
         template,
@@ -241,7 +242,8 @@ def _source(
     return Source(text, digest, found, num_warps, num_stages, language)
 
 
-def _traits(device: Device, structure: Structure) -> Traits:
+def traits_of(device: Device, structure: Structure) -> Traits:
+    """How a structure's mods are printed for a device."""
     half = structure.dtype in ("bfloat16", "float16")
     fast = structure.tanh == "fast" or (structure.tanh == "auto" and structure.dtype == "bfloat16")
     return Traits(
@@ -252,7 +254,7 @@ def _traits(device: Device, structure: Structure) -> Traits:
     )
 
 
-def _mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
+def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
     lines = [line for each in printed for line in each]
     called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
@@ -270,7 +272,8 @@ def _mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str
     }
 
 
-def _pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
+def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
+    """The tiles of a head dimension, by the names that templates give them."""
     return tuple(
         _Piece(f"{prefix}{i}", start, tile, used)
         for i, (start, tile, used) in enumerate(pieces(head_dim))
@@ -283,12 +286,14 @@ def _precision(structure: Structure) -> str:
     return "tf32x3" if structure.tf32 else "ieee"
 
 
-def _expressions(structure: Structure) -> list[str]:
+def expressions(structure: Structure) -> list[str]:
+    """The mods as lines of a header."""
     pairs = (("score_mod", structure.score), ("mask_mod", structure.mask))
-    return [f"{name}: {_one_line(mod)}" for name, mod in pairs if mod is not None]
+    return [f"{name}: {one_line(mod)}" for name, mod in pairs if mod is not None]
 
 
-def _one_line(captures: Captures) -> str:
+def one_line(captures: Captures) -> str:
+    """A mod's expression for a header."""
     return pretty(captures.mod.expr).replace("\n", "; ")
 
 

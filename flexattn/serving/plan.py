@@ -13,8 +13,7 @@ from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
-from flexattn.render.arguments import Argument, captured_values
-from flexattn.render.arguments import _captured as captured_arguments
+from flexattn.render.arguments import Argument, captured_arguments, captured_values
 from flexattn.render.serving import tied
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect

@@ -13,10 +13,10 @@ from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
     Source,
-    _expressions,
-    _mod_context,
-    _source,
-    _traits,
+    expressions,
+    make_source,
+    mod_context,
+    traits_of,
 )
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Printed
@@ -40,11 +40,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
     found = arguments(structure, config)
-    traits = _traits(device, structure)
+    traits = traits_of(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
     mask = None if structure.mask is None else print_mod(structure.mask, traits)
     used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
-    mods = _mod_context([each.lines for each in used], device)
+    mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
@@ -113,5 +113,5 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "consumer_arguments": consumer_arguments(found, noted),
         "producer_arguments": producer_arguments(found),
     }
-    header = [title, f"config: {describe(config)}", *_expressions(structure)]
-    return _source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+    header = [title, f"config: {describe(config)}", *expressions(structure)]
+    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
