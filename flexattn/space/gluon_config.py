@@ -50,6 +50,8 @@ class GluonPrefillConfig:
     order: GluonOrder = "last"
     section: int = 8
     early_loads: bool = True
+    lazy_rescale: bool = False
+    exp2_share: int = 0
 
     @property
     def BLOCK_M(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from flexattn.device import Device
@@ -28,6 +29,24 @@ __all__ = ["render"]
 TEMPLATE = "gluon/prefill.py.jinja"
 # A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
 HARDWARE_BARRIERS = 16
+# How far the scores of a row may rise above what is taken for their maximum, in powers of 2.
+SLACK = 8.0
+# Registers that one piece of assembly multiplies.
+MOST_PACKED = 64
+THREADS = 128
+
+
+def _bits(*coefficients: float) -> tuple[str, ...]:
+    """Single-precision numbers as PTX writes them, exactly."""
+    return tuple("0f" + struct.pack(">f", each).hex().upper() for each in coefficients)
+
+
+# 2^f for f in [0, 1), the highest power first: relative minimax fits that are 1 at 0, to 8.6e-5 and
+# 2.9e-6, below half a unit in the last place of P.
+POWER_OF_2 = {
+    "bfloat16": _bits(0.07706724, 0.22764498, 0.69511663, 1.0),
+    "float16": _bits(0.01342515, 0.05224537, 0.24127856, 0.69304515, 1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     runs = runs_of(structure, config)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
+    # What is returned as the maximum is exact.
+    lazy = config.lazy_rescale and not structure.max_scores
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -72,6 +93,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
         settings["SECTION"] = config.section
+    if lazy:
+        settings["SLACK"] = SLACK
     free_v = HARDWARE_BARRIERS - config.num_stages
     settings |= {
         "FREE_V": free_v,
@@ -104,7 +127,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
-        "rescale_first": tiles.v_width > 128,
+        # Rescaled while the next scores are computed, unless that is rare.
+        "rescale_first": tiles.v_width > 128 and not lazy,
+        "lazy": lazy,
+        "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
+        "exp2_share": config.exp2_share,
+        "exp2_terms": POWER_OF_2[structure.dtype],
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "lse": structure.lse,
