@@ -50,8 +50,9 @@ class GluonPrefillConfig:
     order: GluonOrder = "last"
     section: int = 8
     early_loads: bool = True
-    lazy_rescale: bool = False
+    lazy_rescale: int = 0
     exp2_share: int = 0
+    ahead: bool = False
 
     @property
     def BLOCK_M(self) -> int:

@@ -70,7 +70,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
     # What is returned as the maximum is exact.
-    lazy = config.lazy_rescale and not structure.max_scores
+    lazy = config.lazy_rescale > 0 and not structure.max_scores
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -118,7 +118,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": own_output(structure, config, device),
         "early_loads": config.early_loads,
         # Consumers that walk different tiles cannot take turns.
-        "ping_pong": config.ping_pong and runs < 2,
+        "ping_pong": config.ping_pong and runs < 2 and not config.ahead,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
         "noted": noted,
@@ -130,6 +130,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         # Rescaled while the next scores are computed, unless that is rare.
         "rescale_first": tiles.v_width > 128 and not lazy,
         "lazy": lazy,
+        "early": lazy and config.lazy_rescale > 1,
+        "ahead": config.ahead,
         "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "exp2_share": config.exp2_share,
         "exp2_terms": POWER_OF_2[structure.dtype],
