@@ -130,7 +130,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         # Rescaled while the next scores are computed, unless that is rare.
         "rescale_first": tiles.v_width > 128 and not lazy,
         "lazy": lazy,
-        "early": lazy and config.lazy_rescale > 1,
+        "rescale_early": lazy and config.lazy_rescale > 1,
         "ahead": config.ahead,
         "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "exp2_share": config.exp2_share,
