@@ -130,7 +130,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         # Rescaled while the next scores are computed, unless that is rare.
         "rescale_first": tiles.v_width > 128 and not lazy,
         "lazy": lazy,
-        "rescale_early": lazy and config.lazy_rescale > 1,
+        "rescale_early": lazy and config.lazy_rescale == 2,
+        "watched": lazy and config.lazy_rescale == 3,
+        "watch_pack": CONSUMER_ROWS * config.BLOCK_N // THREADS,
+        "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "ahead": config.ahead,
         "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "exp2_share": config.exp2_share,
