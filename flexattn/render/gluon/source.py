@@ -118,7 +118,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": own_output(structure, config, device),
         "early_loads": config.early_loads,
         # Consumers that walk different tiles cannot take turns.
-        "ping_pong": config.ping_pong and runs < 2 and not config.ahead,
+        "ping_pong": 0 if config.ahead else int(config.ping_pong),
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
         "noted": noted,
