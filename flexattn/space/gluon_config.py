@@ -51,8 +51,6 @@ class GluonPrefillConfig:
     section: int = 8
     early_loads: bool = True
     lazy_rescale: int = 0
-    exp2_share: int = 0
-    ahead: bool = False
 
     @property
     def BLOCK_M(self) -> int:

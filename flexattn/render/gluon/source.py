@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 from flexattn.device import Device
@@ -34,19 +33,6 @@ SLACK = 8.0
 # Registers that one piece of assembly multiplies.
 MOST_PACKED = 64
 THREADS = 128
-
-
-def _bits(*coefficients: float) -> tuple[str, ...]:
-    """Single-precision numbers as PTX writes them, exactly."""
-    return tuple("0f" + struct.pack(">f", each).hex().upper() for each in coefficients)
-
-
-# 2^f for f in [0, 1), the highest power first: relative minimax fits that are 1 at 0, to 8.6e-5 and
-# 2.9e-6, below half a unit in the last place of P.
-POWER_OF_2 = {
-    "bfloat16": _bits(0.07706724, 0.22764498, 0.69511663, 1.0),
-    "float16": _bits(0.01342515, 0.05224537, 0.24127856, 0.69304515, 1.0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +104,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": own_output(structure, config, device),
         "early_loads": config.early_loads,
         # Consumers that walk different tiles cannot take turns.
-        "ping_pong": 0 if config.ahead else int(config.ping_pong),
+        "ping_pong": int(config.ping_pong),
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
         "noted": noted,
@@ -130,14 +116,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         # Rescaled while the next scores are computed, unless that is rare.
         "rescale_first": tiles.v_width > 128 and not lazy,
         "lazy": lazy,
-        "rescale_early": lazy and config.lazy_rescale == 2,
         "watched": lazy and config.lazy_rescale == 3,
         "watch_pack": CONSUMER_ROWS * config.BLOCK_N // THREADS,
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
-        "ahead": config.ahead,
         "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
-        "exp2_share": config.exp2_share,
-        "exp2_terms": POWER_OF_2[structure.dtype],
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "lse": structure.lse,
