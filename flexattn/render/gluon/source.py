@@ -68,6 +68,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         }
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if config.q_registers:
+        settings["Q_HELD"] = config.q_registers
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
@@ -104,6 +106,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
+        "q_registers": config.q_registers,
         "rescale_first": tiles.v_width > 128,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
