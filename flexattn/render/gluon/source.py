@@ -75,6 +75,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         }
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if config.q_registers:
+        settings["Q_HELD"] = config.q_registers
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
@@ -120,6 +122,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "watch_pack": CONSUMER_ROWS * config.BLOCK_N // THREADS,
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
+        "q_registers": config.q_registers,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "lse": structure.lse,
