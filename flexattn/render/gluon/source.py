@@ -8,7 +8,7 @@ from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import gluon_text, print_mod, print_score
-from flexattn.render.gluon.tiles import own_output, runs_of, tiles_of
+from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
@@ -26,7 +26,7 @@ from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 __all__ = ["render"]
 
 TEMPLATE = "gluon/prefill.py.jinja"
-# A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
+# A barrier for each tile of K and of V, of Q, and for each consumer's turn.
 HARDWARE_BARRIERS = 16
 
 
@@ -48,6 +48,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
+    slots = q_slots(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
@@ -76,8 +77,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     settings |= {
         "FREE_V": free_v,
         "FREE_K": free_v - config.num_stages,
-        "FREE_Q": free_v - config.num_stages - 1,
-        "TURN": free_v - config.num_stages - 1 - config.consumers,
+        "FREE_Q": free_v - config.num_stages - slots,
+        "TURN": free_v - config.num_stages - slots - config.consumers,
     }
     context = {
         **mods,
@@ -93,6 +94,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "schedule": config.schedule,
         "persistent": config.schedule != "grid",
         "own_output": own_output(structure, config, device),
+        "q_slots": slots,
+        # Consumers that walk different tiles end a unit at different ones.
+        "chained": slots > 1 and runs < 2 and tiles.v_width <= 128,
         "early_loads": config.early_loads,
         # Consumers that walk different tiles cannot take turns.
         "ping_pong": config.ping_pong and runs < 2,
