@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
-from flexattn.render.gluon.printer import gluon_text, print_mod, print_score
+from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
@@ -19,7 +19,6 @@ from flexattn.render.source import (
     traits_of,
 )
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Printed
 from flexattn.space.config import describe
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 
@@ -42,8 +41,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     found = arguments(structure, config)
     traits = traits_of(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
-    mask = None if structure.mask is None else print_mod(structure.mask, traits)
-    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
+    mask = None if structure.mask is None else print_mask(structure.mask, traits)
+    used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     sparsity = structure.sparsity
