@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from flexattn.mods.expr import Expr
+from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Captures, Structure
 from flexattn.render.score_printer import PrintedScore
@@ -45,7 +45,8 @@ class MaskPieces:
     low, high: the first key of each row, and one past the last, as columns of int32; None where
     nothing is known. rest: what is asked of keys between them; None where that is nothing.
     first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
-    and no other's low is higher.
+    and no other's low is higher. ahead: what rest computes on the keys alone, each thread for a key
+    of its own, and is then told to all of them; empty where rest reads more than that.
     """
 
     rest: Printed | None
@@ -53,12 +54,19 @@ class MaskPieces:
     high: Printed | None = None
     last_low: Printed | None = None
     first_high: Printed | None = None
+    ahead: tuple[str, ...] = ()
 
     @property
     def printed(self) -> tuple[Printed, ...]:
         """All of them that there are."""
         every = (self.low, self.high, self.last_low, self.first_high, self.rest)
         return tuple(each for each in every if each is not None)
+
+    @property
+    def in_line(self) -> tuple[str, ...]:
+        """Statements of what is ahead, on key_in_line."""
+        lines = () if self.rest is None else self.rest.early
+        return tuple(re.sub(r"\bkv_idx\b", "key_in_line", line) for line in lines)
 
     @property
     def hoisted(self) -> tuple[str, ...]:
@@ -75,7 +83,7 @@ def print_mask(captures: Captures, traits: Traits) -> MaskPieces:
     """A mask_mod in pieces, of which most tiles need one alone."""
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
     if found is None:
-        return MaskPieces(print_mod(captures, traits))
+        return _ahead(MaskPieces(print_mod(captures, traits)), captures.mod.expr)
 
     def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
         if expr is None:
@@ -87,13 +95,32 @@ def print_mask(captures: Captures, traits: Traits) -> MaskPieces:
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
     last = replace(first, q_idx="(row_start + ROWS - 1)")
-    return MaskPieces(
+    pieces = MaskPieces(
         piece("mask", found.rest, View()),
         piece("low", found.low, column),
         piece("high", found.high, column),
         piece("last_low", found.low, last),
         piece("first_high", found.high, first),
     )
+    return pieces if found.rest is None else _ahead(pieces, found.rest)
+
+
+def _ahead(pieces: MaskPieces, rest: Expr) -> MaskPieces:
+    """With what rest reads by key alone read before the scores are there."""
+    nodes = list(walk(rest))
+    keyed, rowed = depending(nodes, ("kv_idx",)), depending(nodes, ("q_idx",))
+    loads = [node for node in nodes if node.op == "load" and node in keyed]
+    printed = pieces.rest
+    if printed is None or not loads or any(node in rowed for node in loads):
+        return pieces
+    text = "\n".join((*printed.body, printed.result))
+    made = dict.fromkeys(line.split(" = ")[0] for line in printed.early)
+    names = tuple(name for name in made if re.search(rf"\b{name}\b", text))
+    body, result = printed.body, printed.result
+    for name in names:
+        body = tuple(re.sub(rf"\b{name}\b", f"{name}_by_key", line) for line in body)
+        result = re.sub(rf"\b{name}\b", f"{name}_by_key", result)
+    return replace(pieces, rest=replace(printed, body=body, result=result), ahead=names)
 
 
 def print_mod(captures: Captures, traits: Traits) -> Printed:
