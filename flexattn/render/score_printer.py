@@ -82,9 +82,7 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 
 class _Score:
-    def __init__(
-        self, structure: Structure, terms: Terms, traits: Traits, anchored: bool
-    ) -> None:
+    def __init__(self, structure: Structure, terms: Terms, traits: Traits, anchored: bool) -> None:
         assert structure.score is not None
         self.anchored, self.anchor = anchored, ""
         self.captures, self.terms, self.traits = structure.score, terms, traits
@@ -190,6 +188,7 @@ class _Score:
         view = View("anchor", f"({reference})", f"({reference})", by_row=False, by_key=False)
         start = self._place(self._base_2(column), view)
         import os
+
         keys = "tl.expand_dims(tl.arange(0, BLOCK_N), 0)"
         self.hoisted += [f"slope = {rate}", f"start = {start}"]
         if os.environ.get("UNITS_HELD"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
 __all__ = ["Tiles", "own_output", "q_slots", "runs_of", "shared_memory", "tiles_of"]
@@ -85,9 +86,6 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
 
 def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """How many tiles of Q are held: a persistent block has room for the next one, or has not."""
-    import os
-    if os.environ.get("UNITS_ONE"):
-        return 1
     if config.schedule == "grid" or not own_output(structure, config, device):
         return 1
     held = _loaded(structure, config) + _output(structure, config)
@@ -97,7 +95,9 @@ def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) ->
 def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     keys = config.num_stages * config.BLOCK_N * (tiles.qk_padded + tiles.v_width)
-    return structure.itemsize * (config.BLOCK_M * tiles.qk_padded + keys) + _REST
+    # What a mod reads for keys passes through shared memory to the threads that use it.
+    told = 16 * config.BLOCK_N if loads_by_key(structure) or loads_diagonals(structure) else 0
+    return structure.itemsize * (config.BLOCK_M * tiles.qk_padded + keys) + told + _REST
 
 
 def _query(structure: Structure, config: GluonPrefillConfig) -> int:
