@@ -45,8 +45,8 @@ class MaskPieces:
     low, high: the first key of each row, and one past the last, as columns of int32; None where
     nothing is known. rest: what is asked of keys between them; None where that is nothing.
     first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
-    and no other's low is higher. ahead: what rest computes on the keys alone, each thread for a key
-    of its own, and is then told to all of them; empty where rest reads more than that.
+    and no other's low is higher. ahead: names of what rest computes on the keys alone, each thread
+    for a key of its own, which is then told to all of them; empty where rest reads more than that.
     """
 
     rest: Printed | None
@@ -120,7 +120,8 @@ def _ahead(pieces: MaskPieces, rest: Expr) -> MaskPieces:
     for name in names:
         body = tuple(re.sub(rf"\b{name}\b", f"{name}_by_key", line) for line in body)
         result = re.sub(rf"\b{name}\b", f"{name}_by_key", result)
-    return replace(pieces, rest=replace(printed, body=body, result=result), ahead=names)
+    rest_by_key = replace(printed, body=body, result=result)
+    return replace(pieces, rest=rest_by_key, ahead=names)
 
 
 def print_mod(captures: Captures, traits: Traits) -> Printed:
