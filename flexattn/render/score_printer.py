@@ -38,8 +38,7 @@ class PrintedScore:
     scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
     `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
     whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
-    may be among that. limits: of the keys. anchor: what `body` leaves out of all scores of a tile,
-    a number of start_n; "" is none.
+    may be among that. limits: of the keys.
     """
 
     hoisted: tuple[str, ...]
@@ -50,7 +49,6 @@ class PrintedScore:
     rows: tuple[str, ...]
     empties: bool
     limits: Limits | None
-    anchor: str = ""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -59,15 +57,15 @@ class PrintedScore:
         return (*self.hoisted, *limits, *self.early, *self.body, *self.rows)
 
 
-def print_score(structure: Structure, traits: Traits, anchored: bool = False) -> PrintedScore:
+def print_score(structure: Structure, traits: Traits, even_columns: bool = False) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
-    anchored: a column that grows evenly from key to key is added from a tile's first key on, so
-    that it is the same in all tiles; what that key adds is the result's anchor.
+    even_columns: what is added grows evenly from key to key where it can, which a layout like that
+    of Hopper's scores makes cheap.
     """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits, anchored).run()
+    return _Score(structure, terms, traits, even_columns).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -82,9 +80,9 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 
 class _Score:
-    def __init__(self, structure: Structure, terms: Terms, traits: Traits, anchored: bool) -> None:
+    def __init__(self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool) -> None:
         assert structure.score is not None
-        self.anchored, self.anchor = anchored, ""
+        self.even_columns = even_columns
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.reads = Reads()
@@ -116,7 +114,6 @@ class _Score:
             rows=rows,
             empties=terms.row is not None,
             limits=limits,
-            anchor=self.anchor,
         )
 
     def _print(self, expr: Expr, view: View) -> Printed:
@@ -171,7 +168,7 @@ class _Score:
         terms, found = self.terms, []
         if terms.column is not None:
             view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
-            slope = slope_of(terms.column, "kv_idx", self.reads) if self.anchored else None
+            slope = slope_of(terms.column, "kv_idx", self.reads) if self.even_columns else None
             if slope is None:
                 found.append(self._place(self._base_2(terms.column), view))
             else:
@@ -183,24 +180,21 @@ class _Score:
         return found
 
     def _even(self, slope: Expr, column: Expr, reference: str) -> str:
-        """A column of one slope, without what it adds at a tile's first key."""
-        rate = self._place(self._base_2(slope), View("slope", by_row=False, by_key=False))
-        view = View("anchor", f"({reference})", f"({reference})", by_row=False, by_key=False)
-        start = self._place(self._base_2(column), view)
-        import os
+        """A column of one slope: a product and a sum a key, and no conversions.
 
+        In the layout of Hopper's scores a thread's keys differ from another's in the bits of 6
+        alone: what is left are numbers that are known when the kernel is compiled.
+        """
+        rate = self._place(self._base_2(slope), View("slope", by_row=False, by_key=False))
+        view = View("start", f"({reference})", f"({reference})", by_row=False, by_key=False)
+        start = self._place(self._base_2(column), view)
         keys = "tl.expand_dims(tl.arange(0, BLOCK_N), 0)"
-        self.hoisted += [f"slope = {rate}", f"start = {start}"]
-        if os.environ.get("UNITS_HELD"):
-            self.hoisted.append(f"column = {keys}.to(tl.float32) * slope")
-            self.anchor = f"(start_n - {reference}).to(tl.float32) * slope + start"
-            return "column"
+        self.hoisted += [f"slope = {rate}", f"first = {start}"]
         self.body += [
-            f"lanes = {keys}",
-            f"column = ((lanes & 6) + (start_n - {reference})).to(tl.float32) * slope + start",
-            "column = tl.fma((lanes & ~6).to(tl.float32), slope, column)",
+            f"keys = {keys}",
+            f"column = ((keys & 6) + (start_n - {reference})).to(tl.float32) * slope + first",
         ]
-        return "column"
+        return "tl.fma((keys & ~6).to(tl.float32), slope, column)"
 
     def _base_2(self, expr: Expr) -> Expr:
         """expr * log2(e), with the constant where it is multiplied least often."""

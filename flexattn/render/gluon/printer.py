@@ -131,7 +131,7 @@ def print_mod(captures: Captures, traits: Traits) -> Printed:
 
 def print_score(structure: Structure, traits: Traits) -> PrintedScore:
     """The score_mod of a structure that has one, each consumer's rows for themselves."""
-    found = triton_score(structure, traits, anchored=True)
+    found = triton_score(structure, traits, even_columns=True)
     return replace(
         found,
         hoisted=_texts(found.hoisted),
@@ -139,7 +139,6 @@ def print_score(structure: Structure, traits: Traits) -> PrintedScore:
         body=_texts(found.body),
         rows=_texts(found.rows),
         limits=None,
-        anchor=gluon_text(found.anchor),
     )
 
 
