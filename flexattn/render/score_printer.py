@@ -80,7 +80,9 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 
 class _Score:
-    def __init__(self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool) -> None:
+    def __init__(
+        self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool
+    ) -> None:
         assert structure.score is not None
         self.even_columns = even_columns
         self.captures, self.terms, self.traits = structure.score, terms, traits
