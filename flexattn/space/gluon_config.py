@@ -18,6 +18,7 @@ __all__ = [
 
 GluonOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
 Schedule = Literal["grid", "static", "dynamic"]
+Softmax = Literal["exact", "lazy", "watched"]
 GLUON_ORDERS: tuple[GluonOrder, ...] = get_args(GluonOrder)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -53,7 +54,7 @@ class GluonPrefillConfig:
     section: int = 8
     early_loads: bool = True
     q_registers: int = 0
-    lazy_rescale: int = 0
+    softmax: Softmax = "exact"
 
     @property
     def BLOCK_M(self) -> int:

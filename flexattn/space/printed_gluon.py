@@ -38,7 +38,7 @@ def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
     consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
     return (
-        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
+        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 256*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 256*consumers*qk_padded + 128*consumers*v_padded + 1024) and (persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192))) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
         ((8) if scored else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/16)*q_held) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
     )
 
@@ -52,7 +52,7 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
         (num_stages >= 1) and (num_stages <= 8),
         (consumer_registers % 8 == 0) and (consumer_registers >= 24) and (consumer_registers <= 240) and (consumer_registers*consumers + producer_registers <= 512),
         (consumers >= 2) or not ping_pong,
-        (consumers*((2) if ping_pong else (1)) + 2*num_stages + 1 <= 14),
+        (consumers*((2) if ping_pong else (1)) + 2*num_stages + 2 <= 14),
         known_words and (section >= 1),
     )
 

@@ -51,7 +51,8 @@ QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 def _shared_memory() -> Expr:
     """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
 
-    A persistent block loads its next Q while an output leaves, if there is room.
+    A persistent block loads its next Q while an output leaves, if there is room; and while this
+    one is multiplied, if there is room for both.
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
     keys = num_stages * BLOCK_N * (qk_padded + v_padded)
@@ -64,7 +65,10 @@ def _shared_memory() -> Expr:
     through_q = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
     two_parts = And(parts, Eq(v_padded, 128))
     early = And(persistent, apart <= shared_limit, Not(two_parts))
-    return Piecewise((apart, Or(Not(through_q), early)), (shared, True))
+    alone = Or(Not(through_q), early)
+    twice = apart + ITEMSIZE * q_tile
+    both = And(alone, persistent, twice <= shared_limit)
+    return Piecewise((twice, both), (apart, alone), (shared, True))
 
 
 def _registers() -> Expr:
@@ -133,7 +137,7 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "barriers",
-        2 * num_stages + 1 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        2 * num_stages + 2 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
