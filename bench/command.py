@@ -112,7 +112,7 @@ def _variant(text: str) -> Peer:
 
 def _with_registers(given: dict[str, int | str]) -> dict[str, Any]:
     """Truth values where the config has them, and the registers that its consumers are left."""
-    switches = {"ping_pong", "early_loads"}
+    switches = {"ping_pong", "early_loads", "watched"}
     found = {key: bool(value) if key in switches else value for key, value in given.items()}
     found.setdefault("registers", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
     return found

@@ -18,7 +18,6 @@ __all__ = [
 
 GluonOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
 Schedule = Literal["grid", "static", "dynamic"]
-Softmax = Literal["exact", "lazy", "watched"]
 GLUON_ORDERS: tuple[GluonOrder, ...] = get_args(GluonOrder)
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -42,6 +41,8 @@ class GluonPrefillConfig:
     head the other way round. early_loads: as in PrefillConfig.
     q_registers: columns of Q that a consumer keeps in registers, from which its products then read
     them: what shared memory can hand out in a cycle is the limit where heads are wide.
+    watched: weights are taken by the maximum of the tiles before, and a row's maximum is looked for
+    only where its sum of weights shows that it rose. A maximum that is asked for is still exact.
     """
 
     consumers: int
@@ -54,7 +55,7 @@ class GluonPrefillConfig:
     section: int = 8
     early_loads: bool = True
     q_registers: int = 0
-    softmax: Softmax = "exact"
+    watched: bool = False
 
     @property
     def BLOCK_M(self) -> int:

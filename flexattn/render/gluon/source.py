@@ -27,11 +27,9 @@ __all__ = ["render"]
 TEMPLATE = "gluon/prefill.py.jinja"
 # A barrier for each tile of K and of V, of Q, and for each consumer's turn.
 HARDWARE_BARRIERS = 16
-# How far the scores of a row may rise above what is taken for their maximum, in powers of 2.
-SLACK = 8.0
 # Registers that one piece of assembly multiplies.
-MOST_PACKED = 64
-THREADS = 128
+MOST_RESCALED = 64
+THREADS = 32 * WARPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     slots = q_slots(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
-    # What is returned as the maximum is exact.
-    softmax = "exact" if structure.max_scores else config.softmax
+    # A maximum that is returned is exact.
+    watched = config.watched and not structure.max_scores
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -81,8 +79,6 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
         settings["SECTION"] = config.section
-    if softmax == "lazy":
-        settings["SLACK"] = SLACK
     free_v = HARDWARE_BARRIERS - config.num_stages
     settings |= {
         "FREE_V": free_v,
@@ -115,8 +111,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "q_slots": slots,
         "chained": chained,
         "early_loads": config.early_loads,
-        # Consumers that walk different tiles cannot take turns.
-        "ping_pong": config.ping_pong and runs < 2,
+        "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
         "noted": noted,
@@ -125,13 +120,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
-        # Rescaled while the next scores are computed, unless that is rare.
-        "rescale_first": tiles.v_width > 128 and softmax == "exact",
-        "rescales": softmax != "exact",
-        "lazy": softmax == "lazy",
-        "watched": softmax == "watched",
-        "rescale_pack": min(MOST_PACKED, CONSUMER_ROWS * tiles.v_width // THREADS),
-        "watch_pack": CONSUMER_ROWS * config.BLOCK_N // THREADS,
+        "watched": watched,
+        "rescale_first": tiles.v_width > 128 and not watched,
+        "per_thread": CONSUMER_ROWS * config.BLOCK_N // THREADS,
+        "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "q_registers": config.q_registers,
         "fold_scale": fold_scale,
