@@ -43,19 +43,19 @@ def block_mask(mask_mod, q, k, block_size=128, per_batch=True, per_head=True):
     return flexattn.create_block_mask(mask_mod, B, H, L, S, q.device, block_size)
 
 
-def run(q, k, v, *, kernel_options=None, **call):
-    """(out, lse, max_scores) of flexattn."""
+def run(q, k, v, *, kernel_options=None, max_scores=True, **call):
+    """(out, lse, max_scores) of flexattn; without max_scores None stands for them."""
     out, aux = flexattn.flex_attention(
         q, k, v, enable_gqa=True, kernel_options=kernel_options,
-        return_aux=AuxRequest(lse=True, max_scores=True), **call,
+        return_aux=AuxRequest(lse=True, max_scores=max_scores), **call,
     )  # fmt: skip
     return Reference(out, aux.lse, aux.max_scores)
 
 
-def assert_accurate(q, k, v, *, kernel_options=None, **call):
+def assert_accurate(q, k, v, *, kernel_options=None, max_scores=True, **call):
     """Run flexattn and hold out, lse and max_scores to the oracle; returns what it gave."""
     with torch.no_grad():
-        got = run(q, k, v, kernel_options=kernel_options, **call)
+        got = run(q, k, v, kernel_options=kernel_options, max_scores=max_scores, **call)
         assert_judged(got, q, k, v, **call)
     return got
 

@@ -1,9 +1,14 @@
 """The Gluon template compiles for Hopper with no device, on the oldest Triton and the newest."""
 
+import re
+import subprocess
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
@@ -64,6 +69,14 @@ def wrong(problem, config):
     return f"{describe(config)}: {', '.join(found)}: {taken}, {estimate} bytes" if found else ""
 
 
+def disassembled(compiled):
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
+
+
 # Registers for a table's diagonals and for lists beside 256 columns: Triton's template has them.
 REFUSED = (256, 256, "relative_lists")
 CASES = [case for size in SIZES for mods in MODS if (case := (*size, mods)) != REFUSED]
@@ -79,6 +92,24 @@ def test_default_config(D, Dv, mods):
 def test_both_dtypes(dtype):
     wanted = problem("prefill", 128, dtype=dtype)
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
+
+
+def test_a_tile_jumps_over_maxima_that_did_not_rise():
+    """Per tile and consumer: one vote before looking for maxima, one before each 64 rescaled."""
+    wanted = problem("prefill", 128)
+    config = default(wanted, H200, "gluon")
+    assert config.watched
+    source = render(wanted.structure, config, H200, "test")
+    code = disassembled(compile_source(source, H200))
+    jumped = []
+    for vote in re.finditer(r"VOTE\.ANY (P\d), P\d ;", code):
+        branch = re.compile(rf"@!{vote.group(1)} BRA `\((\.L_x_\d+)\)").search(code, vote.end())
+        over = code[branch.end() : code.index(f"\n{branch.group(1)}:")]
+        jumped.append({name: len(re.findall(rf"\b{name}\b", over)) for name in ("FMNMX", "FMUL")})
+    # Scores of a thread are 64: they and two times two that other threads know make the maxima.
+    assert sum(each["FMNMX"] >= 64 for each in jumped) >= 2 * config.consumers, jumped
+    assert sum(each["FMUL"] == 64 for each in jumped) >= config.consumers, jumped
+    assert code.count("FMNMX") == sum(each["FMNMX"] for each in jumped)
 
 
 @pytest.mark.full_matrix

@@ -89,6 +89,7 @@ GOLDENS = {
         replace(PREFILL, order="first"), D=64, score_mod=key_bias
     ),
     "gluon_noop": lambda: kernel(HOPPER),
+    "gluon_watched": lambda: kernel(replace(HOPPER, BLOCK_N=32, watched=True), D=64),
     "gluon_192_128": lambda: kernel(HOPPER, D=192, Dv=128, lse=False),
     "gluon_lists_softcap": lambda: kernel(HOPPER, score_mod=softcap(50.0), mask_mod=causal),
     "gluon_dynamic_sinks": lambda: kernel(TAKEN, D=64, sinks="bfloat16"),

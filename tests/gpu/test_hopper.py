@@ -20,10 +20,10 @@ from flexattn.plan import plan
 from flexattn.reference import Reference
 from flexattn.space.config import GluonPrefillConfig, language_of
 from flexattn.space.triton import space
+from tests import support
 from tests.support import (
     DTYPES,
     PREFILL,
-    assert_accurate,
     assert_judged,
     block_mask,
     heads_inside,
@@ -46,6 +46,11 @@ def tensors(*sizes, dtype=torch.bfloat16, **more):
     return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
+def assert_accurate(q, k, v, **call):
+    """As support's, without max_scores: asked for, they turn watched maxima into exact ones."""
+    return support.assert_accurate(q, k, v, max_scores=False, **call)
+
+
 def offered(problem):
     """The Gluon configs that the space offers."""
     found = space(problem, detect(torch.device("cuda", 0)))
@@ -64,10 +69,8 @@ def covering(configs):
 
 
 def prepared(q, k, v, score_mod=None, mask=None):
-    """A call of all statistics, and what it would launch as it stands."""
-    aux = torch.nn.attention.flex_attention.AuxRequest(lse=True, max_scores=True)
-    call = make_call(q, k, v, score_mod, mask, None, True, False, GLUON, aux)
-    return plan(call)
+    """A call that wants lse, and what it would launch as it stands."""
+    return plan(make_call(q, k, v, score_mod, mask, None, True, True, GLUON, None))
 
 
 def run_with(made, config):
@@ -92,7 +95,7 @@ def test_every_case(entry, dtype):
     mask = block_mask(built.mask_mod, q, k)
     call = {"score_mod": built.score_mod, "block_mask": mask, "kernel_options": GLUON}
     assert language_of(flexattn.explain(q, k, v, enable_gqa=True, **call).config) == "gluon"
-    assert_accurate(q, k, v, **call)
+    support.assert_accurate(q, k, v, max_scores=dtype == "fp16", **call)
 
 
 @pytest.mark.parametrize("mod", ["noop", "causal", "softcap"])
@@ -146,6 +149,40 @@ def test_rows_without_a_key(score):
     # Blocks that the lists call full hold no finite score for any row.
     mask = block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= 0, q, k)
     assert_accurate(q, k, v, score_mod=score_mod, block_mask=mask, kernel_options=GLUON)
+
+
+def rising(score, b, h, q_idx, kv_idx):
+    return score - 0.05 * kv_idx
+
+
+def jumping(score, b, h, q_idx, kv_idx):
+    return score - 7.0 * kv_idx
+
+
+@pytest.mark.parametrize("score_mod", [rising, jumping], ids=lambda mod: mod.__name__)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_maxima_that_rise_from_tile_to_tile(D, score_mod):
+    """The last keys come first: every tile has higher scores than the ones before, some by 900."""
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = tensors(1, 4, 2, 611, 747, D, dtype=dtype)
+        for mask_mod in (None, causal):
+            mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+            call = {"score_mod": score_mod, "block_mask": mask, "kernel_options": GLUON}
+            assert_accurate(q, k, v, **call)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_score_that_is_no_number_makes_its_row_one(value):
+    def poisoned(score, b, h, q_idx, kv_idx):
+        return torch.where((q_idx == 205) & (kv_idx == 7), value, score)
+
+    q, k, v = tensors(1, 4, 2, 611, 747, 128)
+    with torch.no_grad():
+        got = run(q, k, v, score_mod=poisoned, kernel_options=GLUON, max_scores=False)
+        sound = run(q, k, v, kernel_options=GLUON, max_scores=False)
+    rows = torch.arange(611, device="cuda") != 205
+    assert got.out[:, :, 205].isnan().all() and got.lse[:, :, 205].isnan().all()
+    torch.testing.assert_close(got.out[:, :, rows], sound.out[:, :, rows], rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
