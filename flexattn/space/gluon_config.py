@@ -41,7 +41,7 @@ class GluonPrefillConfig:
     head the other way round. early_loads: as in PrefillConfig.
     q_registers: columns of Q that a consumer keeps in registers, from which its products then read
     them: what shared memory can hand out in a cycle is the limit where heads are wide.
-    watched: weights are taken by the maximum of the tiles before, and a row's maximum is looked for
+    watched: weights are taken by the maximum of the tiles before; a row's maximum is looked for
     only where its sum of weights shows that it rose. A maximum that is asked for is still exact.
     """
 
