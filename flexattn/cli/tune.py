@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections import Counter
@@ -58,6 +59,10 @@ def tune(
     budget: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
     ] = None,
+    time: Annotated[
+        float | None,
+        typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="A device's name; the one that is here by default.")
     ] = None,
@@ -70,6 +75,13 @@ def tune(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
+    ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Each new record replaces those of its problem made in other environments.",
+        ),
     ] = False,
     again: Annotated[
         bool,
@@ -115,7 +127,8 @@ def tune(
     if target.backend == "neuron":
         ran = rank(chosen, store, which, method, again)
     else:
-        ran = run(chosen, store, method, jobs, again, storage)
+        seconds = math.inf if time is None else time
+        ran = run(chosen, store, method, jobs, again, storage, seconds, prune)
     told = {
         "directory": str(store.root),
         "problems": [_told(outcome, store) for outcome in ran.outcomes],
@@ -130,9 +143,11 @@ def tune(
         for words in ran.lost:
             typer.echo(words)
         typer.echo(f"{_counts(ran.outcomes)}; records in {store.root}")
-    if ran.interrupted:
+    if told["left"]:
+        why = "interrupted" if ran.interrupted else "the time is over,"
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
-        typer.echo(f"interrupted with {told['left']} left; go on with: {again_with}", err=True)
+        typer.echo(f"{why} with {told['left']} left; go on with: {again_with}", err=True)
+    if ran.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.status == "failed" for outcome in ran.outcomes):
         raise typer.Exit(1)

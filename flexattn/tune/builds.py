@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,9 +19,20 @@ from flexattn.render.source import Source, render_combine
 from flexattn.resources import Resources, resources
 from flexattn.settings import current, override
 from flexattn.space.config import Config, DecodeConfig
+from flexattn.tune.foundry import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
 
-__all__ = ["DEADLINE", "Built", "Order", "build_all", "compile_one", "compilers", "twins", "unfit"]
+__all__ = [
+    "DEADLINE",
+    "Built",
+    "Order",
+    "build_all",
+    "compile_one",
+    "compilers",
+    "orders_for",
+    "twins",
+    "unfit",
+]
 
 # Seconds that one config may compile for: most need one or two.
 DEADLINE = 120.0
@@ -72,6 +83,12 @@ class Order:
     device: Device
     cache_dir: Path
 
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Equal for orders that have one result."""
+        combine = "" if self.combine is None else self.combine.hash
+        return self.source.hash, combine, self.device.arch
+
 
 Compiled: TypeAlias = tuple[Resources, str, float] | Failed
 
@@ -85,38 +102,46 @@ def build_all(
     deadline: float = DEADLINE,
     say: Callable[[Built], None] = lambda built: None,
     work: Callable[[Order], Compiled] | None = None,
-    pool: Pool | None = None,
+    pool: Runs | None = None,
 ) -> list[Built]:
     """Compile configs in processes of their own; the results in the order of the configs.
 
     jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
-    does. pool: one of `compilers`, that lives on and has its own jobs, deadline and work. Configs
-    with one source are compiled once. Triton's cache then has every kernel: another process of
-    this Triton compiles none again.
+    does. pool: one of `compilers`, or a Foundry over it, that lives on and has its own jobs,
+    deadline and work. Configs with one source are compiled once. Triton's cache then has every
+    kernel: another process of this Triton compiles none again.
     """
-    structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
-    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    structure = problem.structure
     orders: list[Order] = []
-    places: dict[str, list[int]] = {}
-    for index, config in enumerate(configs):
-        source = render(structure, config, device, title)
-        if source.hash not in places:
-            orders.append(Order(config, source, combine, device, current().cache_dir))
-        places.setdefault(source.hash, []).append(index)
+    places: dict[Hashable, list[int]] = {}
+    for index, order in enumerate(orders_for(problem, configs, device)):
+        if order.name not in places:
+            orders.append(order)
+        places.setdefault(order.name, []).append(index)
     found: list[Built] = [Built(config) for config in configs]
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
     try:
         for number, result in own.run(orders):
-            for position, index in enumerate(places[orders[number].source.hash]):
+            for position, index in enumerate(places[orders[number].name]):
                 built = _built(configs[index], result, structure, device)
                 found[index] = replace(built, seconds=0.0) if position else built
                 say(found[index])
     except BaseException:
-        own.close()  # what still runs would answer the next call
+        if isinstance(own, Pool):
+            own.close()  # what still runs would answer the next call
         raise
     if pool is None:
         own.close()
     return found
+
+
+def orders_for(problem: Problem, configs: Sequence[Config], device: Device) -> Iterator[Order]:
+    """What a building process is told of each config."""
+    structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    for config in configs:
+        source = render(structure, config, device, title)
+        yield Order(config, source, combine, device, current().cache_dir)
 
 
 def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:

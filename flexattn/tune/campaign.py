@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -58,6 +59,7 @@ def campaign(
     where: Where = environment_of,
     landed: Landed = lambda record: None,
     lost: Lost = lambda tuner, error: None,
+    until: float = math.inf,
 ) -> Iterator[Outcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
@@ -67,6 +69,7 @@ def campaign(
     call later keeps what is there. again: tune and replace it instead, unless that would lose
     what was measured for what was made up. where: the environment that the tuners' records hold
     in. landed: told of each record once the store has it, or a better one; it does not raise.
+    until: of the monotonic clock; no task begins after it, and those that did not have no outcome.
     """
     todo = []
     for task in tasks:
@@ -75,7 +78,7 @@ def campaign(
             todo.append(task)
         else:
             yield Outcome(task.title, key_of(task.problem), "kept", known)
-    yield from _side_by_side(todo, store, tuners, landed, lost)
+    yield from _side_by_side(todo, store, tuners, landed, lost, until)
 
 
 def _outcome(task: Task, store: Store, tune: Tune, landed: Landed) -> Outcome:
@@ -101,7 +104,12 @@ def _replaces(new: Record, old: Record) -> bool:
 
 
 def _side_by_side(
-    todo: Sequence[Task], store: Store, tuners: Sequence[Tune], landed: Landed, lost: Lost
+    todo: Sequence[Task],
+    store: Store,
+    tuners: Sequence[Tune],
+    landed: Landed,
+    lost: Lost,
+    until: float,
 ) -> Iterator[Outcome]:
     """Each tuner has the next task when it is free; in threads, since processes do the work."""
     waiting, idle = deque(todo), deque(range(len(tuners)))
@@ -116,6 +124,8 @@ def _side_by_side(
             done.put((number, error))
 
     while True:
+        if time.monotonic() >= until:
+            waiting.clear()
         while waiting and idle:
             number = idle.popleft()
             busy[number] = waiting.popleft()
@@ -128,7 +138,7 @@ def _side_by_side(
         number, found = done.get()
         task = busy.pop(number)
         if isinstance(found, DeviceError):
-            waiting.appendleft(task)
+            waiting.appendleft(task)  # somebody else's next, if there is time
             errors.append(found)
             lost(number, found)
         elif isinstance(found, BaseException):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,25 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_pa
     stdout, stderr = process.communicate(timeout=120)
     assert [each["status"] for each in json.loads(stdout)["problems"]] == ["tuned"] * 4
     assert not list(store.strays())
+
+
+@pytest.mark.slow
+def test_time_that_is_over_ends_cleanly_and_old_records_make_way(tiny, tmp_path):
+    process = child(0, tiny, tmp_path, "--time", "0")
+    stdout, stderr = process.communicate(timeout=60)
+    told = json.loads(stdout)
+    assert process.returncode == 0 and (told["left"], told["problems"]) == (4, [])
+    assert "the time is over, with 4 left; go on with: flexattn tune" in stderr
+
+    process = child(0, tiny, tmp_path, "--effort", "quick")
+    assert process.communicate(timeout=60) and process.returncode == 0
+    store = Store(tmp_path / "records")
+    for _, record in list(store.entries()):
+        store.write(replace(record, environment=replace(record.environment, template="old")))
+    (old,) = {r.environment.folder for _, r in store.entries() if r.environment.template == "old"}
+    process = child(0, tiny, tmp_path, "--effort", "quick", "--again", "--prune")
+    assert process.communicate(timeout=60) and process.returncode == 0
+    assert len(list(store.entries())) == 4 and old not in store.folders()
 
 
 @pytest.mark.slow
