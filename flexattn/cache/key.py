@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from flexattn.problem import Captures, Problem
@@ -62,7 +63,7 @@ class Key:
 
         A field that has a default counts where it differs, so older records keep their names.
         """
-        return _digest(self, _FIELDS)
+        return _digest(self, _FIELDS, _values)
 
     def family(self) -> str:
         """The digest of all that is not a size: the keys of one family are neighbours."""
@@ -76,16 +77,21 @@ class Key:
 
 @lru_cache(maxsize=1024)
 def _family(key: Key) -> str:
-    return _digest(key, (name for name in _FIELDS if name not in SIZES))
+    return _digest(key, _OF_A_FAMILY, _family_values)
 
 
 _FIELDS = tuple(field.name for field in fields(Key))
-_DEFAULTS = {field.name: field.default for field in fields(Key)}
+_OF_A_FAMILY = tuple(name for name in _FIELDS if name not in SIZES)
+_DEFAULTS = {field.name: field.default for field in fields(Key) if field.default is not MISSING}
+_values, _family_values = attrgetter(*_FIELDS), attrgetter(*_OF_A_FAMILY)
 
 
-def _digest(key: Key, names: Iterable[str]) -> str:
-    values = ((name, getattr(key, name)) for name in names)
-    parts = [f"{name}={value!r}" for name, value in values if value != _DEFAULTS[name]]
+def _digest(key: Key, names: tuple[str, ...], values: Callable[[Key], tuple[object, ...]]) -> str:
+    parts = [
+        f"{name}={value!r}"
+        for name, value in zip(names, values(key), strict=True)
+        if name not in _DEFAULTS or value != _DEFAULTS[name]
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

@@ -10,11 +10,13 @@ import torch
 
 from bench import command, mods, results, table
 from bench.inputs import make
+from bench.lookup import first_lookups
 from bench.oracle import judge_slices
 from bench.peers import OURS, PEERS, Refusal
 from bench.rows import Row, decode_rows, mods_rows, prefill_rows
 from bench.runner import Method, run
 from bench.shapes import Shape
+from flexattn.device import named
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.reference import attention
@@ -292,3 +294,14 @@ def test_the_plain_call_of_a_row_has_its_tensors_and_no_mod():
     mods._plain(peer)(make(ROWS[2], "cpu", torch.float32))
     assert seen[0].score_mod is None and seen[0].row.mask == "causal" and seen[0].row.plain
     assert isinstance(mods._plain(peer)(make(ROWS[1], "cpu", torch.float32)), Refusal)
+
+
+def test_a_lookup_is_timed_where_a_record_may_be():
+    found = first_lookups(named("nvidia-h200"), rounds=1)
+    assert [(each.name, each.how) for each in found] == [
+        ("a hit", "hit"),
+        ("a hint", "hint"),
+        ("a neighbour", "nearest"),
+        ("no record", "default"),
+    ]
+    assert all(each.us and min(each.us) > 1 for each in found)
