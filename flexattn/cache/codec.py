@@ -23,13 +23,15 @@ from flexattn.errors import CacheError
 from flexattn.neuroncore import CORES
 from flexattn.space.config import Config
 from flexattn.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.space.serving import ServingConfig
 
 __all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
 
 T = TypeVar("T")
 
-# What a record may hold; dispatch to a GPU never meets the last two, whose devices are Neuron's.
-CONFIGS = (*get_args(Config), NkiPrefillConfig, NkiDecodeConfig)
+# What a record may hold; a GPU never meets the last two, whose devices are Neuron's.
+OF_GPUS = (*get_args(Config), ServingConfig)
+CONFIGS = (*OF_GPUS, NkiPrefillConfig, NkiDecodeConfig)
 
 MAX_BYTES = 8 * 2**20
 MAX_TEXT, MAX_INT = 4096, 2**48
@@ -135,7 +137,7 @@ def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     name = type(answer.config).__name__
     if not name.lower().endswith(f"{answer.key.kind}config"):
         raise CacheError(f"a {name}", "it is of the key's kind")
-    if isinstance(answer.config, Config) == (answer.environment.arch in CORES):
+    if isinstance(answer.config, OF_GPUS) == (answer.environment.arch in CORES):
         raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
 

@@ -29,10 +29,12 @@ from flexattn.space.triton import reasons
 __all__ = [
     "Found",
     "Layer",
+    "Stored",
     "configs_folder",
     "distance",
     "find",
     "layers",
+    "origin",
     "ranked",
     "transferred",
 ]
@@ -142,7 +144,7 @@ def find(problem: Problem, device: Device) -> Found | None:
     if stored is None:
         return None
     config = transferred(stored.answer.config, Sizes(*stored.answer.sizes), problem, device)
-    return Found(config, stored.how, _origin(stored, key.sizes), stored)
+    return Found(config, stored.how, origin(stored, key.sizes), stored)
 
 
 def _first(problem: Problem, key: Key, device: Device, places: tuple[Layer, ...]) -> Stored | None:
@@ -232,7 +234,8 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
     return replace(config, num_splits=max(1, round(splits)))
 
 
-def _origin(stored: Stored, wanted: Sizes) -> str:
+def origin(stored: Stored, wanted: Sizes) -> str:
+    """Where a record comes from, and what it promises at the sizes asked for, in words."""
     answer = stored.answer
     gain = f"{answer.decision.speedup:.2f}x the static default"
     kept = f"{stored.layer.name} record {answer.key.family()}/{answer.key.sizes}.json"

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,10 +27,11 @@ from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, r
 from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.measure.task import AnyTask
 from flexattn.presets import files
 from flexattn.tune.campaign import Outcome, Where, environment_of
 from flexattn.tune.method import method_for
-from flexattn.tune.tasks import distinct, tasks
+from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
 
@@ -110,11 +112,14 @@ def tune(
     lists = workloads or [untuned_path()] if from_untuned else []
     if from_untuned and preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
-    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only)
+    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only, plans=True)
     if not dry_run and where is environment_of:
         _can_time(target)
-    found = [task for path in lists for task in untuned_tasks(path, target)]
-    found += tasks(rows, target)
+    found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
+    found += [
+        plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
+        for row in rows
+    ]
     chosen, others = distinct(found)
     store = Store(out or users())
     if dry_run:

@@ -18,11 +18,11 @@ from flexattn.cache.record import Record
 from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there, environment_there, ranker
 from flexattn.cli.offline import short
-from flexattn.cli.selection import gpus_like, kind_of
+from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.triton import Effort
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
@@ -47,7 +47,7 @@ class Ran:
 
 
 def run(
-    chosen: Sequence[Task],
+    chosen: Sequence[AnyTask],
     store: Store,
     method: Method,
     jobs: int,
@@ -91,7 +91,9 @@ def run(
         return _followed(chosen, store, tuners, names, again, environment_of, watch, landed, until)
 
 
-def rank(chosen: Sequence[Task], store: Store, effort: Effort, method: Method, again: bool) -> Ran:
+def rank(
+    chosen: Sequence[AnyTask], store: Store, effort: Effort, method: Method, again: bool
+) -> Ran:
     """As `run`, for a Neuron device: by the cost model, or measured where this is an instance."""
     todo = len(pending(chosen, store, again, environment_there))
     with Watch(todo, Console(stderr=True)) as watch:
@@ -108,7 +110,7 @@ def rank(chosen: Sequence[Task], store: Store, effort: Effort, method: Method, a
         )
 
 
-def _forget(chosen: Sequence[Task], store: Store) -> None:
+def _forget(chosen: Sequence[AnyTask], store: Store) -> None:
     """Journals of records that are there: a process died between writing one and dropping it."""
     for task in chosen:
         where, key = environment_of(task), key_of(task.problem)
@@ -125,7 +127,7 @@ def _landing(store: Store, device: Device, prune: bool) -> Callable[[Record], No
         if prune:
             store.drop_others(record.environment, record.key)
         # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
-        here = environment(kind_of(record.key.kind), device)
+        here = environment(recorded_kind(record.key.kind), device)
         if store.root.resolve() in served and record.environment == here:
             untuned.drop(record.key, device.name)
 
@@ -133,7 +135,7 @@ def _landing(store: Store, device: Device, prune: bool) -> Callable[[Record], No
 
 
 def _followed(
-    chosen: Sequence[Task],
+    chosen: Sequence[AnyTask],
     store: Store,
     tuners: Sequence[Tune],
     names: Sequence[str],

@@ -21,7 +21,8 @@ from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
 from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import Judge, oracle
-from flexattn.measure.task import Task
+from flexattn.measure.serving import judge_of, make_batch, plan_call
+from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.mods import Bound
 from flexattn.options import Options
@@ -38,7 +39,7 @@ class Lab(Protocol):
     def device(self) -> str:
         """A name of the accelerator that every process of the host has for it."""
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Measurer.open."""
 
     def gate(self, config: Config) -> Gated | Failed:
@@ -83,7 +84,7 @@ class DeviceLab:
         properties = torch.cuda.get_device_properties(self._where)
         return f"gpu-{getattr(properties, 'uuid', properties.name)}"
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Lab.open."""
         self._calls.clear()
         self._clock = self._judge = self._build = None
@@ -94,6 +95,22 @@ class DeviceLab:
                 f"{task.title} is for {task.device.name}, this is {here.name}",
                 "a task is measured on the device that it names",
             )
+        if isinstance(task, ServingTask):
+            self._open_serving(task)
+        else:
+            self._open_call(task)
+        self._clock = _clock(task.policy, self._where)
+
+    def _open_serving(self, task: ServingTask) -> None:
+        batch = make_batch(task, self._where)
+        self._judge = judge_of(task, batch)
+
+        def build(config: Any) -> Callable[[], Outputs]:
+            return plan_call(task, batch, config, self._where)
+
+        self._build = build
+
+    def _open_call(self, task: Task) -> None:
         structure = task.problem.structure
         if self._where.type == "cuda":
             # What the reference run of float32 inputs looks at.
@@ -104,7 +121,6 @@ class DeviceLab:
         lists = None
         if task.lists is not None:
             lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
-        self._clock = _clock(task.policy, self._where)
         self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
 
         def build(config: Config) -> Callable[[], Outputs]:

@@ -16,13 +16,13 @@ from flexattn.cache.key import Key, key_of
 from flexattn.cache.record import Answer, Environment, Record
 from flexattn.cache.store import Store
 from flexattn.errors import DeviceError, FlexAttnError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 
 __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
 
 Status = Literal["tuned", "kept", "failed"]
-Tune = Callable[[Task], Record]
-Where = Callable[[Task], Environment]
+Tune = Callable[[AnyTask], Record]
+Where = Callable[[AnyTask], Environment]
 Landed = Callable[[Record], None]
 Lost = Callable[[int, DeviceError], None]
 
@@ -39,20 +39,20 @@ class Outcome:
     message: str = ""
 
 
-def environment_of(task: Task) -> Environment:
+def environment_of(task: AnyTask) -> Environment:
     """Where a task's record will hold exactly."""
-    return environment(task.problem.structure.kind, task.device, task.policy)
+    return environment(task.kind, task.device, task.policy)
 
 
 def pending(
-    tasks: Sequence[Task], store: Store, again: bool, where: Where = environment_of
-) -> list[Task]:
+    tasks: Sequence[AnyTask], store: Store, again: bool, where: Where = environment_of
+) -> list[AnyTask]:
     """The tasks that the store has no sound record of, or all of them."""
     return [task for task in tasks if again or _stored(task, store, where) is None]
 
 
 def campaign(
-    tasks: Sequence[Task],
+    tasks: Sequence[AnyTask],
     store: Store,
     tuners: Sequence[Tune],
     again: bool = False,
@@ -81,7 +81,7 @@ def campaign(
     yield from _side_by_side(todo, store, tuners, landed, lost, until)
 
 
-def _outcome(task: Task, store: Store, tune: Tune, landed: Landed) -> Outcome:
+def _outcome(task: AnyTask, store: Store, tune: Tune, landed: Landed) -> Outcome:
     key, begin = key_of(task.problem), time.monotonic()
     try:
         record = tune(task)
@@ -104,7 +104,7 @@ def _replaces(new: Record, old: Record) -> bool:
 
 
 def _side_by_side(
-    todo: Sequence[Task],
+    todo: Sequence[AnyTask],
     store: Store,
     tuners: Sequence[Tune],
     landed: Landed,
@@ -113,11 +113,11 @@ def _side_by_side(
 ) -> Iterator[Outcome]:
     """Each tuner has the next task when it is free; in threads, since processes do the work."""
     waiting, idle = deque(todo), deque(range(len(tuners)))
-    busy: dict[int, Task] = {}
+    busy: dict[int, AnyTask] = {}
     done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
     errors: list[DeviceError] = []
 
-    def work(number: int, task: Task) -> None:
+    def work(number: int, task: AnyTask) -> None:
         try:
             done.put((number, _outcome(task, store, tuners[number], landed)))
         except BaseException as error:  # the main thread raises it
@@ -151,5 +151,5 @@ def _side_by_side(
         yield Outcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 
 
-def _stored(task: Task, store: Store, where: Where) -> Answer | None:
+def _stored(task: AnyTask, store: Store, where: Where) -> Answer | None:
     return store.answer(where(task), key_of(task.problem))

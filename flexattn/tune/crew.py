@@ -15,10 +15,11 @@ from flexattn.cache.record import Record
 from flexattn.closing import Closing
 from flexattn.errors import FlexAttnError
 from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.measure.worker import Worker
+from flexattn.serving.tuned import ServingProblem
 from flexattn.space.config import Config, describe
-from flexattn.tune.builds import Built, build_all, orders_for
+from flexattn.tune.builds import Built, build_task, orders_of
 from flexattn.tune.campaign import environment_of
 from flexattn.tune.foundry import Foundry, Runs
 from flexattn.tune.method import Method
@@ -33,18 +34,21 @@ __all__ = ["Crew", "build_ahead", "seeds"]
 SEEDS = 6
 
 
-def seeds(task: Task) -> list[Config]:
+def seeds(task: AnyTask) -> list[Config]:
     """Configs that did well nearby: records of other environments, then of near sizes."""
     problem, device = task.problem, task.device
-    found = ranked(key_of(problem), environment_of(task), layers(device))
+    found = islice(ranked(key_of(problem), environment_of(task), layers(device)), SEEDS)
+    if isinstance(problem, ServingProblem):
+        # Its numbers are of an SM, whatever the sizes.
+        return list(dict.fromkeys(each.answer.config for each in found))
     configs = (
         transferred(each.answer.config, Sizes(*each.answer.sizes), problem, device)
-        for each in islice(found, SEEDS)
+        for each in found
     )
     return list(dict.fromkeys(configs))
 
 
-def build_ahead(tasks: Sequence[Task], method: Method, foundry: Foundry) -> None:
+def build_ahead(tasks: Sequence[AnyTask], method: Method, foundry: Foundry) -> None:
     """Order the kernels of tasks that will be measured whole, in the background.
 
     What is searched is built as the search asks for it: most of such a space is never measured.
@@ -57,7 +61,7 @@ def build_ahead(tasks: Sequence[Task], method: Method, foundry: Foundry) -> None
             try:
                 subject = subject_of(task, environment_of(task), method.effort, seeds(task))
                 if len(subject.configs) <= method.all_up_to:
-                    foundry.ahead(orders_for(task.problem, subject.configs, task.device))
+                    foundry.ahead(orders_of(task, subject.configs))
             except FlexAttnError:  # it is said when the task has its turn
                 continue
 
@@ -102,17 +106,16 @@ class Crew(Closing):
         """End the worker."""
         self._measurer.close()
 
-    def tune(self, task: Task) -> Record:
+    def tune(self, task: AnyTask) -> Record:
         """One problem's record. Raises MeasureError where nothing can be timed."""
         self._progress.problem(task.title)
 
         def build(configs: Sequence[Config]) -> list[Built]:
             if task.device.backend == "interpreter":
                 return [Built(config) for config in configs]
-            return build_all(
-                task.problem,
+            return build_task(
+                task,
                 configs,
-                task.device,
                 say=lambda built: self._progress.step(describe(built.config)),
                 pool=self._compilers,
             )
