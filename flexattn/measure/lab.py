@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,9 @@ class DeviceLab:
         elif torch.cuda.is_available():
             self._where = torch.device("cuda", 0)
             torch.cuda.set_device(self._where)
-            # A GPU may be listed and answer nothing: that is found here, and is no config's fault.
+            # Here, while kernels are compiled elsewhere: the first gate would wait for it.
+            importlib.import_module("triton")
+            # A GPU may be listed and answer nothing: that is found now, and is no config's fault.
             torch.ones(8, device=self._where).sum().item()
         else:
             raise UnsupportedError(

@@ -96,7 +96,7 @@ def _configs(
     if config is None:
         known = tuned(form, maxima, target, lengths)
         defaults = ((each, "static default") for each in serving_candidates(form, target))
-        return [*([known] if known is not None else []), *defaults]
+        return [*([known[:2]] if known is not None else []), *defaults]
     found = reasons(config, form, target)
     if found:
         raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")

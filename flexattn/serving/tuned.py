@@ -81,10 +81,11 @@ _RANK = {"hit": 0, "hint": 1, "nearest": 2}
 
 
 class Tuned(NamedTuple):
-    """A config of a record, and where it comes from in words."""
+    """A config of a record, where it comes from in words, and the record."""
 
     config: ServingConfig
     origin: str
+    stored: Stored
 
 
 def classes(maxima: Maxima, lengths: str) -> tuple[Lengths, ...]:
@@ -123,7 +124,7 @@ def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") 
     if not found:
         return None
     best, key = min(found, key=lambda each: (_RANK[each[0].how], each[0].distance))
-    return Tuned(_config(best), origin(best, key.sizes))
+    return Tuned(_config(best), origin(best, key.sizes), best)
 
 
 def _config(stored: Stored) -> ServingConfig:
