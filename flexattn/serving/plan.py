@@ -104,7 +104,8 @@ class DecodePlan:
         self.maxima.check()
         self.device = _indexed(torch.device(device))
         self._score, self._mask = (
-            _bound(mod, kind, self.device)
+            # One that is bound already comes from another process.
+            mod if isinstance(mod, Bound) else bind(mod, kind, self.device)
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
         self.scale = check_scale(scale, D)
@@ -276,11 +277,6 @@ class DecodePlan:
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
         return _Ready(attend, combine, out, lse, keys, cache.pages)
-
-
-def _bound(mod: Any, kind: str, device: torch.device) -> Bound | None:
-    """The mod with what it captures; one that is bound already comes from another process."""
-    return mod if isinstance(mod, Bound) else bind(mod, kind, device)
 
 
 def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
