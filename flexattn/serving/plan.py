@@ -279,6 +279,14 @@ class DecodePlan:
         return _Ready(attend, combine, out, lse, keys, cache.pages)
 
 
+def _bound(mod: Any, kind: str, device: torch.device) -> Bound | None:
+    """The mod with what it captures on the device: numbers in 0-d tensors are copied there."""
+    bound = bind(mod, kind, device)
+    if bound is None:
+        return None
+    return bound._replace(tensors=tuple(each.to(device) for each in bound.tensors))
+
+
 def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
     """The kernel's arguments in order, None for what each run gives."""
     return [fixed.get(argument.name) for argument in arguments]
