@@ -104,8 +104,7 @@ class DecodePlan:
         self.maxima.check()
         self.device = _indexed(torch.device(device))
         self._score, self._mask = (
-            # One that is bound already comes from another process.
-            mod if isinstance(mod, Bound) else bind(mod, kind, self.device)
+            bind(mod, kind, self.device)
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
         self.scale = check_scale(scale, D)
