@@ -25,7 +25,7 @@ from flexattn.space.serving import ServingConfig, ServingForm, reasons, space
 __all__ = ["batch_lengths", "serving_configs", "serving_sources", "serving_task"]
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
-QUICK = 16
+QUICK = 32
 LEFT_OUT = "left out by quick"
 # Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
 CHUNKED = 8
@@ -36,7 +36,7 @@ def serving_configs(
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
     """Configs to choose from, the static default first, and how many others were left out.
 
-    quick: 16 near the default. full and exhaustive: all that can run. seeds that can run join.
+    quick: 32 near the default. full and exhaustive: all that can run. seeds that can run join.
     """
     every = space(problem.form, device)
     chosen: Sequence[ServingConfig] = every
