@@ -88,15 +88,15 @@ class Order:
 
     config: Any
     source: Source
-    combine: Source | None
+    companion: Source | None
     device: Device
     cache_dir: Path
 
     @property
     def name(self) -> tuple[str, str, str]:
         """Equal for orders that have one result."""
-        combine = "" if self.combine is None else self.combine.hash
-        return self.source.hash, combine, self.device.arch
+        companion = "" if self.companion is None else self.companion.hash
+        return self.source.hash, companion, self.device.arch
 
 
 Compiled: TypeAlias = tuple[Resources, str, float] | Failed
@@ -206,8 +206,8 @@ def compile_one(order: Order) -> Compiled:
         begin = time.perf_counter()
         try:
             compiled = compile_source(order.source, order.device)
-            if order.combine is not None:
-                compile_source(order.combine, order.device)
+            if order.companion is not None:
+                compile_source(order.companion, order.device)
             seconds = time.perf_counter() - begin
             return resources(compiled, order.device), code_hash(compiled, order.device), seconds
         except BuildError as error:
