@@ -15,10 +15,12 @@ from flexattn.serving.request import Maxima
 from flexattn.settings import current, say_once
 from flexattn.space.serving import ServingConfig, ServingForm, reasons
 
-__all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "tuned"]
+__all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "batch_lengths", "tuned"]
 
 Lengths = Literal["uniform", "ragged", "mixed"]
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
+# Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
+CHUNKED = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,23 @@ class ServingProblem:
 
 _LAYOUT = ("shared_kv", "prefix", "offset", "aligned")
 _RANK = {"hit": 0, "hint": 1, "nearest": 2}
+
+
+def batch_lengths(
+    lengths: str, batch: int, q_len: int, kv_len: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query positions and keys of each request of a class.
+
+    ragged: as lengths of live traffic, the i-th of kv_len / (i + 1)^0.8 keys, at least 128.
+    """
+    if lengths == "mixed":
+        q_lens = tuple(q_len if b % CHUNKED == 0 else 1 for b in range(batch))
+        return q_lens, (kv_len,) * batch
+    q_lens = (q_len,) * batch
+    if lengths == "uniform":
+        return q_lens, (kv_len,) * batch
+    least = min(kv_len, max(128, q_len))
+    return q_lens, tuple(max(least, int(kv_len / (b + 1) ** 0.8)) for b in range(batch))
 
 
 class Tuned(NamedTuple):

@@ -18,17 +18,15 @@ from flexattn.problem import DTYPES, Shape
 from flexattn.render.serving import render_serving, render_serving_combine
 from flexattn.render.source import Source
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
-from flexattn.serving.tuned import Lengths, ServingProblem
+from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 from flexattn.space.axes import Effort
 from flexattn.space.serving import ServingConfig, ServingForm, reasons, space
 
-__all__ = ["batch_lengths", "serving_configs", "serving_sources", "serving_task"]
+__all__ = ["serving_configs", "serving_sources", "serving_task"]
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
 QUICK = 32
 LEFT_OUT = "left out by quick"
-# Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
-CHUNKED = 8
 
 
 def serving_configs(
@@ -73,23 +71,6 @@ def serving_sources(
         if config.combine == "launch":
             combine = render_serving_combine(form, config, device)
         yield config, render_serving(form, config, device, title), combine
-
-
-def batch_lengths(
-    lengths: Lengths, batch: int, q_len: int, kv_len: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query positions and keys of each request of a class.
-
-    ragged: as lengths of live traffic, the i-th of kv_len / (i + 1)^0.8 keys, at least 128.
-    """
-    if lengths == "mixed":
-        q_lens = tuple(q_len if b % CHUNKED == 0 else 1 for b in range(batch))
-        return q_lens, (kv_len,) * batch
-    q_lens = (q_len,) * batch
-    if lengths == "uniform":
-        return q_lens, (kv_len,) * batch
-    least = min(kv_len, max(128, q_len))
-    return q_lens, tuple(max(least, int(kv_len / (b + 1) ** 0.8)) for b in range(batch))
 
 
 def serving_task(

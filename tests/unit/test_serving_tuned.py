@@ -17,10 +17,10 @@ from flexattn.errors import CacheError, InputError
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.serving.kernels import _configs
-from flexattn.serving.tuned import tuned
+from flexattn.serving.tuned import batch_lengths, tuned
 from flexattn.settings import override
 from flexattn.space.serving import ServingConfig, serving_candidates
-from flexattn.tune.serving import batch_lengths, serving_configs, serving_sources, serving_task
+from flexattn.tune.serving import serving_configs, serving_sources, serving_task
 
 H200 = named("nvidia-h200")
 POLICY = Policy(True, True, 20, 5.0)
