@@ -69,7 +69,7 @@ golden: env
 	$(COMPILED) $(PYTEST) --accept-golden tests/golden
 
 # What most people run comes first: the time may end before the list does, and the next call goes on.
-PRESETS := llama3-8b serving gpt-oss gemma3 gemma2 qwen3 mistral-7b llama3-70b all
+PRESETS := llama3-8b gpt-oss gemma3 qwen3 mistral-7b llama3-70b gemma2 serving all
 RECORDS := configs/nvidia-h200
 SECONDS := 480
 
