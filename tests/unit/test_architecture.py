@@ -58,7 +58,7 @@ EDGES = {
     "sinks": set(),
     "reference": {"sinks"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
-    "measure": {"launch", "reference"},
+    "measure": {"launch", "reference", "serving"},
     # What a kernel takes and whose code it shares is known before it is timed.
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
