@@ -1,7 +1,7 @@
 """One fresh process of the block mask bench: a mask's first call, and those after it.
 
-Imports, the CUDA context and the first trace come before; then it prints READY, and waits for a line.
-Run by `bench.blocks`; prints one JSON object.
+Imports, the CUDA context and the first trace come before; then it prints READY, and waits for a
+line. Run by `bench.blocks`; prints one JSON object.
 """
 
 from __future__ import annotations
