@@ -23,8 +23,10 @@ class KeyBounds:
     """A mask_mod as bounds on kv_idx, each an Expr without it that never falls as q_idx grows.
 
     low, high: no row keeps a key below low, or from high on; None where nothing is known.
-    below, above, rest: mask_mod is their conjunction, None where there is no such part. Keys from
-    low on pass `below`, keys under high pass `above`.
+    below, above, rest: mask_mod is the conjunction of them and of `same`, None where there is no
+    such part. Keys from low on pass `below`, keys under high pass `above`. same: two integers that
+    are equal, the row's, which reads no key, and the key's, which reads no row, both out of
+    captured tensors: documents.
     """
 
     low: Expr | None
@@ -32,6 +34,7 @@ class KeyBounds:
     below: Expr | None
     above: Expr | None
     rest: Expr | None
+    same: tuple[Expr, Expr] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,13 @@ def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
     that could wrap gives no bound.
     """
     lows, highs = [], []
+    same: tuple[Expr, Expr] | None = None
     parts: dict[str, list[Expr]] = {"below": [], "above": [], "rest": []}
     for term in _terms(expr, "and"):
+        numbers = _numbered(term) if same is None else None
+        if numbers is not None:
+            same = numbers
+            continue
         found = _span(term, ranges)
         lows += [found.low] if found.low is not None else []
         highs += [found.high] if found.high is not None else []
@@ -67,14 +75,14 @@ def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
         else:
             parts["below"].append(make("le", "bool", (found.low, KEY)))
             parts["above"].append(make("lt", "bool", (KEY, found.high)))
-    if not lows and not highs:
+    if not lows and not highs and same is None:
         return None
     low, high = _join("maximum", lows, ranges), _join("minimum", highs, ranges)
     conjunctions = {
         name: reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
         for name, terms in parts.items()
     }
-    return KeyBounds(low, high, **conjunctions)
+    return KeyBounds(low, high, **conjunctions, same=same)
 
 
 def _join(op: str, found: list[Expr], ranges: Mapping[str, Range]) -> Expr | None:
@@ -88,6 +96,18 @@ def _terms(expr: Expr, op: str) -> list[Expr]:
     if expr.op == op and expr.dtype == "bool":
         return [term for arg in expr.args for term in _terms(arg, op)]
     return [expr]
+
+
+def _numbered(expr: Expr) -> tuple[Expr, Expr] | None:
+    """The row's and the key's number, where a term says that they are equal."""
+    if expr.op != "eq" or not is_int(expr.args[0].dtype):
+        return None
+    if not all(any(node.op == "load" for node in walk(arg)) for arg in expr.args):
+        return None
+    for row, key in (expr.args, expr.args[::-1]):
+        if _has_q(row) and _has_key(key) and not _has_key(row) and not _has_q(key):
+            return row, key
+    return None
 
 
 def _span(expr: Expr, ranges: Mapping[str, Range]) -> _Span:

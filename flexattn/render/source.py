@@ -97,7 +97,9 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     if structure.mask is not None:
         mask = whole(structure.mask, traits)
         if runs:
-            mask = mask_parts(structure.mask, traits, structure.packed_heads)
+            mask = mask_parts(
+                structure.mask, traits, structure.packed_heads, _looks_ahead(structure)
+            )
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -114,6 +116,8 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
+    if mask is not None and mask.segments is not None and sparsity is not None:
+        settings["EDGE"] = _power(sparsity.kv_block)
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
         **mod_context([each.lines for each in used], device),
@@ -151,6 +155,12 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         config.num_warps,
         config.num_stages,
     )
+
+
+def _looks_ahead(structure: Structure) -> bool:
+    """Whether a tile of rows looks at the numbers of its first and its last block of keys."""
+    sparsity = structure.sparsity
+    return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
 
 
 def _multiplies_ramps(structure: Structure, device: Device) -> bool:

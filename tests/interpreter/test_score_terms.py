@@ -72,7 +72,7 @@ RISING = {
     "keys_alone": lambda s, b, h, q, k: s + 0.03 * k,
     "keys_as_they_are": lambda s, b, h, q, k: s - k,
     "scaled": lambda s, b, h, q, k: 2 * s - 0.5 * (q - k),
-    "steep": lambda s, b, h, q, k: s + 40.0 * (k - q) / (h + 1),
+    "steep": lambda s, b, h, q, k: s + 4.0 * (k - q) / (h + 1),
     "masked": lambda s, b, h, q, k: torch.where(q >= k, s + 0.1 * (k - q), -math.inf),
     "with_a_row": lambda s, b, h, q, k: s + q * 0.01 * q - 0.25 * k,
 }

@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import CASES, causal, prefix_lm, sliding_window
+from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import const, fingerprint, pretty
 from flexattn.mods.key_bounds import key_bounds
@@ -42,6 +43,10 @@ def hold(mod, tensors=(), scalars=()):
         part = getattr(found, name)
         if part is not None:
             joined &= values(mod, part, tensors, scalars)
+    if found.same is not None:
+        row, key = (values(mod, number, tensors, scalars) for number in found.same)
+        assert (row == row[..., :1]).all() and (key == key[:, :, :1]).all()
+        joined &= row == key
     assert joined.equal(kept)
     sides = (("low", lambda x: KEYS < x, found.below), ("high", lambda x: KEYS >= x, found.above))
     for name, outside, part in sides:
@@ -93,6 +98,31 @@ def test_what_is_found(mask_mod, expected):
     found = hold(bind(mask_mod, "mask").mod)
     shown = [getattr(found, name) for name in ("low", "high", *PARTS)]
     assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+
+
+IDS = torch.arange(53) // 7
+ONCE = torch.tensor(2)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "same"),
+    [
+        (document(IDS), "(buf0[q_idx], buf0[kv_idx])"),
+        (and_masks(causal, document(IDS)), "(buf0[q_idx], buf0[kv_idx])"),
+        (lambda b, h, q, k: IDS[k] + b == IDS[q + 1] * ONCE,
+         "((buf0[(q_idx + 1)] * buf1[]), (b + buf0[kv_idx]))"),
+        (lambda b, h, q, k: (IDS[k] == IDS[q]) & (IDS[q] == IDS[k + 0]), None),
+        (lambda b, h, q, k: (q >= k) & (IDS[k] == IDS[q - k]), "none"),
+        (lambda b, h, q, k: (q >= k) & (IDS[k] == 3), "none"),
+        (lambda b, h, q, k: (q >= k) & ((IDS[k] == IDS[q]) | (k < 2)), "none"),
+    ],
+)  # fmt: skip
+def test_numbers_that_must_be_equal(mask_mod, same):
+    bound = bind(mask_mod, "mask")
+    found = hold(bound.mod, bound.tensors, bound.scalars)
+    if same is not None:
+        shown = "none" if found.same is None else f"({', '.join(map(pretty, found.same))})"
+        assert shown == same
 
 
 @pytest.mark.parametrize(
