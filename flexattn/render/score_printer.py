@@ -109,7 +109,7 @@ class _Score:
         folded = "scale" not in structure.rules_off
         folded = folded and terms.core is not None and terms.positive(terms.outer)
         folded = folded and (structure.positive_scale or not terms.linear)
-        ramp = self._ramp(reference) if folded and self.ramps else None
+        ramp = self._ramp(reference) if self.ramps else None
         folded = folded and (ramp is not None or not terms.added)
         added = self._added(reference) if ramp is None else []
         self._scored(folded, added)
@@ -136,11 +136,8 @@ class _Score:
 
         Then it needs no instruction for each score: see the template.
         """
-        column = self.terms.column
-        if column is None or self.terms.added != (column,) or not self.terms.linear:
-            return None
-        slope = slope_of(column, "kv_idx", self.reads)
-        if slope is None:
+        column, slope = self.terms.column, self.terms.step
+        if column is None or slope is None:
             return None
         view = View("lift", q_idx=f"({reference})", kv_idx="start_n", by_row=False)
         lift = self._place(self._base_2(column), view)

@@ -28,7 +28,7 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
-from flexattn.space.terms import loads_tiles
+from flexattn.space.terms import loads_tiles, multiplies_ramp
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
@@ -90,8 +90,9 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
     traits = traits_of(device, structure)
-    ramps = _multiplies_ramps(structure, device)
-    score = None if structure.score is None else print_score(structure, traits, ramps)
+    score = None
+    if structure.score is not None:
+        score = print_score(structure, traits, multiplies_ramp(structure, device))
     mask = None
     runs = walks_runs(structure, config)
     if structure.mask is not None:
@@ -161,20 +162,6 @@ def _looks_ahead(structure: Structure) -> bool:
     """Whether a tile of rows looks at the numbers of its first and its last block of keys."""
     sparsity = structure.sparsity
     return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
-
-
-def _multiplies_ramps(structure: Structure, device: Device) -> bool:
-    """Whether what rises evenly along the keys is one more product of the scores' tiles.
-
-    A warpgroup multiplies beside its other instructions. On an H200 an addition for each score
-    takes 5.5 % of the call's time.
-    """
-    interpreted = device.backend == "interpreter"
-    return (
-        structure.kind == "prefill"
-        and structure.itemsize == 2
-        and (device.has_wgmma or interpreted)
-    )
 
 
 def _moves_out_of_loops(structure: Structure, config: Config, device: Device) -> bool:
