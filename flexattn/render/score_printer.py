@@ -64,6 +64,11 @@ class PrintedScore:
     ramp: Ramp | None = None
 
     @property
+    def reads_keys(self) -> bool:
+        """Whether the tile's statements name the indices of its keys."""
+        return any("kv_idx" in line for line in (*self.early, *self.body))
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """Every statement, in the order of the kernel."""
         limits = self.limits.lines if self.limits else ()
