@@ -32,9 +32,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A column that rises by the same step from key to key: a tile's first key has `lift`.
+    """A column that rises by the same step from key to key: the tile's first key has `lift`.
 
-    step: a number before the loop. Both are texts, in base 2.
+    step: a number before the loop. Both in base 2, texts.
     """
 
     step: str
@@ -49,8 +49,8 @@ class PrintedScore:
     scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
     `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
     whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
-    may be among that. limits: of the keys. ramp: what the template adds to the
-    scores, instead of body; only with `folded`.
+    may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
+    softmax, instead of body; only with `folded`.
     """
 
     hoisted: tuple[str, ...]
@@ -78,7 +78,7 @@ class PrintedScore:
 def print_score(structure: Structure, traits: Traits, ramps: bool = False) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
-    ramps: whether the template adds a ramp.
+    ramps: whether the template adds a ramp by a product.
     """
     terms = structure.terms
     assert terms is not None
@@ -114,7 +114,7 @@ class _Score:
         folded = "scale" not in structure.rules_off
         folded = folded and terms.core is not None and terms.positive(terms.outer)
         folded = folded and (structure.positive_scale or not terms.linear)
-        ramp = self._ramp(reference) if self.ramps and folded else None
+        ramp = self._ramp(reference) if self.ramps else None
         folded = folded and (ramp is not None or not terms.added)
         added = self._added(reference) if ramp is None else []
         self._scored(folded, added)
@@ -139,11 +139,8 @@ class _Score:
     def _ramp(self, reference: str) -> Ramp | None:
         """What is added to the scores, where it rises evenly along the keys of a tile.
 
-        A bound of a row's maximum then needs no number for each score. Its weights stay small:
-        those of float16 could vanish, and maxima that are asked for must be exact.
+        Then it needs no instruction for each score: see the template.
         """
-        if self.structure.dtype == "float16" or self.structure.max_scores:
-            return None
         column, slope = self.terms.column, self.terms.step
         if column is None or slope is None:
             return None

@@ -28,7 +28,7 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
-from flexattn.space.terms import loads_tiles
+from flexattn.space.terms import loads_tiles, multiplies_ramp
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
@@ -92,7 +92,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     traits = traits_of(device, structure)
     score = None
     if structure.score is not None:
-        score = print_score(structure, traits, ramps=structure.kind == "prefill")
+        score = print_score(structure, traits, multiplies_ramp(structure, device))
     mask = None
     runs = walks_runs(structure, config)
     if structure.mask is not None:
