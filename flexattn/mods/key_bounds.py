@@ -11,7 +11,7 @@ from flexattn.mods.expr import Expr, const, depending, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["KeyBounds", "key_bounds"]
+__all__ = ["KeyBounds", "Numbers", "key_bounds", "numbers_of"]
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits, and where nothing wraps in 64.
@@ -23,10 +23,8 @@ class KeyBounds:
     """A mask_mod as bounds on kv_idx, each an Expr without it that never falls as q_idx grows.
 
     low, high: no row keeps a key below low, or from high on; None where nothing is known.
-    below, above, rest: mask_mod is the conjunction of them and of `same`, None where there is no
-    such part. Keys from low on pass `below`, keys under high pass `above`. same: two integers that
-    are equal, the row's, which reads no key, and the key's, which reads no row, both out of
-    captured tensors: documents.
+    below, above, rest: mask_mod is their conjunction, None where there is no such part. Keys from
+    low on pass `below`, keys under high pass `above`.
     """
 
     low: Expr | None
@@ -34,7 +32,18 @@ class KeyBounds:
     below: Expr | None
     above: Expr | None
     rest: Expr | None
-    same: tuple[Expr, Expr] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A condition as row == key and rest: documents, told apart by numbers in captured tensors.
+
+    row: an integer that reads no kv_idx. key: one that reads no q_idx. rest: None if that is all.
+    """
+
+    row: Expr
+    key: Expr
+    rest: Expr | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +65,8 @@ def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
     that could wrap gives no bound.
     """
     lows, highs = [], []
-    same: tuple[Expr, Expr] | None = None
     parts: dict[str, list[Expr]] = {"below": [], "above": [], "rest": []}
     for term in _terms(expr, "and"):
-        numbers = _numbered(term) if same is None else None
-        if numbers is not None:
-            same = numbers
-            continue
         found = _span(term, ranges)
         lows += [found.low] if found.low is not None else []
         highs += [found.high] if found.high is not None else []
@@ -75,14 +79,37 @@ def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
         else:
             parts["below"].append(make("le", "bool", (found.low, KEY)))
             parts["above"].append(make("lt", "bool", (KEY, found.high)))
-    if not lows and not highs and same is None:
+    if not lows and not highs:
         return None
     low, high = _join("maximum", lows, ranges), _join("minimum", highs, ranges)
     conjunctions = {
         name: reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
         for name, terms in parts.items()
     }
-    return KeyBounds(low, high, **conjunctions, same=same)
+    return KeyBounds(low, high, **conjunctions)
+
+
+def numbers_of(expr: Expr) -> Numbers | None:
+    """The first equality of a row's number and a key's that a condition has, if it has one."""
+    terms = _terms(expr, "and")
+    for place, term in enumerate(terms):
+        found = _numbered(term)
+        if found is not None:
+            others = terms[:place] + terms[place + 1 :]
+            rest = reduce(lambda x, y: make("and", "bool", (x, y)), others) if others else None
+            return Numbers(*found, rest)
+    return None
+
+
+def _numbered(expr: Expr) -> tuple[Expr, Expr] | None:
+    if expr.op != "eq" or not is_int(expr.args[0].dtype):
+        return None
+    if not all(any(node.op == "load" for node in walk(arg)) for arg in expr.args):
+        return None
+    for row, key in (expr.args, expr.args[::-1]):
+        if _has_q(row) and _has_key(key) and not _has_key(row) and not _has_q(key):
+            return row, key
+    return None
 
 
 def _join(op: str, found: list[Expr], ranges: Mapping[str, Range]) -> Expr | None:
@@ -96,18 +123,6 @@ def _terms(expr: Expr, op: str) -> list[Expr]:
     if expr.op == op and expr.dtype == "bool":
         return [term for arg in expr.args for term in _terms(arg, op)]
     return [expr]
-
-
-def _numbered(expr: Expr) -> tuple[Expr, Expr] | None:
-    """The row's and the key's number, where a term says that they are equal."""
-    if expr.op != "eq" or not is_int(expr.args[0].dtype):
-        return None
-    if not all(any(node.op == "load" for node in walk(arg)) for arg in expr.args):
-        return None
-    for row, key in (expr.args, expr.args[::-1]):
-        if _has_q(row) and _has_key(key) and not _has_key(row) and not _has_q(key):
-            return row, key
-    return None
 
 
 def _span(expr: Expr, ranges: Mapping[str, Range]) -> _Span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import KeyBounds, key_bounds
+from flexattn.mods.key_bounds import KeyBounds, Numbers, key_bounds, numbers_of
 from flexattn.mods.simplify import make
 from flexattn.problem import Captures
 from flexattn.render.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
@@ -93,14 +93,20 @@ def mask_parts(captures: Captures, traits: Traits, packed_heads: int, segments: 
     segments: whether the template looks at segments before its loop.
     """
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
-    if found is None or (packed_heads > 1 and _names_head(found)):
+    if found is None:
+        found = KeyBounds(None, None, None, None, captures.mod.expr)
+    if packed_heads > 1 and _names_head(found):
         return whole(captures, traits, "masked")
-    same = None if found.same is None else make("eq", "bool", found.same)
+    rest = found.rest
+    numbers = numbers_of(rest) if segments and rest is not None else None
+    same = None
+    if numbers is not None:
+        same, rest = make("eq", "bool", (numbers.row, numbers.key)), numbers.rest
     sides = (
         ("below", found.below, "masked & (i < low_end)"),
         ("above", found.above, "masked & (i >= high_begin)"),
-        ("same", same, "masked & apart" if segments else "masked"),
-        ("rest", found.rest, "masked"),
+        ("same", same, "masked & apart"),
+        ("rest", rest, "masked"),
     )
     parts = [
         MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed)
@@ -109,12 +115,12 @@ def mask_parts(captures: Captures, traits: Traits, packed_heads: int, segments: 
     ]
     low = _bound(captures, traits, "low", found.low, found.below)
     high = _bound(captures, traits, "high", found.high, found.above)
-    looked = _segments(captures, traits, found.same) if segments and found.same else None
+    looked = None if numbers is None else _segments(captures, traits, numbers)
     return MaskParts(tuple(parts), low, high, looked)
 
 
-def _segments(captures: Captures, traits: Traits, same: tuple[Expr, Expr]) -> Segments:
-    row, key = same
+def _segments(captures: Captures, traits: Traits, numbers: Numbers) -> Segments:
+    row, key = numbers.row, numbers.key
     views = (
         (row, View("row_number", q_idx="offs_m")),
         (row, View("one_number", q_idx="first_row", by_row=False)),

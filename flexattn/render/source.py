@@ -92,7 +92,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     traits = traits_of(device, structure)
     score = None
     if structure.score is not None:
-        score = print_score(structure, traits, multiplies_ramp(structure, device))
+        score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
     mask = None
     runs = walks_runs(structure, config)
     if structure.mask is not None:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import const, fingerprint, pretty
-from flexattn.mods.key_bounds import key_bounds
+from flexattn.mods.key_bounds import key_bounds, numbers_of
 from flexattn.mods.simplify import make
 from flexattn.render.torch_printer import evaluate
 from flexattn.render.triton_printer import INDEX_RANGES
@@ -43,10 +43,6 @@ def hold(mod, tensors=(), scalars=()):
         part = getattr(found, name)
         if part is not None:
             joined &= values(mod, part, tensors, scalars)
-    if found.same is not None:
-        row, key = (values(mod, number, tensors, scalars) for number in found.same)
-        assert (row == row[..., :1]).all() and (key == key[:, :, :1]).all()
-        joined &= row == key
     assert joined.equal(kept)
     sides = (("low", lambda x: KEYS < x, found.below), ("high", lambda x: KEYS >= x, found.above))
     for name, outside, part in sides:
@@ -105,24 +101,31 @@ ONCE = torch.tensor(2)
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "same"),
+    ("mask_mod", "expected"),
     [
-        (document(IDS), "(buf0[q_idx], buf0[kv_idx])"),
-        (and_masks(causal, document(IDS)), "(buf0[q_idx], buf0[kv_idx])"),
-        (lambda b, h, q, k: IDS[k] + b == IDS[q + 1] * ONCE,
-         "((buf0[(q_idx + 1)] * buf1[]), (b + buf0[kv_idx]))"),
-        (lambda b, h, q, k: (IDS[k] == IDS[q]) & (IDS[q] == IDS[k + 0]), None),
-        (lambda b, h, q, k: (q >= k) & (IDS[k] == IDS[q - k]), "none"),
-        (lambda b, h, q, k: (q >= k) & (IDS[k] == 3), "none"),
-        (lambda b, h, q, k: (q >= k) & ((IDS[k] == IDS[q]) | (k < 2)), "none"),
+        (document(IDS), ("buf0[q_idx]", "buf0[kv_idx]", "None")),
+        (and_masks(causal, document(IDS)), ("buf0[q_idx]", "buf0[kv_idx]", "(kv_idx <= q_idx)")),
+        (lambda b, h, q_idx, kv_idx: IDS[kv_idx] + b == IDS[q_idx + 1] * ONCE,
+         ("(buf0[(q_idx + 1)] * buf1[])", "(b + buf0[kv_idx])", "None")),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == IDS[q_idx - kv_idx]), ()),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == 3), ()),
+        (lambda b, h, q_idx, kv_idx: (IDS[kv_idx] == IDS[q_idx]) | (kv_idx < 2), ()),
+        (lambda b, h, q_idx, kv_idx: kv_idx % 3 == q_idx % 3, ()),
     ],
 )  # fmt: skip
-def test_numbers_that_must_be_equal(mask_mod, same):
+def test_numbers_that_must_be_equal(mask_mod, expected):
     bound = bind(mask_mod, "mask")
-    found = hold(bound.mod, bound.tensors, bound.scalars)
-    if same is not None:
-        shown = "none" if found.same is None else f"({', '.join(map(pretty, found.same))})"
-        assert shown == same
+    mod, captured = bound.mod, (bound.tensors, bound.scalars)
+    found = numbers_of(mod.expr)
+    if found is None:
+        assert not expected
+        return
+    shown = [found.row, found.key, found.rest]
+    assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+    row, key = values(mod, found.row, *captured), values(mod, found.key, *captured)
+    assert (row == row[..., :1]).all() and (key == key[:, :, :1]).all()
+    rest = True if found.rest is None else values(mod, found.rest, *captured)
+    assert ((row == key) & rest).equal(values(mod, mod.expr, *captured))
 
 
 @pytest.mark.parametrize(
