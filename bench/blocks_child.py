@@ -51,7 +51,7 @@ def run(row: Row, device: str, rounds: int, wait: Callable[[], object]) -> dict[
     """
     import torch
     import torch._dynamo
-    import triton  # noqa: F401
+    import triton.compiler.code_generator  # noqa: F401  (at its first compile otherwise)
 
     import flexattn
     from flexattn.mods import bind

@@ -45,9 +45,10 @@ class Segments:
     """Numbers of rows and keys that must be equal, looked at before the loop.
 
     Where the rows of a tile have one number, and its keys follow one another in the blocks that
-    need the mask, two ends say what the tile keeps, and no tile of keys compares numbers: 10 to 20
-    % of the time of causal documents. rows, one: of all rows of the tile, and of the first. head,
-    tail: of head_keys and tail_keys, the first and the last block. All are names or texts.
+    need the mask, two ends say what the tile keeps, and no tile of keys compares numbers: 6 % of
+    the time of 8 causal documents on an H200. rows, one: of all rows of the tile, and of the
+    first. head, tail: of head_keys and tail_keys, the first and the last block. All are names or
+    texts.
     """
 
     statements: tuple[str, ...]

@@ -113,8 +113,8 @@ def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
 def multiplies_ramp(structure: Structure, device: Device) -> bool:
     """Whether what rises evenly along the keys is one more product of a tile's scores.
 
-    A warpgroup multiplies beside its other instructions. On an H200 an addition for each score
-    takes 5.5 % of the time of ALiBi, D 128.
+    On an H200 ALiBi (causal, D 128, 8k) runs at 0.951 of plain attention so, and at 0.945 with an
+    addition for each score.
     """
     multiplies = device.has_wgmma or device.backend == "interpreter"
     if structure.kind != "prefill" or structure.itemsize != 2 or not multiplies:
