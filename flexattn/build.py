@@ -120,6 +120,7 @@ def compile_source(source: Source, device: Device) -> Any:
                 "num_stages": source.num_stages,
                 # Said aloud because Triton's default changes with release 3.10.
                 "enable_fp_fusion": True,
+                **({"maxnreg": source.registers} if source.registers else {}),
             },
         )
     except Exception as error:  # whatever the compiler raises is one typed failure here

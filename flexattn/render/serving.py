@@ -17,7 +17,15 @@ from flexattn.render.span import Edge, edges
 from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
-from flexattn.space.serving import ITEMSIZE, MERGED, ServingConfig, ServingForm
+from flexattn.space.serving import (
+    EMPTY,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    PATIENCE,
+    ServingConfig,
+    ServingForm,
+)
 
 __all__ = [
     "combine_rows",
@@ -107,7 +115,9 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
-        "last": config.combine == "last",
+        "tile_of_pages": form.page > 0 and config.BLOCK_N % form.page == 0,
+        "combine": config.combine,
+        "prefetch": device.backend == "cuda",
     }
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
@@ -115,7 +125,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             header.append(f"{name}: {rendering.one_line(captures)}")
     return rendering.make_source(
         "triton/serving.py.jinja", device, header, context, serving_arguments(form),
-        config.num_warps, config.num_stages,
+        config.num_warps, config.num_stages, registers=config.registers(device),
     )  # fmt: skip
 
 
@@ -127,6 +137,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else []),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
+        "prefetch": False,
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
@@ -221,6 +232,11 @@ def _shared(
         "SUMS": slots * (form.head_dim_v + 1),
         "MERGE_ROWS": rows,
         "MERGE_PARTS": parts,
+        "EMPTY": EMPTY,
+        "PATIENCE": PATIENCE,
+        "LANES": 32 * config.num_warps,
+        "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
+        "Q_LINE": LINE // ITEMSIZE[form.dtype],
     }
 
     def span_values(*values: str) -> str:

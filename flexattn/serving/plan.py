@@ -20,7 +20,7 @@ from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.request import Maxima, form_of
 from flexattn.settings import current
-from flexattn.space.serving import ServingConfig, workspace
+from flexattn.space.serving import EMPTY, ServingConfig, workspace
 
 __all__ = ["DecodePlan"]
 
@@ -112,10 +112,11 @@ class DecodePlan:
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config)
         self.config = self._kernels.config
         where, rows = self.device, self.maxima.rows
-        self._workspace = torch.empty(
-            workspace(self.form, self.config, self._kernels.target), device=where
+        # Each merge leaves its slots empty and its counter at zero, for the launch that comes next.
+        floats = workspace(self.form, self.config, self._kernels.target)
+        self._workspace = torch.full((floats,), EMPTY, dtype=torch.int32, device=where).view(
+            torch.float32
         )
-        # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, heads[0]), device=where) if lse else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -26,6 +26,14 @@ __all__ = [
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Values that a merge holds at a time: 64 registers of 128 threads.
 MERGED = 8192
+
+
+Combine: TypeAlias = Literal["wait", "last", "launch"]
+# The bits of a slot of the workspace that nothing is written to: a NaN that no arithmetic gives.
+EMPTY = -1
+# How often a program asks for what it waits for: seconds, where a launch takes microseconds.
+PATIENCE = 1 << 22
+LINE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ class ServingConfig:
 
     per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
     that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last, or "launch", a second kernel.
+    worked on: "wait", the program of its last piece, which waits for the others; "last", the
+    program that finishes last; or "launch", a second kernel.
     """
 
     BLOCK_M: int
@@ -85,11 +94,16 @@ class ServingConfig:
     num_stages: int
     per_sm: int = 2
     least: int = 1
-    combine: Literal["last", "launch"] = "last"
+    combine: Combine = "last"
 
     def programs(self, device: Device) -> int:
         """Programs of a launch on a device."""
         return self.per_sm * device.num_sms
+
+    def registers(self, device: Device) -> int:
+        """The most registers of a thread with which an SM holds its programs; 0: no bound."""
+        found = device.registers // (self.per_sm * 32 * self.num_warps) // 8 * 8
+        return 0 if device.backend != "cuda" or found > device.max_registers else max(found, 64)
 
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
@@ -146,7 +160,7 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     first = next(serving_candidates(form, device))
     heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
-    combines: tuple[Literal["last", "launch"], ...] = ("last", "launch")
+    combines: tuple[Combine, ...] = ("wait", "last", "launch")
     grid = (
         ServingConfig(*numbers, combine=combine)
         for numbers in product(*axes)
@@ -175,7 +189,7 @@ def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
     yield ServingConfig(16, 16, 4, 1, 1)
 
 
-def _combine(height: int, widest: int) -> Literal["last", "launch"]:
+def _combine(height: int, widest: int) -> Combine:
     """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
     return "launch" if height >= 64 or widest > 256 else "last"
 
