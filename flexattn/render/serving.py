@@ -125,7 +125,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             header.append(f"{name}: {rendering.one_line(captures)}")
     return rendering.make_source(
         "triton/serving.py.jinja", device, header, context, serving_arguments(form),
-        config.num_warps, config.num_stages, registers=config.registers(device),
+        config.num_warps, config.num_stages, registers=config.registers(form, device),
     )  # fmt: skip
 
 

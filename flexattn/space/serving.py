@@ -100,9 +100,10 @@ class ServingConfig:
         """Programs of a launch on a device."""
         return self.per_sm * device.num_sms
 
-    def registers(self, device: Device) -> int:
+    def registers(self, form: ServingForm, device: Device) -> int:
         """The most registers of a thread with which an SM holds its programs; 0: no bound."""
-        found = device.registers // (self.per_sm * 32 * self.num_warps) // 8 * 8
+        held = max(1, min(self.per_sm, device.shared_memory // _shared_memory(self, form)))
+        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
         return 0 if device.backend != "cuda" or found > device.max_registers else max(found, 64)
 
 
@@ -197,7 +198,7 @@ def _combine(height: int, widest: int) -> Combine:
 def _shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
-    tiles = config.num_stages * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
+    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
     if ITEMSIZE[form.kv_dtype] == 1:
         tiles += 2 * config.BLOCK_N * width
     return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]
