@@ -13,7 +13,7 @@ from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
-from flexattn.render.span import Edge, edges
+from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
@@ -214,9 +214,13 @@ def _shared(
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
     found: tuple[Edge, ...] = ()
+    free: tuple[Edge, ...] | None = None
     if form.mask is not None and not form.prefix:
-        found = edges(form.mask.mod, form.mask.contiguous, _traits(form, device, False))
-    captured = [argument.name for argument in captured_arguments(form.mask)] if found else []
+        traits = _traits(form, device, False)
+        found = edges(form.mask.mod, form.mask.contiguous, traits)
+        free = free_edges(form.mask.mod, form.mask.contiguous, traits)
+    captures = [argument.name for argument in captured_arguments(form.mask)]
+    captured = captures if found else []
     names = _request_names(form)
     rows, parts = _merge_shape(form, config)
     slots = config.programs(device) * 2 * config.BLOCK_M
@@ -247,6 +251,8 @@ def _shared(
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
+        "free_edges": free,
+        "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
         "request_values": lambda b: ", ".join((b, *names)),
         "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
@@ -281,5 +287,7 @@ def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
 def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:
     if captures is None:
         return None
-    # Which of its tiles need mask_mod a request does not say.
-    return whole(captures, _traits(form, device), "i < end")
+    needed = "i < end"
+    if not form.prefix and free_bounds_of(captures.mod) is not None:
+        needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
+    return whole(captures, _traits(form, device), needed)

@@ -278,9 +278,7 @@ class DecodePlan:
         if self._kernels.combine is not None:
             found = self._kernels.combine.source.arguments
             of_combine = _given(found, fixed)
-            combine = self._kernels.combine.prepare(
-                self._kernels.merges, _fill(found, fixed), ()
-            )
+            combine = self._kernels.combine.prepare(self._kernels.merges, _fill(found, fixed), ())
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
