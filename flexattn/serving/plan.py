@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
-from flexattn.mods import Bound, bind
+from flexattn.mods import bind
 from flexattn.render.arguments import Argument, captured_arguments, captured_values
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
@@ -119,7 +119,7 @@ class DecodePlan:
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config)
         self.config = self._kernels.config
         where, rows = self.device, self.maxima.rows
-        # Each merge leaves its slots empty and its counter at zero, for the launch that comes next.
+        # Each merge leaves its slots empty and its counter at zero, for the next launch.
         floats = workspace(self.form, self.config, self._kernels.target)
         self._workspace = torch.full((floats,), EMPTY, dtype=torch.int32, device=where).view(
             torch.float32
@@ -267,9 +267,9 @@ class DecodePlan:
             "q_len_each": q_rows,
             "softmax_scale": self.scale,
         }
-        for name, found in (("k", cache.steps_k), ("v", cache.steps_v)):
+        for name, each in (("k", cache.steps_k), ("v", cache.steps_v)):
             fixed |= {
-                f"stride_{name}{axis}": step for axis, step in zip("pnh", found, strict=True)
+                f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)
             }
         found = self._kernels.attend.source.arguments
         of_attend = of_combine = _given(found, fixed)
