@@ -17,15 +17,7 @@ from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
-from flexattn.space.serving import (
-    EMPTY,
-    ITEMSIZE,
-    LINE,
-    MERGED,
-    PATIENCE,
-    ServingConfig,
-    ServingForm,
-)
+from flexattn.space.serving import ITEMSIZE, LINE, MERGED, ServingConfig, ServingForm
 
 __all__ = [
     "combine_rows",
@@ -67,11 +59,11 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
         found.append(Argument("K_SCALE", "*fp32", 4))
     q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
-    found += [Argument(f"stride_q{axis}", "i64", q_step) for axis in "mh"]
+    found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
     for tensor in "k" if tied(form) else "kv":
-        found += [Argument(f"stride_{tensor}{axis}", "i64", kv_step) for axis in "pnh"]
+        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
     if form.page:
-        found += [Argument("stride_table", "i64"), Argument("num_pages", "i32")]
+        found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
@@ -116,7 +108,9 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": form.page > 0 and config.BLOCK_N % form.page == 0,
-        "combine": config.combine,
+        "last": config.combine == "last",
+        "late_sum": config.BLOCK_M <= 32,
+        "mask_apart": mask is not None and _reads_keys(form, mask),
         "prefetch": device.backend == "cuda",
     }
     header = [title, f"config: {describe_serving(config)}"]
@@ -188,7 +182,7 @@ def _written(form: ServingForm) -> list[Argument]:
         found.append(Argument("SINKS", "*fp32", 4))
     if form.scaled:
         found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
-    return [*found, Argument("stride_om", "i64", math.gcd(16, form.head_dim_v))]
+    return [*found, Argument("stride_om", "i32", math.gcd(16, form.head_dim_v))]
 
 
 def _described(form: ServingForm) -> list[Argument]:
@@ -199,11 +193,11 @@ def _described(form: ServingForm) -> list[Argument]:
     if form.ragged:
         found.append(Argument("CU_SEQLENS", "*i32", 4))
     numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
-    return found + [Argument(name, "i32") for name in (*numbers, "num_heads", "num_programs")]
+    return found + [Argument(name, "i32") for name in numbers]
 
 
 def _request_names(form: ServingForm) -> list[str]:
-    return [each.name for each in _described(form)][:-2]
+    return [each.name for each in _described(form)]
 
 
 def _shared(
@@ -230,14 +224,13 @@ def _shared(
         "PACKED": form.group,
         "HEAD_DIM_V": form.head_dim_v,
         "PAGE": form.page,
+        "HEADS": form.kv_heads,
+        "PROGRAMS": config.programs(device),
         "REQUESTS": form.requests,
         "LEAST": config.least,
-        "MAXIMA": slots * form.head_dim_v,
-        "SUMS": slots * (form.head_dim_v + 1),
+        "WEIGHTS": slots * form.head_dim_v,
         "MERGE_ROWS": rows,
         "MERGE_PARTS": parts,
-        "EMPTY": EMPTY,
-        "PATIENCE": PATIENCE,
         "LANES": 32 * config.num_warps,
         "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
@@ -251,6 +244,7 @@ def _shared(
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
+        "bounded_below": any(edge.lowest for edge in found),
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
@@ -282,6 +276,18 @@ def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
         fast_tanh=device.has_tanh and form.dtype == "bfloat16",
         short_tanh=form.dtype in ("bfloat16", "float16"),
     )
+
+
+def _reads_keys(form: ServingForm, mask: MaskParts) -> bool:
+    """Whether a mask reads memory for each key, and only for the last keys of a request.
+
+    Scores take on the layout that such reads ask for, and the whole tile pays for it.
+    """
+    assert form.mask is not None
+    printed = [part.printed for part in mask.parts]
+    reads = any("tl.load(" in line for each in printed for line in (*each.early, *each.body))
+    free = None if form.prefix else free_bounds_of(form.mask.mod)
+    return reads and free is not None and not any(lowest for lowest, *_ in free)
 
 
 def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:

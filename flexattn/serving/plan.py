@@ -20,7 +20,7 @@ from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.request import Maxima, form_of
 from flexattn.settings import current
-from flexattn.space.serving import EMPTY, ServingConfig, workspace
+from flexattn.space.serving import ServingConfig, workspace
 
 __all__ = ["DecodePlan"]
 
@@ -119,11 +119,10 @@ class DecodePlan:
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config)
         self.config = self._kernels.config
         where, rows = self.device, self.maxima.rows
-        # Each merge leaves its slots empty and its counter at zero, for the next launch.
-        floats = workspace(self.form, self.config, self._kernels.target)
-        self._workspace = torch.full((floats,), EMPTY, dtype=torch.int32, device=where).view(
-            torch.float32
+        self._workspace = torch.empty(
+            workspace(self.form, self.config, self._kernels.target), device=where
         )
+        # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, heads[0]), device=where) if lse else None
@@ -258,8 +257,6 @@ class DecodePlan:
             "total_q": rows,
             "q_rows": rows if form.prefix else q_rows,
             "max_keys": min(m.kv_len, keys),
-            "num_heads": m.Hkv,
-            "num_programs": self._kernels.programs,
             "stride_qm": steps[0],
             "stride_qh": steps[1],
             "stride_table": 0 if table is None else table.stride(0),
@@ -268,9 +265,7 @@ class DecodePlan:
             "softmax_scale": self.scale,
         }
         for name, each in (("k", cache.steps_k), ("v", cache.steps_v)):
-            fixed |= {
-                f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)
-            }
+            fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
         found = self._kernels.attend.source.arguments
         of_attend = of_combine = _given(found, fixed)
         attend = self._kernels.attend.prepare(self._kernels.programs, _fill(found, fixed), ())

@@ -28,11 +28,8 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "floa
 MERGED = 8192
 
 
-Combine: TypeAlias = Literal["wait", "last", "launch"]
-# The bits of a slot of the workspace that nothing is written to: a NaN that no arithmetic gives.
-EMPTY = -1
-# How often a program asks for what it waits for: seconds, where a launch takes microseconds.
-PATIENCE = 1 << 22
+Combine: TypeAlias = Literal["last", "launch"]
+# Bytes of a line of the L2 cache.
 LINE = 128
 
 
@@ -53,6 +50,7 @@ class ServingForm:
     head_dim_qk: int
     head_dim_v: int
     group: int
+    kv_heads: int
     page: int
     requests: int
     rows: int
@@ -84,8 +82,7 @@ class ServingConfig:
 
     per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
     that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "wait", the program of its last piece, which waits for the others; "last", the
-    program that finishes last; or "launch", a second kernel.
+    worked on: "last", the program that finishes last, or "launch", a second kernel.
     """
 
     BLOCK_M: int
@@ -101,19 +98,25 @@ class ServingConfig:
         return self.per_sm * device.num_sms
 
     def registers(self, form: ServingForm, device: Device) -> int:
-        """The most registers of a thread with which an SM holds its programs; 0: no bound."""
+        """The most registers of a thread with which an SM holds its programs; 0: no bound.
+
+        Also where they may have all there are: not told so, ptxas computes again in each turn of
+        the loop what does not change, 438 instructions instead of 367.
+        """
+        if device.backend != "cuda":
+            return 0
         held = max(1, min(self.per_sm, device.shared_memory // _shared_memory(self, form)))
-        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
-        return 0 if device.backend != "cuda" or found > device.max_registers else max(found, 64)
+        found = device.registers // (held * 32 * self.num_warps)
+        return max(64, min(found, device.max_registers) // 8 * 8)
 
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
-    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 2).
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1).
 
     A program's range of tiles begins inside at most one unit of work and ends inside at most one
-    other: two partial results, each of BLOCK_M rows of values, a maximum and a sum.
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp.
     """
-    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 2)
+    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 1)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -161,7 +164,7 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     first = next(serving_candidates(form, device))
     heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
-    combines: tuple[Combine, ...] = ("wait", "last", "launch")
+    combines: tuple[Combine, ...] = ("last", "launch")
     grid = (
         ServingConfig(*numbers, combine=combine)
         for numbers in product(*axes)

@@ -33,7 +33,7 @@ def test_caches(page, layout, together):
     check(batch([1] * 6, LENGTHS, 6, 2), page=page, layout=layout, together=together)
 
 
-@pytest.mark.parametrize("combine", ["wait", "last", "launch"])
+@pytest.mark.parametrize("combine", ["last", "launch"])
 @pytest.mark.parametrize("least", [1, 3])
 @pytest.mark.parametrize("per_sm", [1, 2, 7])
 def test_pieces_of_any_size_merge(per_sm, least, combine):
