@@ -17,7 +17,14 @@ from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
-from flexattn.space.serving import ITEMSIZE, LINE, MERGED, ServingConfig, ServingForm
+from flexattn.space.serving import (
+    COMBINE_WARPS,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    ServingConfig,
+    ServingForm,
+)
 
 __all__ = [
     "combine_rows",
@@ -136,7 +143,13 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
-        "triton/serving_combine.py.jinja", device, [title], context, combine_arguments(form), 4, 1
+        "triton/serving_combine.py.jinja",
+        device,
+        [title],
+        context,
+        combine_arguments(form),
+        COMBINE_WARPS,
+        1,
     )
 
 
@@ -262,10 +275,11 @@ def _shared(
 
 
 def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
-    """Rows and parts that a merge holds at a time: at most MERGED values of them."""
+    """Rows and parts that a merge holds at a time: at most MERGED values of them a warp."""
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()
-    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, MERGED // (4 * width)))
-    return rows, max(1, min(32, MERGED // (rows * width)))
+    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
+    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, held // (4 * width)))
+    return rows, max(1, min(32, held // (rows * width)))
 
 
 def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:

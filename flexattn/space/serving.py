@@ -13,7 +13,9 @@ from flexattn.problem import Captures
 from flexattn.space.config import padded
 
 __all__ = [
+    "COMBINE_WARPS",
     "ITEMSIZE",
+    "LINE",
     "MERGED",
     "ServingConfig",
     "ServingForm",
@@ -24,8 +26,10 @@ __all__ = [
 ]
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
-# Values that a merge holds at a time: 64 registers of 128 threads.
-MERGED = 8192
+# Values that a warp holds of a merge at a time: 64 registers of each thread.
+MERGED = 2048
+# Of the kernel that merges.
+COMBINE_WARPS = 4
 
 
 Combine: TypeAlias = Literal["last", "launch"]
