@@ -104,14 +104,17 @@ class ServingConfig:
     def registers(self, form: ServingForm, device: Device) -> int:
         """The most registers of a thread with which an SM holds its programs; 0: no bound.
 
-        Also where they may have all there are: not told so, ptxas computes again in each turn of
-        the loop what does not change, 438 instructions instead of 367.
+        Short tiles are told so also where they may have all there are: ptxas else computes again
+        in each turn of the loop what does not change, 438 instructions instead of 367. Tall ones
+        have no registers to keep it in.
         """
         if device.backend != "cuda":
             return 0
         held = max(1, min(self.per_sm, device.shared_memory // _shared_memory(self, form)))
-        found = device.registers // (held * 32 * self.num_warps)
-        return max(64, min(found, device.max_registers) // 8 * 8)
+        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
+        if found > device.max_registers and self.BLOCK_M >= 64:
+            return 0
+        return max(64, min(found, device.max_registers))
 
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
