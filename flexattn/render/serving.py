@@ -92,6 +92,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     v = rendering.named_pieces("v", form.head_dim_v)
     eight = ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
+    of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
         "score": score,
@@ -114,7 +115,9 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
-        "tile_of_pages": form.page > 0 and config.BLOCK_N % form.page == 0,
+        "tile_of_pages": of_pages,
+        # Tall tiles have no registers for what every turn of the loop would find again.
+        "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
         "late_sum": config.BLOCK_M <= 32,
         "mask_apart": mask is not None and _reads_keys(form, mask),
