@@ -116,6 +116,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
+        "k_whole": of_pages and not tied(form),
         # Tall tiles have no registers for what every turn of the loop would find again.
         "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
@@ -260,7 +261,8 @@ def _shared(
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
-        "bounded_below": any(edge.lowest for edge in found),
+        # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
+        "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
