@@ -46,8 +46,8 @@ ROWS = (
 def run(row: Row, device: str, rounds: int, wait: Callable[[], object]) -> dict[str, Any]:
     """Seconds of the first call and of each later one, and bytes at the peak beyond the result.
 
-    wait: called once, before anything is timed. compiler: the part of the first call that Triton
-    spends on itself, whatever it compiles.
+    wait: called once, before anything is timed. compiler: seconds that Triton spends on itself once
+    a process, before its first compile, whatever that is: no part of `first`.
     """
     import torch
     import torch._dynamo
@@ -86,7 +86,7 @@ def run(row: Row, device: str, rounds: int, wait: Callable[[], object]) -> dict[
         seconds.append(spent)
         del mask
     return {
-        "first": start + first,
+        "first": first,
         "compiler": start,
         "seconds": seconds,
         "beyond": max(0, _memory(device) - before - result),
