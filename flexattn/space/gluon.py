@@ -116,6 +116,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     """
     structure = problem.structure
     yield from preferences(structure)
+    # Scores that rise from tile to tile are weighed twice where maxima are watched.
+    yield from (replace(each, watched=False) for each in preferences(structure))
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
@@ -126,10 +128,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     early = (True, False) if loads_early(structure) else (True,)
     if loads_tiles(structure):
         early = (False,)
-    looks = (True, False) if every else (True,)
-    for consumers, width, stages, held, watched in product(counts, widths, depths, parts, looks):
+    for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = suited(config(consumers, width, stages, held=held), structure)
-        tile = replace(tile, watched=watched)
         turns = (False, True) if tile.consumers > 1 else (False,)
         schedules: tuple[Schedule, ...] = ("grid", "dynamic")
         if every:

@@ -103,7 +103,7 @@ def _tile(config: Config) -> Config:
     if isinstance(config, DecodeConfig):
         return replace(config, num_splits=0, early_loads=True)
     if isinstance(config, GluonPrefillConfig):
-        config = replace(config, ping_pong=False, schedule="grid", section=8)
+        config = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)
     return replace(config, order="last", early_loads=True)
 
 
