@@ -14,7 +14,7 @@ from typing import Any
 from flexattn.errors import BuildError
 
 # CUtensorMapDataType by Triton's signature type.
-ELEMENTS = {"fp16": 6, "fp32": 7, "bf16": 9}
+ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
 _REGISTERS, _MAX_DYNAMIC_SHARED = 4, 8

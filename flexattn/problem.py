@@ -19,10 +19,12 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
+# Eight bits for q, k and v: what comes out is bfloat16.
+FP8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn"}
 # Lengths up to 2**26 keep index arithmetic such as `31 * q_idx - kv_idx` in 32 bits.
 MAX_LENGTH = 2**26
 MAX_HEADS = 2**16
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,16 @@ class Structure:
         if self.dtype == "float32":
             barred.add("tilt")
         return split(self.score.mod, ALL - barred - set(self.rules_off))
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v have eight bits, each head with a factor."""
+        return self.dtype == "float8_e4m3fn"
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of what comes out."""
+        return "bfloat16" if self.fp8 else self.dtype
 
     @property
     def itemsize(self) -> int:

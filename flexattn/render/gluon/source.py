@@ -28,6 +28,8 @@ __all__ = ["render"]
 TEMPLATE = "gluon/prefill.py.jinja"
 # A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
 HARDWARE_BARRIERS = 16
+# e4m3 ends at 448: weights of up to 2 ** 8 keep their three bits down to 2 ** -14 of the largest.
+OFFSET = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "HEAD_DIM_V": tiles.v_width,
         "V_TYPE": gluon_text(triton_type(structure.dtype)),
     }
+    if structure.fp8:
+        settings |= {"OFFSET": OFFSET, "SHRUNK": 2.0**-OFFSET}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -107,10 +111,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "rescale_first": tiles.v_width > 128,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
+        "fp8": structure.fp8,
+        "out_type": "gl.bfloat16" if structure.fp8 else "V_TYPE",
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted),
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
         "producer_arguments": producer_arguments(found),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]

@@ -72,7 +72,7 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
     A persistent block then loads the next Q while the last output leaves.
     """
     tiles = tiles_of(structure, config)
-    if tiles.qk_width != tiles.out_width:
+    if structure.fp8 or tiles.qk_width != tiles.out_width:
         return True
     if tiles.out_chunks > 1:
         return False
@@ -87,7 +87,8 @@ def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
 
 
 def _output(structure: Structure, config: GluonPrefillConfig) -> int:
-    return structure.itemsize * config.BLOCK_M * tiles_of(structure, config).v_width
+    # Half-precision numbers come out, of fp8 too.
+    return max(2, structure.itemsize) * config.BLOCK_M * tiles_of(structure, config).v_width
 
 
 def _power(value: int) -> int:
