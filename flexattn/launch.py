@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.build import Launcher
+from flexattn.build import Kernel, Launcher
+from flexattn.descales import NO_DESCALES, Descales
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher
 from flexattn.mods import Bound
 from flexattn.options import Options
-from flexattn.problem import Problem, Sparsity
+from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.render.arguments import captured_values
+from flexattn.render.values import KEYS
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.space.tiles import Geometry, geometry, walks_runs
@@ -80,7 +82,8 @@ class Launch:
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
-    take their tiles from a counter.
+    take their tiles from a counter. turn: for fp8, the kernel before it, which writes V with its
+    keys side by side into memory of the shape `turned`.
     """
 
     choice: Choice
@@ -93,6 +96,8 @@ class Launch:
     workspace: int
     runs: bool
     counts: bool = False
+    turn: Launcher | None = None
+    turned: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
@@ -121,14 +126,20 @@ class Launch:
         scale: float,
         rest: Sequence[Any],
         sinks: Tensor | None = None,
+        descales: Descales = NO_DESCALES,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
         device, structure = self.device, self.choice.problem.structure
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
+        dtype = out_dtype(q.dtype)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=dtype, device=device)
         rows = self.out_shape[:3]
         lse = torch.empty(rows, device=device) if structure.lse else None
         maxima = torch.empty(rows, device=device) if structure.max_scores else None
         written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
+        first: list[Any] = []
+        if self.turn is not None:
+            first = [v, torch.empty(self.turned, dtype=v.dtype, device=device)]
+            v = first[1]
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
         if self.workspace:
@@ -141,17 +152,20 @@ class Launch:
         if sinks is not None:
             given.append(sinks)
             merged.append(sinks)
+        given += [each for each in descales if each is not None]
         given += rest
         if device.type != "cuda":
-            self._launch(-1, given, merged)
+            self._launch(-1, first, given, merged)
         elif device.index == torch._C._cuda_getDevice():
-            self._launch(raw_stream(device.index), given, merged)
+            self._launch(raw_stream(device.index), first, given, merged)
         else:
             with torch.cuda.device(device.index):
-                self._launch(raw_stream(device.index), given, merged)
+                self._launch(raw_stream(device.index), first, given, merged)
         return Outputs(out, lse, maxima)
 
-    def _launch(self, stream: int, given: list[Any], merged: list[Any]) -> None:
+    def _launch(self, stream: int, first: list[Any], given: list[Any], merged: list[Any]) -> None:
+        if self.turn is not None:
+            self.turn.launch(stream, first)
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, merged)
@@ -178,11 +192,13 @@ def prepare(
     k: Tensor,
     v: Tensor,
     lists: Lists | None,
+    descales: Descales = NO_DESCALES,
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
+    choice, kernel, companion = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
+    merger = companion if structure.kind == "decode" else None
     grid = geometry(problem, config, target)
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
     out_strides = _like(q, out_shape)
@@ -208,6 +224,9 @@ def prepare(
     runs = walks_runs(structure, config)
     sinks = [None] * bool(structure.sinks)
     fixed += sinks
+    if structure.fp8:
+        # A factor that is not given has address 0, which the kernel reads as 1.
+        fixed += [0 if each is None else None for each in descales] + descales.strides()
     if lists is not None:
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)
@@ -215,8 +234,14 @@ def prepare(
     boxes = []
     if isinstance(config, GluonPrefillConfig):
         boxes = [_box(q), _box(k), _box(v), Box(out_shape, out_strides)]
+        if structure.fp8:
+            boxes[2] = _turned(v)
     elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
+    turn = None
+    if structure.fp8:
+        assert companion is not None
+        turn = _turning(companion, v)
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
@@ -232,7 +257,23 @@ def prepare(
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
         counts,
+        turn,
+        _turned(v).shape if turn is not None else (),
     )
+
+
+def _turned(v: Tensor) -> Box:
+    """V as fp8 kernels read it: dense, the keys innermost, up to whole 16 bytes."""
+    B, H, kv_len, head_dim = v.shape
+    width = -(-kv_len // 16) * 16
+    return Box((B, H, head_dim, width), (H * head_dim * width, head_dim * width, width, 1))
+
+
+def _turning(kernel: Kernel, v: Tensor) -> Launcher:
+    B, H, kv_len, _ = v.shape
+    tiles = -(-kv_len // KEYS)
+    sizes = [*_strides(v)[:3], H, kv_len, _turned(v).shape[-1], tiles]
+    return kernel.prepare(B * H * tiles, [None, None, *sizes], ())
 
 
 def _sizes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> list[int]:

@@ -27,6 +27,11 @@ MAX_HEADS = 2**16
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what attention of inputs of a dtype gives."""
+    return torch.bfloat16 if dtype in FP8 else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Sparsity:
     """What a BlockMask means to a kernel's code: block sizes, and whether it lists full blocks.
@@ -254,12 +259,16 @@ def _stable(value: object) -> str:
     return repr(value)
 
 
-def kind_for(q_len: int, kv_len: int, B: int, Hq: int, num_sms: int) -> tuple[Kind, str]:
+def kind_for(
+    q_len: int, kv_len: int, B: int, Hq: int, num_sms: int, fp8: bool = False
+) -> tuple[Kind, str]:
     """Decode or prefill for these lengths, with the reason in words.
 
     A handful of query rows always decodes: one tile holds them with all heads of a group.
     More rows, up to a tile's worth, decode where prefill's tiles would leave SMs idle.
     """
+    if fp8:
+        return "prefill", "fp8 has no decode template"
     if q_len <= 16:
         return "decode", f"q_len {q_len} is at most 16"
     if q_len <= 128 and B * Hq < num_sms and kv_len >= 1024:

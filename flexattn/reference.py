@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 
+from flexattn.descales import NO_DESCALES, Descales, descaled
 from flexattn.errors import InputError
+from flexattn.problem import FP8, out_dtype
 from flexattn.sinks import add_sinks
 
 __all__ = ["Precision", "Reference", "attention", "dense_blocks"]
@@ -28,14 +30,18 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
+# What kernels multiply weights of e4m3 with: its largest number is 448.
+WEIGHTS_UP = 2.0**8
 
 
 class Precision(enum.Enum):
     """How a run rounds: see the accuracy rule.
 
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
-    QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32.
-    WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype.
+    QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
+    e4m3, QK^T is rounded to bfloat16, the output's dtype, and 2^8 P, at most 256, to e4m3.
+    WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
+    bfloat16 for e4m3.
     """
 
     ORACLE = "oracle"
@@ -60,13 +66,15 @@ def attention(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    descales: Descales = NO_DESCALES,
     precision: Precision = Precision.WORKING,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
     q [B, Hq, L, E], k [Bkv, Hkv, S, E], v [Bkv, Hkv, S, Ev]: Bkv is B or 1, Hkv divides Hq, L and
     S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). sinks [Hq]: a logit of each
-    head in the softmax's sum, without a value; lse has it, max_scores has not. Differentiable in
+    head in the softmax's sum, without a value; lse has it, max_scores has not. descales: factors
+    of q's, k's and v's heads, those of q and k above 0 or their heads are NaN. Differentiable in
     q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
     sink) and max_scores.
@@ -78,7 +86,7 @@ def attention(
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
     scale = 1 / math.sqrt(E) if scale is None else scale
-    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v), sinks)
+    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v), sinks, descales)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
@@ -150,12 +158,14 @@ class _Run:
     scale: float
     rounding: _Rounding
     sinks: Tensor | None
+    descales: Descales
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
         kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
-        q_work = self.rounding.load(q[b, h, m])
-        k_work, v_work = self.rounding.load(k[b, kv_heads]), self.rounding.load(v[b, kv_heads])
+        q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
+        k_work = descaled(self.rounding.load(k[b, kv_heads]), self._factor("k", b, kv_heads))
+        v_work = descaled(self.rounding.load(v[b, kv_heads]), self._factor("v", b, kv_heads))
         scores = self.rounding.scores(_shared(torch.matmul, q_work, k_work.mT) * self.scale)
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
@@ -165,6 +175,14 @@ class _Run:
             torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
         )
         return self._softmax(self._modified(scores, lanes), v_work, h)
+
+    def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
+        """A slice of q's, k's or v's factors, as kernels take them."""
+        found: Tensor | None = getattr(self.descales, name)
+        if found is None:
+            return None
+        found = found[b if found.shape[0] > 1 else slice(None), h]
+        return found if name == "v" else torch.where(found > 0, found, math.nan)
 
     def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
         kept = None if self.blocks is None else self.blocks.kept(lanes)
@@ -220,15 +238,15 @@ class _Rounding:
             return cls(torch.float64, None, None, torch.float64)
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         if precision is Precision.WORKING:
-            return cls(work, None, None, q.dtype)
-        # No kernel keeps scores in eight bits, so fp8 rounds P alone.
-        score = q.dtype if q.dtype.itemsize > 1 else None
+            return cls(work, None, None, out_dtype(q.dtype))
+        # No kernel keeps scores in eight bits.
+        score = out_dtype(q.dtype) if q.dtype.itemsize > 1 or q.dtype in FP8 else None
         tf32 = (
             q.is_cuda
             and q.dtype == torch.float32
             and torch.backends.cuda.matmul.fp32_precision == "tf32"
         )
-        return cls(work, score, v.dtype, q.dtype, tf32)
+        return cls(work, score, v.dtype, out_dtype(q.dtype), tf32)
 
     def load(self, x: Tensor) -> Tensor:
         return self._tf32(x.to(self.work))
@@ -238,6 +256,9 @@ class _Rounding:
         return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
 
     def weights(self, p: Tensor) -> Tensor:
+        if self.weight in FP8:
+            # A factor of two changes nothing but where numbers get too small for three bits.
+            return (p * WEIGHTS_UP).to(self.weight).to(self.work) / WEIGHTS_UP
         return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
 
     def store(self, x: Tensor) -> Tensor:

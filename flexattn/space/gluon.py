@@ -50,7 +50,8 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     """Configs to start from, best first, with tiles cut to the mask's blocks."""
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     diagonal = structure.terms is not None and structure.terms.diagonal is not None
-    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
+    tables = _PREFERRED_FP8 if structure.fp8 else _PREFERRED
+    table = next((configs for limit, configs in tables if widest <= limit), ())
     for each in table:
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
@@ -69,6 +70,12 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
     (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
+    (256, (config(2, 64, 2), config(2, 32, 2))),
+)
+
+# In fp8 products take half as long: exponentials and products of a tile are as long as each other.
+_PREFERRED_FP8: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
+    (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (256, (config(2, 64, 2), config(2, 32, 2))),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Expr, Max, Mod, Not, Or, Piecewise, Symbol, floor, symbols
+from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Symbol, floor, symbols
 
 from flexattn.space.stated.inequalities import Inequality
 
@@ -19,13 +19,14 @@ CONFIG = (
     "ping_pong persistent known_words section"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
-# for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
+# for *_padded, which here are the columns of a tile in shared memory. itemsize: 1 for fp8, whose
+# output has 2 bytes.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 PROBLEM = (
-    half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
+    itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout,
 ) = symbols(
-    "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
+    "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
     "decodes scored loads_keys loads_tile dense_layout"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
@@ -34,7 +35,7 @@ SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
 # What a config takes, as the formulas below have it: the last two symbols of every function.
 ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 
-ROWS, THREADS, ITEMSIZE = 64, 128, 2
+ROWS, THREADS, OUT_ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
@@ -55,11 +56,12 @@ def _shared_memory() -> Expr:
     keys = num_stages * BLOCK_N * (qk_padded + v_padded)
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
-    shared = ITEMSIZE * (q_tile + keys) + read + SHARED_SLACK
-    apart = shared + ITEMSIZE * out_tile
+    shared = itemsize * (q_tile + keys) + read + SHARED_SLACK
+    apart = shared + OUT_ITEMSIZE * out_tile
     # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
     parts = Eq(qk_padded, 192)
-    through_q = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    through_q = And(Eq(itemsize, OUT_ITEMSIZE), fits)
     two_parts = And(parts, Eq(v_padded, 128))
     early = And(persistent, apart <= shared_limit, Not(two_parts))
     return Piecewise((apart, Or(Not(through_q), early)), (shared, True))
@@ -68,10 +70,11 @@ def _shared_memory() -> Expr:
 def _registers() -> Expr:
     """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
 
+    In fp8, P stays in fp32 until it is multiplied, beside the next scores but not their mods.
     Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
     """
     scores = ROWS * BLOCK_N / THREADS
-    made = ROWS * v_padded / THREADS + scores + scores / 2
+    summed = ROWS * v_padded / THREADS
     lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
     gathered = Piecewise(
         (floor(scores) + 8, loads_tile),
@@ -79,7 +82,10 @@ def _registers() -> Expr:
         (0, True),
     )
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
-    return floor(made) + REGISTER_SLACK + mods + gathered
+    modified = mods + gathered
+    eight = Max(2 * scores, scores + scores / 4 + modified)
+    made = Piecewise((eight, Eq(itemsize, 1)), (scores + scores / 2 + modified, True))
+    return floor(summed + made) + REGISTER_SLACK
 
 
 SHARED_MEMORY = _shared_memory()
@@ -142,7 +148,17 @@ SHAPE: tuple[Inequality, ...] = (
 FIT: tuple[Inequality, ...] = (
     Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
     Inequality("prefill", Not(decodes), "the Gluon template is for prefill"),
-    Inequality("dtype", half, "the Gluon template multiplies float16 and bfloat16"),
+    Inequality(
+        "dtype",
+        itemsize <= 2,
+        "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
+    ),
+    # Its V is turned around, and its queries have no columns in parts.
+    Inequality(
+        "fp8 dimension",
+        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192))),
+        "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v",
+    ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
     Inequality(

@@ -1,0 +1,242 @@
+"""Eight bits: what a launch fills in, what is refused and in which words, the gate, the CPU."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.cache.key import key_of
+from flexattn.catalogue import causal, softcap
+from flexattn.descales import Descales
+from flexattn.device import named
+from flexattn.dispatch import choices
+from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.launch import prepare
+from flexattn.measure.gate import judge
+from flexattn.options import NONE, Options
+from flexattn.problem import fingerprint
+from flexattn.reference import Precision, attention
+from flexattn.space.config import GluonPrefillConfig, PrefillConfig, language_of
+from flexattn.space.defaults import default
+from flexattn.space.rules import reasons
+from flexattn.space.triton import space
+from tests.problems import problem
+from tests.support import block_mask, inputs, sinks
+
+plans = importlib.import_module("flexattn.plan")
+E4M3 = torch.float8_e4m3fn
+H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
+
+
+def tensors(*sizes, **more):
+    return inputs(*sizes, dtype=E4M3, **more)
+
+
+def factors(q, k):
+    return {
+        "q_descale": torch.rand(q.shape[:2]) + 0.5,
+        "k_descale": torch.rand(k.shape[:2]) + 0.5,
+        "v_descale": torch.rand(k.shape[:2]) - 0.5,
+    }
+
+
+def wide(q, k, v, given):
+    """The numbers that e4m3 and its factors stand for."""
+    return [
+        x.float() * given[f"{name}_descale"][..., None, None]
+        for name, x in zip("qkv", (q, k, v), strict=True)
+    ]
+
+
+def test_the_cpu_computes_what_the_numbers_stand_for():
+    q, k, v = tensors(2, 6, 2, 37, 53, 64)
+    given = factors(q, k)
+    call = {"enable_gqa": True, "score_mod": softcap(3.0), "sinks": sinks(6)}
+    call["block_mask"] = block_mask(causal, q, k)
+    aux = AuxRequest(lse=True, max_scores=True)
+    out, got = flexattn.flex_attention(q, k, v, return_aux=aux, **given, **call)
+    wanted, other = flexattn.flex_attention(*wide(q, k, v, given), return_aux=aux, **call)
+    assert out.dtype == torch.bfloat16 and got.lse.dtype == torch.float32
+    torch.testing.assert_close(out.float(), wanted, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close((got.lse, got.max_scores), (other.lse, other.max_scores))
+
+
+def test_batches_of_one_and_no_keys():
+    q, k, v = tensors(3, 4, 2, 7, 9, 16, Bkv=1)
+    given = factors(q, k)
+    out = flexattn.flex_attention(q, k, v, enable_gqa=True, **given)
+    many = [x.expand(3, -1, -1, -1) for x in (k, v)]
+    given = {name: x.expand(3, -1) for name, x in given.items()}
+    assert torch.equal(out, flexattn.flex_attention(q, *many, enable_gqa=True, **given))
+    nothing = flexattn.flex_attention(q, k[:, :, :0], v[:, :, :0], enable_gqa=True)
+    assert nothing.dtype == torch.bfloat16 and not nothing.any()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
+def test_a_factor_that_is_not_above_zero_makes_its_head_nan(factor):
+    q, k, v = tensors(1, 2, 2, 7, 9, 16)
+    out = flexattn.flex_attention(q, k, v, k_descale=torch.tensor([[factor, 1.0]]))
+    assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
+
+
+def test_the_gate_is_that_of_bfloat16_with_weights_of_three_bits():
+    """Its budget: rounding each weight by up to 1/16 of it, small ones too."""
+    q, k, v = tensors(1, 2, 2, 64, 1024, 64)
+    runs = [attention(q, k, v, precision=each) for each in (Precision.ORACLE, Precision.ROUNDED)]
+    error = (runs[0].out - runs[1].out.double()).square().mean().sqrt()
+    spread = runs[0].out.square().mean().sqrt()
+    assert 0.005 * spread < error < 0.04 * spread
+    low = attention(*(x.bfloat16() for x in (q, k, v)), precision=Precision.ROUNDED)
+    assert (low.lse - runs[1].lse).abs().max() < 1e-6, "scores are rounded as bfloat16's are"
+    assert judge(low._replace(lse=low.lse), *runs, torch.bfloat16).passed
+    for wrong in (runs[0].out * 1.1, runs[0].out.roll(1, -2)):
+        assert not judge((wrong.bfloat16(), None, None), *runs, torch.bfloat16).passed
+
+
+def test_weights_far_below_the_largest_are_in_the_budget():
+    """2 ** 8 P is rounded: P itself would lose what is below 2 ** -10, and excuse who loses it."""
+    q, k, v = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
+    q[..., 0], k[:, :, 7, 0], v[:, :, 7] = 1, 16, 0
+    q, k, v = (x.to(E4M3) for x in (q, k, v))
+    runs = [
+        attention(q, k, v, scale=0.5, precision=each)
+        for each in (Precision.ORACLE, Precision.ROUNDED)
+    ]
+    assert (runs[0].out - runs[1].out).abs().max() < 0.05 < 0.5 < runs[0].out.min()
+    assert not judge((torch.zeros_like(runs[1].out), None, None), *runs, torch.bfloat16).passed
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"q_descale": torch.ones(6)}, r"\[B, H\]: \(2, 6\)"),
+        ({"k_descale": torch.ones(2, 6)}, r"\[B, H\]: \(2, 2\)"),
+        ({"v_descale": torch.ones(1, 2)}, r"expand\(2, 2\)"),
+        ({"q_descale": torch.ones(2, 6).double()}, "torch.float32"),
+        ({"q_descale": torch.ones(2, 6, device="meta")}, "on one device"),
+        ({"v_descale": 2.0}, "v_descale is a float"),
+    ],
+)
+def test_descales_that_do_not_fit(given, words):
+    q, k, v = tensors(2, 6, 2, 7, 9, 16)
+    for call in (flexattn.flex_attention, flexattn.explain):
+        with pytest.raises(InputError, match=words):
+            call(q, k, v, enable_gqa=True, **given)
+
+
+def test_descales_belong_to_eight_bits():
+    q, k, v = inputs(2, 6, 2, 7, 9, 16)
+    with pytest.raises(InputError, match="float8_e4m3fn"):
+        flexattn.flex_attention(q, k, v, enable_gqa=True, q_descale=torch.ones(2, 6))
+
+
+def test_dtypes_do_not_mix():
+    q, k, v = tensors(1, 2, 2, 7, 9, 16)
+    with pytest.raises(InputError, match="one dtype"):
+        flexattn.flex_attention(q, k, v.bfloat16())
+
+
+def test_gradients_are_refused():
+    q, k, v = tensors(1, 2, 2, 7, 9, 16)
+    factor = torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="v_descale requires grad"):
+        flexattn.flex_attention(q, k, v, v_descale=factor)
+    with torch.no_grad():
+        flexattn.flex_attention(q, k, v, v_descale=factor)
+
+
+def test_autocast_leaves_eight_bits_alone():
+    q, k, v = tensors(1, 2, 2, 7, 9, 16)
+    given = factors(q, k)
+    wanted = flexattn.flex_attention(q, k, v, **given)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(flexattn.flex_attention(q, k, v, **given), wanted)
+
+
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("mods", ["noop", "mods"])
+def test_every_config_that_is_offered_is_gluon(D, mods):
+    more = {"score_mod": softcap(5.0), "mask_mod": causal, "runs": True} if mods == "mods" else {}
+    wanted = problem(D=D, dtype="float8_e4m3fn", **more)
+    found = space(wanted, H200)
+    assert found and {language_of(each) for each in found} == {"gluon"}
+    assert found[0] == default(wanted, H200)
+    assert key_of(wanted) != key_of(problem(D=D, **more))
+    assert fingerprint(wanted.structure) != fingerprint(problem(D=D, **more).structure)
+
+
+@pytest.mark.parametrize(
+    ("about", "device", "words"),
+    [
+        ({"D": 80}, H200, "64, 96, 128, 256"),
+        ({"D": 192}, H200, "64, 96, 128, 256"),
+        ({"D": 64, "Dv": 128}, H200, "the same"),
+        ({}, A100, "no wgmma"),
+        ({"kind": "decode"}, H200, "Triton template"),
+    ],
+)
+def test_what_hopper_does_not_take(about, device, words):
+    wanted = problem(dtype="float8_e4m3fn", **about)
+    with pytest.raises(UnsupportedError, match=words) as error:
+        plans._check_fp8(wanted, device, NONE)
+    assert "bfloat16" in str(error.value), "it says what to do"
+    with pytest.raises(ConfigError):
+        default(wanted, device)
+
+
+def test_no_triton_template_takes_it():
+    wanted = problem(dtype="float8_e4m3fn").structure
+    assert "Gluon template alone" in reasons(PrefillConfig(64, 64, 4, 2), wanted, H200)[0]
+    with pytest.raises(UnsupportedError, match="Triton template"):
+        plans._check_fp8(problem(dtype="float8_e4m3fn"), H200, Options(language="triton"))
+
+
+@pytest.mark.parametrize("kv_len", [1, 16, 8191])
+def test_a_launch_turns_v_first(kv_len):
+    wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=kv_len, sinks="float32")
+    config = GluonPrefillConfig(2, 128, 2, 240, schedule="dynamic")
+    choice = next(choices(wanted, H200, Options(exact=config)))
+    ran = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def prepare(self, programs, fixed, boxes):
+            self.programs, self.fixed, self.boxes = programs, fixed, boxes
+            return self
+
+        def launch(self, stream, given):
+            assert len(given) == sum(value is None for value in self.fixed)
+            ran.append((self.name, given))
+
+    attend, turn = Kernel("attend"), Kernel("turn")
+    kernels = SimpleNamespace(kernels=lambda *args: (choice, attend, turn))
+    q = torch.zeros(2, 16, 4096, 128).to(E4M3)
+    k = torch.zeros(2, 8, kv_len, 128).to(E4M3)
+    descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))
+    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, None, descales)
+    width = -(-kv_len // 16) * 16
+    assert turn.programs == 16 * -(-kv_len // 128)
+    names = [argument.name for argument in choice.companion.arguments]
+    sizes = dict(zip(names, turn.fixed, strict=True))
+    assert (sizes["H"], sizes["kv_len"], sizes["width"]) == (8, kv_len, width)
+    names = [argument.name for argument in choice.source.arguments]
+    given = dict(zip(names, attend.fixed, strict=True))
+    assert [given[f"{x}_DESCALE"] for x in "QKV"] == [0, None, None], "0 where nothing is given"
+    steps = [given[f"{x}_descale_{axis}"] for x in "qkv" for axis in "bh"]
+    assert steps == [0, 0, 8, 1, 0, 0]
+    assert [box.shape for box in attend.boxes] == [
+        q.shape, k.shape, (2, 8, 128, width), (2, 16, 4096, 128),
+    ]  # fmt: skip
+    logits = torch.zeros(16)
+    outputs = launch.run(q, k, k, 0.1, (), logits, descales)
+    assert outputs.out.dtype == torch.bfloat16
+    (first, turning), (second, attending) = ran
+    assert (first, second) == ("turn", "attend") and turning[0] is k
+    assert attending[2] is turning[1] and turning[1].shape == (2, 8, 128, width)
+    assert attending[3] is outputs.out and attending[-3] is logits
+    assert attending[-2:] == list(descales[1:])
