@@ -157,7 +157,7 @@ def brief(config):
     return f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}-{config.schedule}"
 
 
-@pytest.mark.parametrize("config", configs(), ids=brief)
+@pytest.mark.parametrize("config", list(configs()), ids=brief)
 def test_configs_give_the_same_bits_at_every_run(config):
     q, k, v = tensors(2, 16, 4, 1611, 1347, 128)
     given = factors(q, k)

@@ -70,7 +70,7 @@ def _shared_memory() -> Expr:
 def _registers() -> Expr:
     """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
 
-    In fp8, P stays in fp32 until it is multiplied, beside the next scores but not their mods.
+    In fp8, P stays in fp32 until it is multiplied, beside the next scores and what was read early.
     Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
     """
     scores = ROWS * BLOCK_N / THREADS
@@ -83,7 +83,7 @@ def _registers() -> Expr:
     )
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
     modified = mods + gathered
-    eight = Max(2 * scores, scores + scores / 4 + modified)
+    eight = Max(2 * scores + gathered, scores + scores / 4 + modified)
     made = Piecewise((eight, Eq(itemsize, 1)), (scores + scores / 2 + modified, True))
     return floor(summed + made) + REGISTER_SLACK
 
