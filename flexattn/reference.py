@@ -7,7 +7,6 @@ user's callables run as they are, under nested `torch.vmap`, and never pass flex
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.descales import NO_DESCALES, Descales, descaled
 from flexattn.errors import InputError
-from flexattn.problem import FP8, out_dtype
+from flexattn.rounding import Precision, Rounding
 from flexattn.sinks import add_sinks
 
 __all__ = ["Precision", "Reference", "attention", "dense_blocks"]
@@ -30,23 +29,6 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
-# What kernels multiply weights of e4m3 with: its largest number is 448.
-WEIGHTS_UP = 2.0**8
-
-
-class Precision(enum.Enum):
-    """How a run rounds: see the accuracy rule.
-
-    ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
-    QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
-    e4m3, QK^T is rounded to bfloat16, the output's dtype, and 2^8 P, at most 256, to e4m3.
-    WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
-    bfloat16 for e4m3.
-    """
-
-    ORACLE = "oracle"
-    ROUNDED = "rounded"
-    WORKING = "working"
 
 
 class Reference(NamedTuple):
@@ -86,7 +68,7 @@ def attention(
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
     scale = 1 / math.sqrt(E) if scale is None else scale
-    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v), sinks, descales)
+    run = _Run(score_mod, blocks, scale, Rounding.of(precision, q, v), sinks, descales)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
@@ -156,7 +138,7 @@ class _Run:
     score_mod: ScoreMod | None
     blocks: _Blocks | None
     scale: float
-    rounding: _Rounding
+    rounding: Rounding
     sinks: Tensor | None
     descales: Descales
 
@@ -220,56 +202,6 @@ def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
         return p @ v
     met = (p > 0).to(p.dtype) @ (~finite).to(p.dtype) > 0
     return torch.where(met, p @ v, p @ torch.where(finite, v, 0.0))
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """Which dtype each value is rounded to on its way; `work` is what it is computed in."""
-
-    work: torch.dtype
-    score: torch.dtype | None
-    weight: torch.dtype | None
-    out: torch.dtype
-    tf32: bool = False
-
-    @classmethod
-    def of(cls, precision: Precision, q: Tensor, v: Tensor) -> _Rounding:
-        if precision is Precision.ORACLE:
-            return cls(torch.float64, None, None, torch.float64)
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if precision is Precision.WORKING:
-            return cls(work, None, None, out_dtype(q.dtype))
-        # No kernel keeps scores in eight bits.
-        score = out_dtype(q.dtype) if q.dtype.itemsize > 1 or q.dtype in FP8 else None
-        tf32 = (
-            q.is_cuda
-            and q.dtype == torch.float32
-            and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        )
-        return cls(work, score, v.dtype, out_dtype(q.dtype), tf32)
-
-    def load(self, x: Tensor) -> Tensor:
-        return self._tf32(x.to(self.work))
-
-    def scores(self, x: Tensor) -> Tensor:
-        # The error is relative: rounding after the scale is the same, and fp16 does not overflow.
-        return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
-
-    def weights(self, p: Tensor) -> Tensor:
-        if self.weight in FP8:
-            # A factor of two changes nothing but where numbers get too small for three bits.
-            return (p * WEIGHTS_UP).to(self.weight).to(self.work) / WEIGHTS_UP
-        return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
-
-    def store(self, x: Tensor) -> Tensor:
-        return x.to(self.out)
-
-    def _tf32(self, x: Tensor) -> Tensor:
-        if not self.tf32:
-            return x
-        # Veltkamp's split: keeps 11 bits of significand, and autograd can follow it.
-        split = x * (2.0**13 + 1)
-        return split - (split - x)
 
 
 @dataclass(frozen=True)
