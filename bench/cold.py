@@ -105,7 +105,7 @@ def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
 
 
 def _child(environment: Mapping[str, str], *arguments: str) -> Any:
-    ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE")
+    ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE", "FLEXATTN_MODE")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],

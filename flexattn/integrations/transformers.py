@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn import catalogue
 from flexattn.attention import flex_attention
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.lazy_mask import LazyBlockMask
 from flexattn.masks import BlockMask, and_masks, create_block_mask
 
 __all__ = ["NAME", "attend", "make_mask", "register"]
@@ -144,8 +145,8 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-class _Mask(BlockMask):
-    """A BlockMask that `generate` may ask to be contiguous, as it asks a static cache's masks."""
+class _Mask(LazyBlockMask):
+    """A mask that `generate` may ask to be contiguous, as it asks those of a static cache."""
 
     def contiguous(self) -> BlockMask:
         """Itself: its lists are contiguous."""

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
+from flexattn.catalogue import CASES as WHOLE
 from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
 from flexattn.cuda_launch import RANK
 from flexattn.device import named
@@ -16,7 +17,7 @@ from flexattn.render.values import render_values
 from flexattn.resources import resources
 from flexattn.space import gluon
 from flexattn.space.config import GluonPrefillConfig, describe, language_of
-from flexattn.space.defaults import default, gluon_refused, preferences
+from flexattn.space.defaults import candidates, default, gluon_refused, preferences
 from flexattn.space.estimates import estimates
 from flexattn.space.rules import reasons
 from flexattn.space.triton import space
@@ -119,6 +120,21 @@ def test_every_config_offered(D, Dv, mods):
     assert bool(found) == gluon.offered()
     faults = list(filter(None, (wrong(wanted, config) for config in found)))
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_every_mod_of_the_catalogue(case):
+    """A mod that scales scores by what a row has once met a softmax of another shape."""
+    built = case.make(2, 8, 2, 611, 747, device="cpu", dtype=torch.bfloat16)
+    wanted = problem("prefill", score_mod=built.score_mod, mask_mod=built.mask_mod)
+    # As dispatch does: the next where the compiler proves an estimate wrong.
+    faults = []
+    for config in candidates(wanted, H200, "gluon"):
+        if not (fault := wrong(wanted, config)):
+            return
+        faults.append(fault)
+    pytest.fail("\n".join(faults))
 
 
 def test_what_has_no_registers_left_is_served_by_triton():

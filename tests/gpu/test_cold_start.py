@@ -17,8 +17,11 @@ LIMIT = 0.9
 
 
 def child(folder, *arguments, **environment):
-    own = {"TRITON_CACHE_DIR": str(folder / "triton"), "FLEXATTN_CACHE_DIR": str(folder)}
-    environment = own | environment
+    environment = {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "FLEXATTN_CACHE_DIR": str(folder),
+        "FLEXATTN_MODE": "replay",
+    } | environment
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=dict(os.environ) | environment, cwd=ROOT, capture_output=True, text=True, check=False,

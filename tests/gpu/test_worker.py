@@ -84,7 +84,8 @@ def test_times_are_those_of_the_kernels(worker, here, graph):
     )
     for us, samples in zip(theirs, mine.values(), strict=True):
         assert samples.failure is None
-        assert 0.5 < statistics.median(us) / samples.median < 2
+        # The shortest: other tests run on this GPU at the same time, and double a median.
+        assert 0.5 < min(us) / min(samples.us) < 2
 
 
 def test_a_second_race_goes_on_with_the_same_kernels(worker, here):

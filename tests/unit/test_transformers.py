@@ -12,6 +12,7 @@ from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.integrations import transformers as integration
 from flexattn.integrations.transformers import attend, make_mask
+from flexattn.masks import create_block_mask
 from tests.support import inputs, sinks
 
 LAYER = SimpleNamespace(is_causal=True)
@@ -154,3 +155,12 @@ def test_the_default_mask_function_is_causal():
     mask = make_mask(1, 4, 4)
     assert torch.equal(lanes(mask, 1, 4, 4)[0], torch.ones(4, 4, dtype=torch.bool).tril())
     assert make_mask.__defaults__[2] is causal
+
+
+def test_a_mask_has_the_lists_that_a_backward_reads():
+    """Training with transformers met a mask whose lists by key, built when asked, were gone."""
+    mask = make_mask(2, 300, 300)
+    wanted = create_block_mask(causal, 2, None, 300, 300, device="cpu")
+    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+        assert torch.equal(getattr(mask, name), getattr(wanted, name))
+    assert mask.as_tuple()
