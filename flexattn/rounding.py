@@ -58,6 +58,8 @@ class Rounding:
         return cls(work, score, v.dtype, out_dtype(q.dtype), tf32)
 
     def load(self, x: Tensor) -> Tensor:
+        if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere
+            x = x.float()
         return self._tf32(x.to(self.work))
 
     def scores(self, x: Tensor) -> Tensor:
