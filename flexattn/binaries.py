@@ -103,8 +103,8 @@ class _Writer:
         for choice in choices(problem, self._device, NONE):
             # As dispatch: mods that load tiles may need more than was estimated.
             if self._write(choice.source) <= self._device.shared_memory:
-                if choice.companion is not None:
-                    self._write(choice.companion)
+                if choice.combine is not None:
+                    self._write(choice.combine)
                 break
         return len(self._shared) - before
 

@@ -16,8 +16,8 @@ from flexattn.lru import Lru
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
 from flexattn.problem import Problem, Structure
-from flexattn.render.kernel import render, render_companion
-from flexattn.render.source import Source
+from flexattn.render.kernel import render
+from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
 from flexattn.space.config import Config, Language, language_of
 from flexattn.space.triton import candidates, default, reasons, suited
@@ -30,7 +30,7 @@ class Choice:
     """What was chosen for a problem: config, where it came from, rendered sources.
 
     how: from a tuned record (as flexattn.cache.layers says it), the static default, or forced by
-    the caller. origin: the same in words. companion: decode's combine, or what turns fp8's V.
+    the caller. origin: the same in words.
     """
 
     problem: Problem
@@ -39,12 +39,7 @@ class Choice:
     how: How
     origin: str
     source: Source
-    companion: Source | None
-
-    @property
-    def combine(self) -> Source | None:
-        """The kernel that merges decode's splits."""
-        return self.companion if self.problem.structure.kind == "decode" else None
+    combine: Source | None
 
 
 def choices(problem: Problem, device: Device, options: Options) -> Iterator[Choice]:
@@ -97,8 +92,8 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
 
 
 def _choice(problem: Problem, device: Device, config: Config, how: How, origin: str) -> Choice:
-    source, companion = _rendered(problem.structure, config, device, problem.describe())
-    return Choice(problem, device, config, how, origin, source, companion)
+    source, combine = _rendered(problem.structure, config, device, problem.describe())
+    return Choice(problem, device, config, how, origin, source, combine)
 
 
 @lru_cache(maxsize=1024)
@@ -106,7 +101,8 @@ def _rendered(
     structure: Structure, config: Config, device: Device, title: str
 ) -> tuple[Source, Source | None]:
     source = render(structure, config, device, f"{title} for {device.arch}")
-    return source, render_companion(structure, device)
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    return source, combine
 
 
 class Dispatcher:
@@ -119,7 +115,7 @@ class Dispatcher:
     def kernels(
         self, problem: Problem, device: Device, index: int, options: Options
     ) -> tuple[Choice, Kernel, Kernel | None]:
-        """The choice for a problem, its kernel, and the companion's, built if need be."""
+        """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
         settings = current()
         places = settings.mode, settings.cache, settings.cache_dir, generation()
         key = (problem, device, index, options, places)
@@ -127,17 +123,17 @@ class Dispatcher:
         if found is not None:
             return found
         choice, kernel = self._first_that_fits(problem, device, index, options)
-        companion = None
-        if choice.companion is not None:
-            companion = self._build.kernel(choice.companion, device, index)
+        combine = None
+        if choice.combine is not None:
+            combine = self._build.kernel(choice.combine, device, index)
         if current().debug >= 1:
             log.debug("%s -> %s (%s)", problem.describe(), choice.config, choice.origin)
         if current().debug >= 3:
             for captures in (problem.structure.score, problem.structure.mask):
                 if captures is not None:
                     log.debug("%s_mod:\n%s", captures.mod.kind, pretty(captures.mod.expr))
-        self._table.put(key, (choice, kernel, companion))
-        return choice, kernel, companion
+        self._table.put(key, (choice, kernel, combine))
+        return choice, kernel, combine
 
     def _first_that_fits(
         self, problem: Problem, device: Device, index: int, options: Options

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.build import Kernel, Launcher
+from flexattn.build import Launcher
 from flexattn.descales import NO_DESCALES, Descales
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher
@@ -18,7 +18,6 @@ from flexattn.mods import Bound
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.render.arguments import captured_values
-from flexattn.render.values import KEYS
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.space.tiles import Geometry, geometry, walks_runs
@@ -82,8 +81,7 @@ class Launch:
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
-    take their tiles from a counter. turn: for fp8, the kernel before it, which writes V with its
-    keys side by side into memory of the shape `turned`.
+    take their tiles from a counter.
     """
 
     choice: Choice
@@ -96,8 +94,6 @@ class Launch:
     workspace: int
     runs: bool
     counts: bool = False
-    turn: Launcher | None = None
-    turned: tuple[int, ...] = ()
 
     @property
     def problem(self) -> Problem:
@@ -136,10 +132,8 @@ class Launch:
         lse = torch.empty(rows, device=device) if structure.lse else None
         maxima = torch.empty(rows, device=device) if structure.max_scores else None
         written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
-        first: list[Any] = []
-        if self.turn is not None:
-            first = [v, torch.empty(self.turned, dtype=v.dtype, device=device)]
-            v = first[1]
+        if structure.fp8:
+            v = v.to(dtype, memory_format=torch.contiguous_format)
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
         if self.workspace:
@@ -155,17 +149,15 @@ class Launch:
         given += [each for each in descales if each is not None]
         given += rest
         if device.type != "cuda":
-            self._launch(-1, first, given, merged)
+            self._launch(-1, given, merged)
         elif device.index == torch._C._cuda_getDevice():
-            self._launch(raw_stream(device.index), first, given, merged)
+            self._launch(raw_stream(device.index), given, merged)
         else:
             with torch.cuda.device(device.index):
-                self._launch(raw_stream(device.index), first, given, merged)
+                self._launch(raw_stream(device.index), given, merged)
         return Outputs(out, lse, maxima)
 
-    def _launch(self, stream: int, first: list[Any], given: list[Any], merged: list[Any]) -> None:
-        if self.turn is not None:
-            self.turn.launch(stream, first)
+    def _launch(self, stream: int, given: list[Any], merged: list[Any]) -> None:
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, merged)
@@ -196,9 +188,8 @@ def prepare(
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    choice, kernel, companion = dispatcher.kernels(problem, target, index, options)
+    choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
-    merger = companion if structure.kind == "decode" else None
     grid = geometry(problem, config, target)
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
     out_strides = _like(q, out_shape)
@@ -233,15 +224,10 @@ def prepare(
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
     if isinstance(config, GluonPrefillConfig):
-        boxes = [_box(q), _box(k), _box(v), Box(out_shape, out_strides)]
-        if structure.fp8:
-            boxes[2] = _turned(v)
+        values = _dense(v.shape) if structure.fp8 else _box(v)
+        boxes = [_box(q), _box(k), values, Box(out_shape, out_strides)]
     elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
-    turn = None
-    if structure.fp8:
-        assert companion is not None
-        turn = _turning(companion, v)
     combine = None
     if merger is not None and split:
         sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
@@ -257,23 +243,7 @@ def prepare(
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
         counts,
-        turn,
-        _turned(v).shape if turn is not None else (),
     )
-
-
-def _turned(v: Tensor) -> Box:
-    """V as fp8 kernels read it: dense, the keys innermost, up to whole 16 bytes."""
-    B, H, kv_len, head_dim = v.shape
-    width = -(-kv_len // 16) * 16
-    return Box((B, H, head_dim, width), (H * head_dim * width, head_dim * width, width, 1))
-
-
-def _turning(kernel: Kernel, v: Tensor) -> Launcher:
-    B, H, kv_len, _ = v.shape
-    tiles = -(-kv_len // KEYS)
-    sizes = [*_strides(v)[:3], H, kv_len, _turned(v).shape[-1], tiles]
-    return kernel.prepare(B * H * tiles, [None, None, *sizes], ())
 
 
 def _sizes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> list[int]:
@@ -313,6 +283,13 @@ def _strides(tensor: Tensor) -> list[int]:
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
+
+
+def _dense(shape: tuple[int, ...]) -> Box:
+    """Of what lies contiguous: fp8's V in bfloat16."""
+    _, heads, length, head_dim = shape
+    strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+    return Box(tuple(shape), strides)
 
 
 def _box(tensor: Tensor) -> Box:

@@ -12,16 +12,13 @@ from flexattn.problem import FP8, out_dtype
 
 __all__ = ["Precision", "Rounding"]
 
-# What kernels multiply weights of e4m3 with: its largest number is 448.
-WEIGHTS_UP = 2.0**8
-
 
 class Precision(enum.Enum):
     """How a run rounds: see the accuracy rule.
 
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
-    e4m3, QK^T is rounded to bfloat16, the output's dtype, and 2^8 P, at most 256, to e4m3.
+    e4m3 they are rounded to bfloat16, the output's dtype, as for what the numbers stand for.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
     bfloat16 for e4m3.
     """
@@ -55,7 +52,7 @@ class Rounding:
             and q.dtype == torch.float32
             and torch.backends.cuda.matmul.fp32_precision == "tf32"
         )
-        return cls(work, score, v.dtype, out_dtype(q.dtype), tf32)
+        return cls(work, score, out_dtype(v.dtype), out_dtype(q.dtype), tf32)
 
     def load(self, x: Tensor) -> Tensor:
         if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere
@@ -67,9 +64,6 @@ class Rounding:
         return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
 
     def weights(self, p: Tensor) -> Tensor:
-        if self.weight in FP8:
-            # A factor of two changes nothing but where numbers get too small for three bits.
-            return (p * WEIGHTS_UP).to(self.weight).to(self.work) / WEIGHTS_UP
         return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
 
     def store(self, x: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.render import source
 from flexattn.render.gluon import source as gluon_source
-from flexattn.render.source import Source, render_combine
-from flexattn.render.values import render_values
+from flexattn.render.source import Source
 from flexattn.space.config import Config, GluonPrefillConfig
 
-__all__ = ["render", "render_companion"]
+__all__ = ["render"]
 
 
 def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
@@ -18,10 +17,3 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     if isinstance(config, GluonPrefillConfig):
         return gluon_source.render(structure, config, device, title)
     return source.render(structure, config, device, title)
-
-
-def render_companion(structure: Structure, device: Device) -> Source | None:
-    """What is launched beside a structure's kernel: decode's combine, or what turns fp8's V."""
-    if structure.kind == "decode":
-        return render_combine(structure, device)
-    return render_values(structure, device) if structure.fp8 else None

@@ -57,11 +57,15 @@ class PrintedScore:
         return (*self.hoisted, *limits, *self.early, *self.body, *self.rows)
 
 
-def print_score(structure: Structure, traits: Traits) -> PrintedScore:
-    """The score_mod of a structure that has one; raises as `print_mod` does."""
+def print_score(structure: Structure, traits: Traits, even_columns: bool = False) -> PrintedScore:
+    """The score_mod of a structure that has one; raises as `print_mod` does.
+
+    even_columns: what is added grows evenly from key to key where it can, which a layout like that
+    of Hopper's scores makes cheap.
+    """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits).run()
+    return _Score(structure, terms, traits, even_columns).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -76,8 +80,11 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 
 class _Score:
-    def __init__(self, structure: Structure, terms: Terms, traits: Traits) -> None:
+    def __init__(
+        self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool
+    ) -> None:
         assert structure.score is not None
+        self.even_columns = even_columns
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.reads = Reads()
@@ -163,12 +170,33 @@ class _Score:
         terms, found = self.terms, []
         if terms.column is not None:
             view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
-            found.append(self._place(self._base_2(terms.column), view))
+            slope = slope_of(terms.column, "kv_idx", self.reads) if self.even_columns else None
+            if slope is None:
+                found.append(self._place(self._base_2(terms.column), view))
+            else:
+                found.append(self._even(slope, terms.column, reference))
         if terms.diagonal is not None:
             found.append(self._strip(terms.diagonal))
         if terms.rest is not None:
             found.append(self._place(self._base_2(terms.rest), View("rest")))
         return found
+
+    def _even(self, slope: Expr, column: Expr, reference: str) -> str:
+        """A column of one slope: a product and a sum a key, and no conversions.
+
+        In the layout of Hopper's scores a thread's keys differ from another's in the bits of 6
+        alone: what is left are numbers that are known when the kernel is compiled.
+        """
+        rate = self._place(self._base_2(slope), View("slope", by_row=False, by_key=False))
+        view = View("start", f"({reference})", f"({reference})", by_row=False, by_key=False)
+        start = self._place(self._base_2(column), view)
+        keys = "tl.expand_dims(tl.arange(0, BLOCK_N), 0)"
+        self.hoisted += [f"slope = {rate}", f"first = {start}"]
+        self.body += [
+            f"keys = {keys}",
+            f"column = ((keys & 6) + (start_n - {reference})).to(tl.float32) * slope + first",
+        ]
+        return "tl.fma((keys & ~6).to(tl.float32), slope, column)"
 
     def _base_2(self, expr: Expr) -> Expr:
         """expr * log2(e), with the constant where it is multiplied least often."""

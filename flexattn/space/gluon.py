@@ -8,7 +8,8 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
-from flexattn.problem import Problem, Structure
+from flexattn.mods.key_bounds import key_bounds
+from flexattn.problem import MAX_HEADS, MAX_LENGTH, Problem, Structure
 from flexattn.space.gluon_config import (
     CONSUMER_REGISTERS,
     GluonOrder,
@@ -24,6 +25,12 @@ __all__ = ["grid", "offered", "orders", "preferences", "section_of"]
 # over runs of blocks spill 20 to 120 words: there the configs are not offered, only forced.
 KEPT = "3.6."
 
+# Heads of a section where tiles of all heads are to lie side by side.
+EVERY_HEAD = 64
+RANGES = {
+    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
+}  # fmt: skip
+
 # Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
 L2_BYTES = 32 * 2**20
 
@@ -38,11 +45,16 @@ def offered() -> bool:
 
 
 def config(
-    consumers: int, width: int, stages: int, schedule: Schedule = "grid"
+    consumers: int, width: int, stages: int, schedule: Schedule = "grid", held: int = 0
 ) -> GluonPrefillConfig:
     """A config with the registers that its number of consumers leaves each of them."""
     return GluonPrefillConfig(
-        consumers, width, stages, CONSUMER_REGISTERS[consumers], schedule=schedule
+        consumers,
+        width,
+        stages,
+        CONSUMER_REGISTERS[consumers],
+        schedule=schedule,
+        q_registers=held,
     )
 
 
@@ -50,19 +62,40 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     """Configs to start from, best first, with tiles cut to the mask's blocks."""
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     diagonal = structure.terms is not None and structure.terms.diagonal is not None
-    tables = _PREFERRED_FP8 if structure.fp8 else _PREFERRED
-    table = next((configs for limit, configs in tables if widest <= limit), ())
+    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
+        if each.consumers > 2 and structure.sparsity is not None and structure.sparsity.runs:
+            continue  # each walks a part of its own of a run, and then begins no rows early
+        if structure.fp8:
+            each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
         found = replace(suited(each, structure), early_loads=not late)
+        if structure.sparsity is not None and not structure.sparsity.runs:
+            # Walking lists takes the registers that a part of Q would.
+            found = replace(found, q_registers=0)
         if structure.sparsity is not None:
             # A mask makes some tiles longer: the longest start first, and none waits for a block.
-            found = replace(found, schedule="dynamic", order="sections")
+            section = EVERY_HEAD if _moves(structure) else found.section
+            found = replace(found, schedule="dynamic", order="sections", section=section)
+        elif widest <= 128:
+            # A block that stays begins a tile of rows while it ends the one before.
+            found = replace(found, schedule="static")
         # Where exponentials, or a bias, take as long as products, one consumer's fill another's.
         if diagonal or (widest <= 64 and structure.sparsity is None):
             found = replace(found, ping_pong=found.consumers > 1)
         yield found
+
+
+def _moves(structure: Structure) -> bool:
+    """Whether the keys of later rows are other keys: then few of all heads' are at work at once.
+
+    So it is for windows and documents: tiles of all heads side by side end 1 and 6 % earlier.
+    """
+    if structure.sparsity is None or not structure.sparsity.runs or structure.mask is None:
+        return False
+    found = key_bounds(structure.mask.mod.expr, RANGES)
+    return found is None or found.low is not None or found.rest is not None
 
 
 # Widest head dimension, then configs by preference; the last of each leaves registers for mods.
@@ -70,13 +103,7 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
     (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
-    (256, (config(2, 64, 2), config(2, 32, 2))),
-)
-
-# In fp8 products take half as long: exponentials and products of a tile are as long as each other.
-_PREFERRED_FP8: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
-    (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
-    (256, (config(2, 64, 2), config(2, 32, 2))),
+    (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
 )
 
 
@@ -90,11 +117,15 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
+    columns = structure.head_dim_qk
+    parts: tuple[int, ...] = (0, columns // 2, columns) if every and columns >= 128 else (0,)
+    if columns == 256:
+        parts = (0, 128)
     early = (True, False) if loads_early(structure) else (True,)
     if loads_tiles(structure):
         early = (False,)
-    for consumers, width, stages in product(counts, widths, depths):
-        tile = suited(config(consumers, width, stages), structure)
+    for consumers, width, stages, held in product(counts, widths, depths, parts):
+        tile = suited(config(consumers, width, stages, held=held), structure)
         turns = (False, True) if tile.consumers > 1 else (False,)
         schedules: tuple[Schedule, ...] = ("grid", "dynamic")
         if every:

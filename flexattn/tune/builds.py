@@ -14,8 +14,8 @@ from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.machine_code import code_hash
 from flexattn.problem import Problem, Structure
-from flexattn.render.kernel import render, render_companion
-from flexattn.render.source import Source
+from flexattn.render.kernel import render
+from flexattn.render.source import Source, render_combine
 from flexattn.resources import Resources, resources
 from flexattn.settings import current, override
 from flexattn.space.config import Config, DecodeConfig
@@ -68,7 +68,7 @@ class Order:
 
     config: Config
     source: Source
-    companion: Source | None
+    combine: Source | None
     device: Device
     cache_dir: Path
 
@@ -95,13 +95,13 @@ def build_all(
     this Triton compiles none again.
     """
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
-    companion = render_companion(structure, device)
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
     orders: list[Order] = []
     places: dict[str, list[int]] = {}
     for index, config in enumerate(configs):
         source = render(structure, config, device, title)
         if source.hash not in places:
-            orders.append(Order(config, source, companion, device, current().cache_dir))
+            orders.append(Order(config, source, combine, device, current().cache_dir))
         places.setdefault(source.hash, []).append(index)
     found: list[Built] = [Built(config) for config in configs]
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
@@ -130,8 +130,8 @@ def compile_one(order: Order) -> Compiled:
         begin = time.perf_counter()
         try:
             compiled = compile_source(order.source, order.device)
-            if order.companion is not None:
-                compile_source(order.companion, order.device)
+            if order.combine is not None:
+                compile_source(order.combine, order.device)
             seconds = time.perf_counter() - begin
             return resources(compiled, order.device), code_hash(compiled, order.device), seconds
         except BuildError as error:

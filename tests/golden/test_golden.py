@@ -25,7 +25,6 @@ from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
 from flexattn.render.kernel import render
 from flexattn.render.source import render_block_mask, render_combine
-from flexattn.render.values import render_values
 from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
 from tests.problems import problem
 
@@ -102,7 +101,6 @@ GOLDENS = {
     "gluon_fp8_causal_sinks": lambda: kernel(
         TAKEN, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
     ),
-    "values_96": lambda: render_values(problem(D=96, dtype="float8_e4m3fn").structure, DEVICE),
     "decode_noop": lambda: kernel(DECODE, "decode"),
     "decode_alibi_document": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())

@@ -135,8 +135,15 @@ def test_heads_inside():
     assert_accurate(*map(heads_inside, (q, k, v)), **factors(q, k))
 
 
+@pytest.mark.parametrize("length", [4099, 16411])
+def test_values_with_a_mean(length):
+    """Sums of many values of one sign: the tensor cores' sums of e4m3 lose 19 % of them at 16k."""
+    q, k, v = tensors(1, 2, 1, 131, length, 128)
+    v = (v.float() + 1).to(E4M3)
+    assert_accurate(q, k, v, **factors(q, k))
+
+
 def test_weights_far_below_the_largest_count():
-    """Without a factor of 2 ** 8 e4m3 has no number for weights below 2 ** -10 of the largest."""
     q, k, v = tensors(1, 1, 1, 64, 8192, 128)
     one, many = torch.zeros_like(q), torch.zeros_like(k)
     one[..., 0], many[:, :, 7, 0] = 1, 16

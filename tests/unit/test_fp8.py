@@ -82,31 +82,27 @@ def test_a_factor_that_is_not_above_zero_makes_its_head_nan(factor):
     assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
 
 
-def test_the_gate_is_that_of_bfloat16_with_weights_of_three_bits():
-    """Its budget: rounding each weight by up to 1/16 of it, small ones too."""
+def test_the_gate_is_that_of_bfloat16():
+    """Of the numbers that e4m3 stands for: the reference run rounds as it rounds those."""
+    q, k, v = tensors(1, 2, 2, 64, 300, 64)
+    given = {name: x.abs().exp2().round().exp2() for name, x in factors(q, k).items()}
+    half = [x.bfloat16() for x in wide(q, k, v, given)]
+    for precision in (Precision.ORACLE, Precision.ROUNDED):
+        found = attention(q, k, v, descales=Descales(*given.values()), precision=precision)
+        wanted = attention(*half, precision=precision)
+        assert all(map(torch.equal, found, wanted)), "factors of two are exact in bfloat16"
+
+
+def test_sums_of_few_bits_are_red():
+    """Tensor cores' sums of products of e4m3 made values with a mean too small, by 19 % at 16k."""
     q, k, v = tensors(1, 2, 2, 64, 1024, 64)
-    runs = [attention(q, k, v, precision=each) for each in (Precision.ORACLE, Precision.ROUNDED)]
-    error = (runs[0].out - runs[1].out.double()).square().mean().sqrt()
-    spread = runs[0].out.square().mean().sqrt()
-    assert 0.005 * spread < error < 0.04 * spread
-    low = attention(*(x.bfloat16() for x in (q, k, v)), precision=Precision.ROUNDED)
-    assert (low.lse - runs[1].lse).abs().max() < 1e-6, "scores are rounded as bfloat16's are"
-    assert judge(low._replace(lse=low.lse), *runs, torch.bfloat16).passed
-    for wrong in (runs[0].out * 1.1, runs[0].out.roll(1, -2)):
-        assert not judge((wrong.bfloat16(), None, None), *runs, torch.bfloat16).passed
-
-
-def test_weights_far_below_the_largest_are_in_the_budget():
-    """2 ** 8 P is rounded: P itself would lose what is below 2 ** -10, and excuse who loses it."""
-    q, k, v = torch.zeros(1, 1, 4, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
-    q[..., 0], k[:, :, 7, 0], v[:, :, 7] = 1, 16, 0
-    q, k, v = (x.to(E4M3) for x in (q, k, v))
-    runs = [
-        attention(q, k, v, scale=0.5, precision=each)
-        for each in (Precision.ORACLE, Precision.ROUNDED)
-    ]
-    assert (runs[0].out - runs[1].out).abs().max() < 0.05 < 0.5 < runs[0].out.min()
-    assert not judge((torch.zeros_like(runs[1].out), None, None), *runs, torch.bfloat16).passed
+    v = (v.float() + 1).to(E4M3)
+    exact, rounded = (
+        attention(q, k, v, precision=each) for each in (Precision.ORACLE, Precision.ROUNDED)
+    )
+    assert judge(rounded, exact, rounded, torch.bfloat16).passed
+    short = rounded._replace(out=(exact.out * 0.97).bfloat16())
+    assert not judge(short, exact, rounded, torch.bfloat16).passed
 
 
 @pytest.mark.parametrize(
@@ -194,49 +190,41 @@ def test_no_triton_template_takes_it():
         plans._check_fp8(problem(dtype="float8_e4m3fn"), H200, Options(language="triton"))
 
 
-@pytest.mark.parametrize("kv_len", [1, 16, 8191])
-def test_a_launch_turns_v_first(kv_len):
-    wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=kv_len, sinks="float32")
-    config = GluonPrefillConfig(2, 128, 2, 240, schedule="dynamic")
+@pytest.mark.parametrize("schedule", ["grid", "dynamic"])
+def test_a_launch_gives_v_in_sixteen_bits(schedule):
+    wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=77, sinks="float32")
+    config = GluonPrefillConfig(2, 128, 2, 240, schedule=schedule)
     choice = next(choices(wanted, H200, Options(exact=config)))
     ran = []
 
     class Kernel:
-        def __init__(self, name):
-            self.name = name
-
         def prepare(self, programs, fixed, boxes):
-            self.programs, self.fixed, self.boxes = programs, fixed, boxes
+            self.fixed, self.boxes = fixed, boxes
             return self
 
         def launch(self, stream, given):
-            assert len(given) == sum(value is None for value in self.fixed)
-            ran.append((self.name, given))
+            ran.append(given)
 
-    attend, turn = Kernel("attend"), Kernel("turn")
-    kernels = SimpleNamespace(kernels=lambda *args: (choice, attend, turn))
+    kernel = Kernel()
+    kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
     q = torch.zeros(2, 16, 4096, 128).to(E4M3)
-    k = torch.zeros(2, 8, kv_len, 128).to(E4M3)
+    k, v = (torch.randn(2, 77, 8, 128).to(E4M3).transpose(1, 2) for _ in range(2))
     descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))
-    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, None, descales)
-    width = -(-kv_len // 16) * 16
-    assert turn.programs == 16 * -(-kv_len // 128)
-    names = [argument.name for argument in choice.companion.arguments]
-    sizes = dict(zip(names, turn.fixed, strict=True))
-    assert (sizes["H"], sizes["kv_len"], sizes["width"]) == (8, kv_len, width)
+    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, v, None, descales)
     names = [argument.name for argument in choice.source.arguments]
-    given = dict(zip(names, attend.fixed, strict=True))
+    given = dict(zip(names, kernel.fixed, strict=True))
     assert [given[f"{x}_DESCALE"] for x in "QKV"] == [0, None, None], "0 where nothing is given"
     steps = [given[f"{x}_descale_{axis}"] for x in "qkv" for axis in "bh"]
     assert steps == [0, 0, 8, 1, 0, 0]
-    assert [box.shape for box in attend.boxes] == [
-        q.shape, k.shape, (2, 8, 128, width), (2, 16, 4096, 128),
-    ]  # fmt: skip
+    assert [box.shape for box in kernel.boxes] == [q.shape, k.shape, v.shape, q.shape]
+    assert kernel.boxes[1].strides == k.stride()
+    assert kernel.boxes[2].strides == v.contiguous().stride()
     logits = torch.zeros(16)
-    outputs = launch.run(q, k, k, 0.1, (), logits, descales)
+    outputs = launch.run(q, k, v, 0.1, (), logits, descales)
     assert outputs.out.dtype == torch.bfloat16
-    (first, turning), (second, attending) = ran
-    assert (first, second) == ("turn", "attend") and turning[0] is k
-    assert attending[2] is turning[1] and turning[1].shape == (2, 8, 128, width)
-    assert attending[3] is outputs.out and attending[-3] is logits
-    assert attending[-2:] == list(descales[1:])
+    ((first, second, values, out, *_, sink, k_factor, v_factor),) = ran
+    assert (first is q, second is k, out is outputs.out, sink is logits) == (True,) * 4
+    assert (k_factor is descales.k, v_factor is descales.v) == (True, True)
+    assert values.dtype == torch.bfloat16 and values.is_contiguous()
+    assert torch.equal(values.float(), v.float())
+    assert len(ran[0]) == sum(value is None for value in kernel.fixed)

@@ -28,14 +28,14 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     described = {
         "Q": (CONSUMER_ROWS, tiles.qk_width),
         "K": (config.BLOCK_N, tiles.qk_width),
-        # fp8 is multiplied with the keys side by side.
-        "V": (tiles.v_width, config.BLOCK_N) if structure.fp8 else (config.BLOCK_N, tiles.v_width),
+        "V": (config.BLOCK_N, tiles.v_width),
         "OUT": (CONSUMER_ROWS, tiles.out_width),
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
         if argument.name in described:
-            dtype = structure.out_dtype if argument.name == "OUT" else structure.dtype
+            # Of fp8, V comes in the output's dtype.
+            dtype = structure.dtype if argument.name in "QK" else structure.out_dtype
             argument = _descriptor(argument.name, dtype, *described[argument.name])
         found.append(argument)
         if argument.name == "num_tiles":
@@ -48,7 +48,7 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
 def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
     """What the consumers take from the kernel beside descriptors and shared memory.
 
-    noted: the loading warp tells them where their unit lies. fp8: they look for a head's factors.
+    noted: the loading warp tells them where their unit lies. fp8: they read a head's factors.
     """
     told = () if not noted else ("num_",) if fp8 else ("num_", "group")
     left = (*_STRIDES, *_LISTS, *told)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
-from flexattn.render.gluon.printer import gluon_text, print_mod, print_score
-from flexattn.render.gluon.tiles import own_output, runs_of, tiles_of
+from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
+from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
@@ -19,17 +19,14 @@ from flexattn.render.source import (
     traits_of,
 )
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Printed
 from flexattn.space.config import describe
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 
 __all__ = ["render"]
 
 TEMPLATE = "gluon/prefill.py.jinja"
-# A barrier for each tile of K and of V, one for Q, one for each consumer's turn.
+# A barrier for each tile of K and of V, of Q, and for each consumer's turn.
 HARDWARE_BARRIERS = 16
-# e4m3 ends at 448: weights of up to 2 ** 8 keep their three bits down to 2 ** -14 of the largest.
-OFFSET = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +41,13 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     found = arguments(structure, config)
     traits = traits_of(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
-    mask = None if structure.mask is None else print_mod(structure.mask, traits)
-    used: list[PrintedScore | Printed] = [each for each in (score, mask) if each is not None]
+    mask = None if structure.mask is None else print_mask(structure.mask, traits)
+    used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
+    slots = q_slots(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
@@ -60,10 +58,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
-        "V_TYPE": gluon_text(triton_type(structure.dtype)),
+        "V_TYPE": gluon_text(triton_type(structure.out_dtype)),
     }
-    if structure.fp8:
-        settings |= {"OFFSET": OFFSET, "SHRUNK": 2.0**-OFFSET}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -72,6 +68,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         }
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if config.q_registers:
+        settings["Q_HELD"] = config.q_registers
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
@@ -80,12 +78,21 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     settings |= {
         "FREE_V": free_v,
         "FREE_K": free_v - config.num_stages,
-        "FREE_Q": free_v - config.num_stages - 1,
-        "TURN": free_v - config.num_stages - 1 - config.consumers,
+        "FREE_Q": free_v - config.num_stages - slots,
+        "TURN": free_v - config.num_stages - slots - config.consumers,
     }
+    # Consumers that walk different tiles end a unit at different ones.
+    # What is kept of Q in registers is that of the unit at hand.
+    chained = slots > 1 and runs < 2 and tiles.v_width <= 128 and not config.q_registers
+    hoisted = [line for each in used for line in each.hoisted]
+    # What a unit reads for each of its rows costs 14 % where it comes with the unit before
+    # (8 documents, 8k, H200).
+    by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
     context = {
         **mods,
-        "hoisted": [line for each in used for line in each.hoisted],
+        "hoisted": hoisted,
+        # Nor what of an fp8 unit depends on its heads' factors.
+        "hoists_early": chained and bool(used) and not by_row and not structure.fp8,
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
@@ -97,6 +104,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "schedule": config.schedule,
         "persistent": config.schedule != "grid",
         "own_output": own_output(structure, config, device),
+        "q_slots": slots,
+        "chained": chained,
         "early_loads": config.early_loads,
         # Consumers that walk different tiles cannot take turns.
         "ping_pong": config.ping_pong and runs < 2,
@@ -108,11 +117,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
+        "q_registers": config.q_registers,
         "rescale_first": tiles.v_width > 128,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
+        "v_itemsize": ITEMSIZE[structure.out_dtype],
         "fp8": structure.fp8,
-        "out_type": "gl.bfloat16" if structure.fp8 else "V_TYPE",
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
-__all__ = ["Tiles", "own_output", "runs_of", "shared_memory", "tiles_of"]
+__all__ = ["Tiles", "own_output", "q_slots", "runs_of", "shared_memory", "tiles_of"]
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
@@ -61,8 +62,11 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """Bytes of shared memory that the kernel needs, barriers and all."""
-    return _loaded(structure, config) + (
-        _output(structure, config) if own_output(structure, config, device) else 0
+    slots = q_slots(structure, config, device)
+    return (
+        _loaded(structure, config)
+        + (slots - 1) * _query(structure, config)
+        + (_output(structure, config) if own_output(structure, config, device) else 0)
     )
 
 
@@ -80,15 +84,29 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
     return config.schedule != "grid" and whole <= device.shared_memory
 
 
+def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
+    """How many tiles of Q are held: a persistent block has room for the next one, or has not."""
+    if config.schedule == "grid" or not own_output(structure, config, device):
+        return 1
+    held = _loaded(structure, config) + _output(structure, config)
+    return 2 if held + _query(structure, config) <= device.shared_memory else 1
+
+
 def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
-    keys = config.num_stages * config.BLOCK_N * (tiles.qk_padded + tiles.v_width)
-    return structure.itemsize * (config.BLOCK_M * tiles.qk_padded + keys) + _REST
+    held = config.num_stages * config.BLOCK_N
+    # What a mod reads for keys passes through shared memory to the threads that use it.
+    told = 16 * config.BLOCK_N if loads_by_key(structure) or loads_diagonals(structure) else 0
+    keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
+    return keys + ITEMSIZE[structure.out_dtype] * held * tiles.v_width + told + _REST
+
+
+def _query(structure: Structure, config: GluonPrefillConfig) -> int:
+    return structure.itemsize * config.BLOCK_M * tiles_of(structure, config).qk_padded
 
 
 def _output(structure: Structure, config: GluonPrefillConfig) -> int:
-    # Half-precision numbers come out, of fp8 too.
-    return max(2, structure.itemsize) * config.BLOCK_M * tiles_of(structure, config).v_width
+    return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles_of(structure, config).v_width
 
 
 def _power(value: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Symbol, floor, symbols
+from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Rational, Symbol, floor, symbols
 
 from flexattn.space.stated.inequalities import Inequality
 
@@ -13,14 +13,14 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section,
+    ping_pong, persistent, known_words, section, q_held,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section"
+    "ping_pong persistent known_words section q_held"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
-# for *_padded, which here are the columns of a tile in shared memory. itemsize: 1 for fp8, whose
-# output has 2 bytes.
+# for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
+# of v and of the output is 2.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
@@ -35,11 +35,13 @@ SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
 # What a config takes, as the formulas below have it: the last two symbols of every function.
 ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 
-ROWS, THREADS, OUT_ITEMSIZE = 64, 128, 2
+ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
+# Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
+HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, what synchronises its own programs is not ours.
@@ -50,31 +52,34 @@ QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 def _shared_memory() -> Expr:
     """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
 
-    A persistent block loads its next Q while an output leaves, if there is room.
+    A persistent block loads its next Q while an output leaves, if there is room; and while this
+    one is multiplied, if there is room for both.
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
-    keys = num_stages * BLOCK_N * (qk_padded + v_padded)
+    keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
-    shared = itemsize * (q_tile + keys) + read + SHARED_SLACK
-    apart = shared + OUT_ITEMSIZE * out_tile
+    shared = itemsize * (q_tile + keys) + ITEMSIZE * values + read + SHARED_SLACK
+    apart = shared + ITEMSIZE * out_tile
     # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
     parts = Eq(qk_padded, 192)
     fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
-    through_q = And(Eq(itemsize, OUT_ITEMSIZE), fits)
+    through_q = And(fits, Eq(itemsize, ITEMSIZE))
     two_parts = And(parts, Eq(v_padded, 128))
     early = And(persistent, apart <= shared_limit, Not(two_parts))
-    return Piecewise((apart, Or(Not(through_q), early)), (shared, True))
+    alone = Or(Not(through_q), early)
+    twice = apart + itemsize * q_tile
+    both = And(alone, persistent, twice <= shared_limit)
+    return Piecewise((twice, both), (apart, alone), (shared, True))
 
 
 def _registers() -> Expr:
     """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
 
-    In fp8, P stays in fp32 until it is multiplied, beside the next scores and what was read early.
     Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
     """
     scores = ROWS * BLOCK_N / THREADS
-    summed = ROWS * v_padded / THREADS
+    made = ROWS * v_padded / THREADS + scores + scores / 2
     lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
     gathered = Piecewise(
         (floor(scores) + 8, loads_tile),
@@ -82,10 +87,8 @@ def _registers() -> Expr:
         (0, True),
     )
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
-    modified = mods + gathered
-    eight = Max(2 * scores + gathered, scores + scores / 4 + modified)
-    made = Piecewise((eight, Eq(itemsize, 1)), (scores + scores / 2 + modified, True))
-    return floor(summed + made) + REGISTER_SLACK
+    held = floor(HELD_REGISTERS * q_held)
+    return floor(made) + REGISTER_SLACK + held + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
@@ -136,7 +139,7 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "barriers",
-        2 * num_stages + 1 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        2 * num_stages + 2 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
@@ -153,11 +156,12 @@ FIT: tuple[Inequality, ...] = (
         itemsize <= 2,
         "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
     ),
-    # Its V is turned around, and its queries have no columns in parts.
+    # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
-        "fp8 dimension",
-        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192))),
-        "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v",
+        "fp8",
+        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_held, 0))),
+        "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
+        "and q_registers is 0",
     ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
@@ -165,6 +169,18 @@ FIT: tuple[Inequality, ...] = (
         "tma",
         dense_layout,
         "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+    ),
+    # Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle.
+    Inequality(
+        "q registers",
+        Or(
+            Eq(q_held, 0),
+            And(
+                Not(Eq(qk_padded, 192)),
+                Or(Eq(q_held, qk_padded), And(Eq(2 * q_held, qk_padded), q_held >= 64)),
+            ),
+        ),
+        "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
