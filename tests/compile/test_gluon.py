@@ -86,8 +86,8 @@ def test_fp8(D, mods):
 
 def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
     wanted = problem("prefill", 128, dtype="float8_e4m3fn")
-    source = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test")
-    text = compile_source(source, H200).asm["ptx"]
+    config = replace(default(wanted, H200, "gluon"), schedule="grid")
+    text = compile_source(render(wanted.structure, config, H200, "test"), H200).asm["ptx"]
     scores, values = (
         text.count(f"wgmma.mma_async.sync.aligned.m64n128{what}")
         for what in ("k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16")
