@@ -1,6 +1,6 @@
 # make test and make demo set everything up on a machine with Python and make; a second run installs nothing.
 
-.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types golden env clean
+.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types golden records env clean
 .DEFAULT_GOAL := help
 
 # The first of these that has the venv module makes the environment; PYTHON=… overrides.
@@ -32,6 +32,7 @@ help:
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make lint types    ruff and codespell; mypy"
 	@echo "make golden        accept the rendered kernels as the new goldens"
+	@echo "make records       tune the presets on this GPU into $(RECORDS), at most $(SECONDS) s"
 	@echo "make clean         remove the environment and what the tests left"
 
 demo: env
@@ -66,6 +67,14 @@ types: env
 
 golden: env
 	$(COMPILED) $(PYTEST) --accept-golden tests/golden
+
+# What most people run comes first: the time may end before the list does, and the next call goes on.
+PRESETS := llama3-8b gpt-oss gemma3 qwen3 mistral-7b llama3-70b gemma2 serving all
+RECORDS := configs/nvidia-h200
+SECONDS := 480
+
+records: env
+	$(COMPILED) $(PY) -m flexattn tune $(addprefix --preset ,$(PRESETS)) --effort quick --time $(SECONDS) --prune --out $(RECORDS)
 
 env: $(VENV)/.package $(OLDEST)/.pins
 

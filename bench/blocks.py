@@ -3,8 +3,10 @@
     python -m bench.blocks --out blocks.json
 
 Each mask has a fresh process with empty caches, so its first call compiles; imports, the CUDA
-context and a first trace are not counted. Without a GPU the masks of 65,536 tokens are made on
-the CPU.
+context and a first trace are not counted. The processes import at the same time and wait; then
+each is let go when the one before has ended, so that nobody else runs while it is timed. Before a
+process compiles anything Triton hashes all of its own files: that counts as an import and stands
+beside the first call. Without a GPU the masks of 65,536 tokens are made on the CPU.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.blocks_child import LONG, ROWS, Row
+from bench.blocks_child import LONG, READY, ROWS, Row
 
 __all__ = ["failures", "main", "table"]
 
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ", ".join(row.name for row in ROWS)
         print(f"--rows {args.rows!r} matches no mask of {device}: {names}", file=sys.stderr)
         return 2
-    found = {row.name: _child(row, device, args.rounds) for row in rows}
+    found = _measured(rows, device, args.rounds)
     if args.out:
         report = {
             "schema": 1, "bench": "blocks", "device": device, "environment": describe(),
@@ -72,7 +75,7 @@ def table(found: Mapping[str, Mapping[str, Any]], device: str) -> str:
     head = [
         "mask",
         "first ms",
-        "of it Triton's start",
+        "Triton's start ms",
         "median ms",
         "slowest ms",
         "limit ms",
@@ -113,17 +116,51 @@ def _limit(row: Row, device: str) -> float:
     return CPU_MS if device == "cpu" else row.limit_ms
 
 
-def _child(row: Row, device: str, rounds: int) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        own = {"TRITON_CACHE_DIR": f"{folder}/triton", "FLEXATTN_CACHE_DIR": f"{folder}/own"}
-        kept = {name: value for name, value in os.environ.items() if name != "FLEXATTN_BINARIES"}
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.blocks_child", row.name, device, str(rounds)],
-            env=kept | own, cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"bench.blocks_child {row.name} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+def _measured(rows: Sequence[Row], device: str, rounds: int) -> dict[str, Any]:
+    """What each row's process found. They import together; then one runs, and the others wait."""
+    with ExitStack() as open_until_the_end:
+        waiting = {
+            row: _start(
+                row, device, rounds, open_until_the_end.enter_context(TemporaryDirectory())
+            )
+            for row in rows
+        }
+        open_until_the_end.callback(_end, list(waiting.values()))
+        for row, child in waiting.items():
+            _expect(READY, row, child)
+        found = {}
+        for row, child in waiting.items():
+            told, errors = child.communicate("go\n")
+            if child.returncode:
+                raise RuntimeError(f"bench.blocks_child {row.name} failed:\n{errors}")
+            found[row.name] = json.loads(told.splitlines()[-1])
+        return found
+
+
+def _start(row: Row, device: str, rounds: int, folder: str) -> subprocess.Popen[str]:
+    own = {"TRITON_CACHE_DIR": f"{folder}/triton", "FLEXATTN_CACHE_DIR": f"{folder}/own"}
+    kept = {name: value for name, value in os.environ.items() if name != "FLEXATTN_BINARIES"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench.blocks_child", row.name, device, str(rounds)],
+        env=kept | own, cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def _expect(line: str, row: Row, child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    while said := child.stdout.readline():
+        if said.strip() == line:
+            return
+    _, errors = child.communicate()
+    raise RuntimeError(f"bench.blocks_child {row.name} failed:\n{errors}")
+
+
+def _end(children: Sequence[subprocess.Popen[str]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
 
 
 if __name__ == "__main__":

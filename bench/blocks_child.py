@@ -1,7 +1,7 @@
 """One fresh process of the block mask bench: a mask's first call, and those after it.
 
-Imports, the CUDA context and the process's first trace come before. Run by `bench.blocks`; prints
-one JSON object.
+Imports, the CUDA context and the first trace come before; then it prints READY, and waits for a
+line. Run by `bench.blocks`; prints one JSON object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ROWS", "Row", "run"]
+__all__ = ["READY", "ROWS", "Row", "run"]
+
+READY = "ready"
 
 LONG, LONGEST = 65536, 1048576
 DOCUMENTS, PREFIX, WINDOW, CANVAS, NEAR = 64, 5000, 4096, 256, 13
@@ -41,14 +43,15 @@ ROWS = (
 )
 
 
-def run(row: Row, device: str, rounds: int) -> dict[str, Any]:
+def run(row: Row, device: str, rounds: int, wait: Callable[[], object]) -> dict[str, Any]:
     """Seconds of the first call and of each later one, and bytes at the peak beyond the result.
 
-    compiler: the part of the first call that Triton spends on itself, whatever it compiles.
+    wait: called once, before anything is timed. compiler: seconds that Triton spends on itself once
+    a process, before its first compile, whatever that is: no part of `first`.
     """
     import torch
     import torch._dynamo
-    import triton  # noqa: F401
+    import triton.compiler.code_generator  # noqa: F401  (at its first compile otherwise)
 
     import flexattn
     from flexattn.mods import bind
@@ -56,6 +59,7 @@ def run(row: Row, device: str, rounds: int) -> dict[str, Any]:
     torch.zeros(1, device=device).sum().item()
     mask_mod = _mask(row, device)
     bind(lambda b, h, q_idx, kv_idx: q_idx + h != kv_idx, "mask", device)
+    wait()
     begin = time.perf_counter()
     if device != "cpu":
         _start_compiler()
@@ -82,7 +86,7 @@ def run(row: Row, device: str, rounds: int) -> dict[str, Any]:
         seconds.append(spent)
         del mask
     return {
-        "first": start + first,
+        "first": first,
         "compiler": start,
         "seconds": seconds,
         "beyond": max(0, _memory(device) - before - result),
@@ -90,6 +94,11 @@ def run(row: Row, device: str, rounds: int) -> dict[str, Any]:
         "partial": counts[0],
         "full": counts[1],
     }
+
+
+def _wait_for_a_line() -> None:
+    print(READY, flush=True)
+    sys.stdin.readline()
 
 
 def _start_compiler() -> None:
@@ -130,4 +139,4 @@ def _mask(row: Row, device: str) -> Callable[..., Any]:
 if __name__ == "__main__":
     name, device, rounds = sys.argv[1:]
     chosen = next(row for row in ROWS if row.name == name)
-    print(json.dumps(run(chosen, device, int(rounds))))
+    print(json.dumps(run(chosen, device, int(rounds), _wait_for_a_line)))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,80 +17,43 @@ import torch
 
 import flexattn
 from bench.command import chosen_rows
-from bench.environment import describe
 from bench.inputs import Inputs, make
 from bench.peers import OURS, PEERS, Refusal
 from bench.rows import Row, decode_rows
+from bench.shapes import MODELS
 from bench.tasks import STUDIED, task
+from bench.tuned_results import TORCH, Result, made, percent, save, table
 from flexattn.attention import make_call
 from flexattn.cache.record import Record
 from flexattn.cache.store import Store
-from flexattn.device import detect
+from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, MeasureError
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
-from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
+from flexattn.measure.timing import Samples, time_interleaved
 from flexattn.measure.worker import Worker
 from flexattn.plan import plan
 from flexattn.settings import override
-from flexattn.space.config import describe as said
 from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.crew import build_ahead
+from flexattn.tune.foundry import Foundry, Runs
 from flexattn.tune.method import Method, method_for
-from flexattn.tune.pool import Pool
-from flexattn.tune.transfer import regret
 from flexattn.tune.tuner import tune
 
-__all__ = ["Result", "flip", "main", "summary"]
+__all__ = ["main", "tuned_rows"]
 
-# Winners of two tunings that differ by less than this are one answer.
-FLIP = 0.03
-# One kernel raced with itself, called in two ways, reads up to 0.3 % apart.
-NOISE = 0.01
-TORCH = "torch-flex-tuned"
+# Seconds that torch's compiler takes for its tuned kernel of a row, until one was seen.
+TORCH_S = 20.0
 
 
-@dataclass(frozen=True)
-class Result:
-    """One row. *_us: medians of one interleaved race; 0 for who was not timed.
-
-    gain: default over tuned, torch_ratio: torch over tuned, both as medians of paired rounds.
-    slower: whether even the interval of the gain lies more than NOISE below 1.
-    flip: as the function of this name.
-    seconds: of each tuning without its builds.
-    """
-
-    name: str
-    config: str
-    default_us: float
-    tuned_us: float
-    torch_us: float
-    gain: float
-    torch_ratio: float
-    slower: bool
-    flip: float | None
-    seconds: tuple[float, ...]
-    why: str
-    samples: dict[str, tuple[float, ...]]
-    refused: dict[str, str]
-
-
-def flip(one: Record, other: Record) -> float | None:
-    """How far two tunings of a problem disagree: the regret of a winner in the other's samples.
-
-    0 where they agree; None where neither timed the other's winner, and nobody can tell.
-    """
-    if one.config == other.config:
-        return 0.0
-    found = [regret(one.config, other), regret(other.config, one)]
-    return max((each for each in found if each is not None), default=None)
-
-
-def _flipped(flip: float | None) -> bool:
-    return flip is None or flip > FLIP
+def tuned_rows() -> list[Row]:
+    """Decode of the presets' heads, one more length, and the prefills of the studies."""
+    between = Row("b4-32k", "grid", MODELS["llama3-8b"].decode(4, 32768))
+    return [*decode_rows(), between, *(row for row in STUDIED if row.shape.q_len > 1)]
 
 
 def _tunings(
-    job: Task, measurer: Measurer, pool: Pool, method: Method, times: int
+    job: Task, measurer: Measurer, pool: Runs, method: Method, times: int
 ) -> tuple[list[Record], list[float]]:
     """Independent tunings of one problem, and their seconds without what the builds took.
 
@@ -115,8 +76,10 @@ def _tunings(
     return records, seconds
 
 
-def _race(row: Row, job: Task, record: Record, torch_too: bool) -> tuple[dict[str, Samples], Any]:
-    """Default, tuned and torch in one race, each called as its users call it."""
+def _race(
+    row: Row, job: Task, record: Record, torch_too: bool
+) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Default, tuned and torch in one race, each called as its users call it; who was refused."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         Store(Path(folder)).write(record)
         inputs = make(row, "cuda", torch.bfloat16)
@@ -178,136 +141,111 @@ def _served(inputs: Inputs) -> None:
         )
 
 
-def _result(
-    row: Row, records: Sequence[Record], seconds: Sequence[float], samples: Any, refused: Any
-) -> Result:
-    first = records[0]
-    us = {name: each.median if each.us else 0.0 for name, each in samples.items()}
-    refused |= {name: str(each.failure) for name, each in samples.items() if each.failure}
+class _Clock:
+    """The seconds that are left, and whether torch's compiler fits into them once more."""
 
-    gain = paired_ratio(samples["default"], samples["tuned"])
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+        self._slowest = 0.0
 
-    def ratio(name: str) -> float:
-        if not us.get(name) or not us["tuned"]:
-            return 0.0
-        return paired_ratio(samples[name], samples["tuned"]).value
+    def left(self) -> float:
+        """Seconds."""
+        return self._until - time.monotonic()
 
-    return Result(
-        row.name,
-        said(first.config),
-        us["default"],
-        us["tuned"],
-        us.get(TORCH, 0.0),
-        ratio("default"),
-        ratio(TORCH),
-        gain.high < 1 - NOISE,
-        _worst([flip(first, other) for other in records[1:]]),
-        tuple(seconds),
-        first.decision.why,
-        {name: each.us for name, each in samples.items()},
-        refused,
-    )
+    def allows(self) -> bool:
+        """Whether a row with torch is likely to end in time."""
+        return self.left() > (self._slowest or TORCH_S)
 
-
-def _worst(flips: Sequence[float | None]) -> float | None:
-    known = [each for each in flips if each is not None]
-    return None if len(known) < len(flips) else max(known, default=0.0)
-
-
-def _geometric(values: Iterable[float]) -> float:
-    found = [value for value in values if value]
-    return math.exp(statistics.fmean(map(math.log, found))) if found else 0.0
-
-
-def summary(results: Sequence[Result]) -> dict[str, float]:
-    """The promises in numbers."""
-    return {
-        "rows": len(results),
-        "gain over the default": _geometric(r.gain for r in results),
-        "least gain": min((r.gain for r in results if r.gain), default=0.0),
-        "slower beyond noise": sum(r.slower for r in results),
-        "over torch's tuned flex": _geometric(r.torch_ratio for r in results),
-        "flip rate": sum(_flipped(r.flip) for r in results) / max(1, len(results)),
-        "longest tuning in s": max((s for r in results for s in r.seconds), default=0.0),
-    }
-
-
-def _percent(flip: float | None) -> str:
-    return "unknown" if flip is None else f"{100 * flip:.1f} %"
-
-
-def _table(results: Sequence[Result]) -> str:
-    lines = [
-        "| row | default µs | tuned µs | gain | torch µs | torch / tuned | flip | tuning s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        seconds = ", ".join(f"{s:.1f}" for s in r.seconds)
-        lines.append(
-            f"| {r.name} | {r.default_us:.1f} | {r.tuned_us:.1f} | {r.gain:.3f} | "
-            f"{r.torch_us:.1f} | {r.torch_ratio:.2f} | {_percent(r.flip)} | {seconds} |"
-        )
-    lines += ["", *(f"{name}: {value:.3f}" for name, value in summary(results).items())]
-    return "\n".join(lines)
+    def took(self, seconds: float) -> None:
+        """A row with torch did."""
+        self._slowest = max(self._slowest, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tune and race the rows; the status is 1 if one of them has no result."""
+    """Tune all rows, then race each; the status is 1 if one of them has no result."""
     args = _parser().parse_args(argv)
+    clock = _Clock(math.inf if args.seconds is None else args.seconds)
     try:
-        prefill = [row for row in STUDIED if row.shape.q_len > 1]
-        rows = chosen_rows([*decode_rows(), *prefill], args.rows)
+        rows = chosen_rows(tuned_rows(), args.rows)
     except FlexAttnError as error:
         print(error, file=sys.stderr)
         return 2
     if args.list:
         print("\n".join(row.name for row in rows))
         return 0
-    target, results, failed = detect(torch.device("cuda")), [], 0
-    with compilers(args.jobs) as pool, Worker() as worker:
-        for row in rows:
-            begin = time.monotonic()
+    found = _tuned(rows, detect(torch.device("cuda")), args)
+    results: list[Result] = []
+    for row in rows:
+        if row.name in found:
+            job, records, seconds = found[row.name]
             try:
-                job = task(row, target, "cuda")
-                method = method_for(args.effort, args.budget)
-                records, seconds = _tunings(job, worker, pool, method, args.times)
-                raced = _race(row, job, records[0], not args.no_torch)
-                results.append(_result(row, records, seconds, *raced))
-                _save(args.out, args, results)
-                r = results[-1]
-                print(
-                    f"{row.name}: {r.gain:.3f}x the default, {r.torch_ratio:.2f}x torch, flip "
-                    f"{_percent(r.flip)}, {time.monotonic() - begin:.0f} s; {r.config}",
-                    flush=True,
-                )
-            except Exception:  # the others may still be measured, whatever this one met
-                failed += 1
+                results.append(_raced(row, job, records, seconds, clock, not args.no_torch))
+            except Exception:  # the others may still be raced, whatever this one met
                 print(f"{row.name}: failed\n{traceback.format_exc()}", flush=True)
-    print(_table(results))
-    return int(failed > 0)
+            if args.out is not None:
+                save(args.out, {"effort": args.effort, "times": args.times}, results)
+    print(table(results))
+    return int(len(results) < len(rows))
 
 
-def _save(path: Path | None, args: argparse.Namespace, results: Sequence[Result]) -> None:
-    if path is None:
-        return
-    data = {
-        "bench": "tuned",
-        "method": {"effort": args.effort, "times": args.times},
-        "environment": describe(),
-        "summary": summary(results),
-        "rows": [asdict(each) for each in results],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+Tuned = tuple[Task, list[Record], list[float]]
+
+
+def _tuned(rows: Sequence[Row], device: Device, args: argparse.Namespace) -> Mapping[str, Tuned]:
+    """The tunings of each row, while the kernels of the next ones are compiled."""
+    method, found = method_for(args.effort, args.budget), {}
+    jobs = {row.name: task(row, device, "cuda") for row in rows}
+    with Foundry(compilers(args.jobs)) as foundry, Worker() as worker:
+        build_ahead(list(jobs.values()), method, foundry)
+        for name, job in jobs.items():
+            try:
+                records, seconds = _tunings(job, worker, foundry, method, args.times)
+            except Exception:  # the others may still be measured, whatever this one met
+                print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
+                continue
+            found[name] = job, records, seconds
+            print(f"{name}: tuned {args.times} times in {seconds} s", flush=True)
+    return found
+
+
+def _raced(
+    row: Row,
+    job: Task,
+    records: Sequence[Record],
+    seconds: Sequence[float],
+    clock: _Clock,
+    torch_too: bool,
+) -> Result:
+    """Torch is a rival in decode, as long as there is time to compile it."""
+    wanted = torch_too and row.shape.q_len == 1
+    rival, begin = wanted and clock.allows(), time.monotonic()
+    samples, refused = _race(row, job, records[0], rival)
+    spent = time.monotonic() - begin
+    if rival:
+        clock.took(spent)
+    elif wanted:
+        refused[TORCH] = "no time was left to compile it"
+    r = made(row, records, seconds, samples, refused)
+    print(
+        f"{row.name}: {r.gain:.3f}x the default, {r.torch_ratio:.2f}x torch, flip "
+        f"{percent(r.flip)}, raced in {spent:.0f} s; {r.config}",
+        flush=True,
+    )
+    return r
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.tuned", description=__doc__)
     add = parser.add_argument
-    add("--rows", default="^(?!.*prefill)", metavar="REGEX", help="rows whose group/name matches")
+    add("--rows", default="", metavar="REGEX", help="rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--effort", default="full", choices=("quick", "full", "exhaustive"))
     add("--budget", type=float, help="seconds of measuring for each tuning")
+    add(
+        "--seconds",
+        type=float,
+        help="of all: torch's compiler is left out where it would pass them",
+    )
     add("--times", type=int, default=2, help="independent tunings of each row")
     add("--no-torch", action="store_true", help="leave torch's tuned flex out")
     add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")

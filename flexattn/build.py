@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from flexattn.binary import Binary, binary_of
 from flexattn.binary_store import Binaries
+from flexattn.compiler_lines import source_lines
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError
@@ -112,16 +113,19 @@ def compile_source(source: Source, device: Device) -> Any:
     }
     signature = {argument.name: argument.type for argument in source.arguments}
     try:
-        return triton.compile(
-            _syntax(source)(load(path), signature, {}, attrs),
-            target=target,
-            options={
-                "num_warps": source.num_warps,
-                "num_stages": source.num_stages,
-                # Said aloud because Triton's default changes with release 3.10.
-                "enable_fp_fusion": True,
-            },
-        )
+        with source_lines(current().debug > 0):
+            return triton.compile(
+                _syntax(source)(load(path), signature, {}, attrs),
+                target=target,
+                options={
+                    "num_warps": source.num_warps,
+                    "num_stages": source.num_stages,
+                    # Said aloud because Triton's default changes with release 3.10.
+                    "enable_fp_fusion": True,
+                    # Asserts that only a debug build keeps take time to write in every other.
+                    "sanitize_overflow": False,
+                },
+            )
     except Exception as error:  # whatever the compiler raises is one typed failure here
         raise BuildError(
             f"Triton could not compile {path} for {device.arch}: {type(error).__name__}: {error}",

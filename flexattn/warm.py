@@ -28,7 +28,7 @@ def warm(
     server starts: it forgets what was traced before, so that numbers in mods are constants.
 
     Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
-    ModError for its mods, BuildError. For decoding over paged caches make a DecodePlan.
+    ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
     """
     # Reading workloads belongs to tuning, which a plain import of flexattn does not load.
     from flexattn.build import builder
@@ -49,6 +49,8 @@ def warm(
     target, index = detect(where), -1 if where.type == "cpu" else where.index
     before, found = builder().compiled, []
     for row in workload.rows:
+        if row.served is not None:
+            continue
         mods = mods_of(row)
         # The blocks of its mask are found on the device, which compiles that kernel too.
         problem = task_from(row, *mods, target, where).problem

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 from flexattn.cache.record import Failed
 from flexattn.resources import Resources
@@ -29,6 +31,31 @@ def troubled(order):
     spills = 9 if stages == SPILLS else 0
     taken = Resources(100, spills, spills, 4096, 0 if stages == SCALAR else 4, 64 * spills)
     return taken, f"{order.config.BLOCK_N:064}", 0.5
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a foundry is asked for: `kind` says what becomes of it, `tag` tells two apart."""
+
+    tag: int
+    kind: str = "fine"
+    folder: str = ""
+
+    @property
+    def name(self):
+        return self.tag
+
+
+def ordered(order):
+    """Notes that it ran, and where `kind` says so dies at its first time."""
+    log = Path(order.folder) / "log"
+    before = log.read_text().split() if log.exists() else []
+    with log.open("a") as file:
+        file.write(f"{order.tag}\n")
+    if order.kind == "dies once" and str(order.tag) not in before:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    return 10 * order.tag
 
 
 def number(task):

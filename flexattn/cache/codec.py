@@ -17,19 +17,21 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from flexattn.cache.key import Sizes
-from flexattn.cache.record import SCHEMA, Answer, Record, Trial
+from flexattn.cache.key import Key, Sizes
+from flexattn.cache.record import SCHEMA, Answer, Environment, Record, Trial
 from flexattn.errors import CacheError
 from flexattn.neuroncore import CORES
 from flexattn.space.config import Config
 from flexattn.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.space.serving import ServingConfig
 
 __all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
 
 T = TypeVar("T")
 
-# What a record may hold; dispatch to a GPU never meets the last two, whose devices are Neuron's.
-CONFIGS = (*get_args(Config), NkiPrefillConfig, NkiDecodeConfig)
+# What a record may hold; a GPU never meets the last two, whose devices are Neuron's.
+OF_GPUS = (*get_args(Config), ServingConfig)
+CONFIGS = (*OF_GPUS, NkiPrefillConfig, NkiDecodeConfig)
 
 MAX_BYTES = 8 * 2**20
 MAX_TEXT, MAX_INT = 4096, 2**48
@@ -77,12 +79,17 @@ def _told(trial: Trial) -> dict[str, Any]:
     return {name: encode(value) for name, value in told if value != defaults[name]}
 
 
-def decode_answer(raw: bytes) -> Answer:
-    """What dispatch needs of a record's file; raises CacheError for anything else."""
+def decode_answer(
+    raw: bytes, key: Key | None = None, environment: Environment | None = None
+) -> Answer:
+    """What dispatch needs of a record's file; raises CacheError for anything else.
+
+    key, environment: those that are looked for, which are not decoded where the file has them.
+    """
     head, mark, _ = _checked(raw).partition(_TAIL_MARK)
     if not mark:
         raise CacheError("no head", "a record's fields stand in the order they are written in")
-    return _answer(_parse(head + b"\n}"))
+    return _answer(_parse(head + b"\n}"), key, environment)
 
 
 def decode_record(raw: bytes) -> Record:
@@ -114,11 +121,14 @@ def decode(kind: Any, data: Any, where: str) -> Any:
         raise CacheError(f"{where}{error.got}", error.rule) from None
 
 
-def _answer(data: Any) -> Answer:
+def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     found = dict(_object(data, "record"))
     schema = found.pop("schema", None)
     if schema != SCHEMA or type(schema) is not int:
         raise CacheError(f"schema {str(schema)[:20]}", f"this version reads schema {SCHEMA}")
+    for name, each in zip(("key", "environment"), known, strict=False):
+        if each is not None and found.get(name) == _data(each):
+            found[name] = each
     answer: Answer = decode(Answer, found, "record")
     if answer.environment.schema != SCHEMA:
         raise CacheError("environment.schema", "it is the record's schema")
@@ -127,9 +137,14 @@ def _answer(data: Any) -> Answer:
     name = type(answer.config).__name__
     if not name.lower().endswith(f"{answer.key.kind}config"):
         raise CacheError(f"a {name}", "it is of the key's kind")
-    if isinstance(answer.config, Config) == (answer.environment.arch in CORES):
+    if isinstance(answer.config, OF_GPUS) == (answer.environment.arch in CORES):
         raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
+
+
+@lru_cache(maxsize=64)
+def _data(known: Key | Environment) -> dict[str, Any]:
+    return {field.name: getattr(known, field.name) for field in fields(known)}
 
 
 def _check_trials(trials: tuple[Trial, ...], answer: Answer) -> None:
@@ -273,6 +288,8 @@ def _fields(cls: type) -> Decoder:
     needed = {f.name for f in fields(cls) if f.default is MISSING}
 
     def read(data: Any) -> Any:
+        if type(data) is cls:
+            return data  # known to be what the file has; no JSON is of this type
         if type(data) is not dict or not needed <= data.keys() <= decoders.keys():
             raise CacheError(" has other fields", f"it is an object of {', '.join(decoders)}")
         values, name = {}, ""
@@ -289,14 +306,15 @@ def _fields(cls: type) -> Decoder:
 def _tagged(classes: tuple[type, ...]) -> Decoder:
     """A config: its class by name, its numbers in the ranges that any template could take."""
     readers = {cls.__name__: _fields(cls) for cls in classes}
+    names = {cls.__name__: tuple(field.name for field in fields(cls)) for cls in classes}
 
     def read(data: Any) -> Any:
         name = data.get("type") if type(data) is dict else None
         if type(name) is not str or name not in readers:
             raise CacheError(" is no config", f"its type is one of {', '.join(readers)}")
         config = readers[name]({k: v for k, v in data.items() if k != "type"})
-        for field in fields(config):
-            _check_range(field.name, getattr(config, field.name))
+        for each in names[name]:
+            _check_range(each, getattr(config, each))
         return config
 
     return read

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -16,7 +17,10 @@ from flexattn.device import Device
 from flexattn.problem import Kind
 from flexattn.render.environment import template_hash
 
-__all__ = ["environment", "renderer_hash", "serving_policy", "source_hash"]
+__all__ = ["RecordKind", "environment", "renderer_hash", "serving_policy", "source_hash"]
+
+# What there are records of: a call's kinds, and what a DecodePlan launches.
+RecordKind: TypeAlias = Kind | Literal["serving"]
 
 # What prints for plain torch, or runs in the interpreter, decides no compiled kernel.
 _NOT_RENDERING = ("torch_printer.py", "interpreted_math.py")
@@ -27,7 +31,7 @@ _DOCSTRING = re.compile(r'^[ \t]*r?"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 _COMMENT = re.compile(r"""(^|[ ]{2})[ \t]*#[^"'\n]*$""", re.MULTILINE)
 
 
-def serving_policy(kind: Kind, device: Device) -> tuple[bool, bool]:
+def serving_policy(kind: RecordKind, device: Device) -> tuple[bool, bool]:
     """(graph, cold_l2) of the records that dispatch takes for its own.
 
     Servers replay decode as CUDA graphs and launch prefill eagerly; in both the rest of a model
@@ -36,10 +40,10 @@ def serving_policy(kind: Kind, device: Device) -> tuple[bool, bool]:
     """
     if device.backend in ("interpreter", "neuron"):
         return False, False
-    return kind == "decode", True
+    return kind != "prefill", True
 
 
-def environment(kind: Kind, device: Device, policy: Policy | None = None) -> Environment:
+def environment(kind: RecordKind, device: Device, policy: Policy | None = None) -> Environment:
     """The environment of records of a kind's template, measured by a policy (dispatch's if None).
 
     It is computed once per process, kind and device.
@@ -51,7 +55,7 @@ def environment(kind: Kind, device: Device, policy: Policy | None = None) -> Env
 
 
 @lru_cache(maxsize=64)
-def _environment(kind: Kind, device: Device, graph: bool, cold_l2: bool) -> Environment:
+def _environment(kind: RecordKind, device: Device, graph: bool, cold_l2: bool) -> Environment:
     return Environment(
         schema=SCHEMA,
         template=source_hash(kind, device.has_wgmma),
@@ -68,7 +72,7 @@ def _environment(kind: Kind, device: Device, graph: bool, cold_l2: bool) -> Envi
 
 
 @lru_cache(maxsize=8)
-def source_hash(kind: Kind, hopper: bool = False) -> str:
+def source_hash(kind: RecordKind, hopper: bool = False) -> str:
     """A hash of all that turns a structure and a config into the kernels of one kind.
 
     hopper: the Gluon template serves as well.
@@ -76,6 +80,8 @@ def source_hash(kind: Kind, hopper: bool = False) -> str:
     names = [f"triton/{kind}.py.jinja", "triton/helpers.jinja"]
     if kind == "decode":
         names.append("triton/combine.py.jinja")
+    if kind == "serving":
+        names.append("triton/serving_combine.py.jinja")
     gluon = hopper and kind == "prefill"
     if gluon:
         names.append("gluon/prefill.py.jinja")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 from flexattn.problem import Captures, Problem
 
-__all__ = ["SIZES", "Key", "Sizes", "key_of", "rounded", "sizes_of"]
+__all__ = ["SIZES", "Key", "Keyed", "Sizes", "key_of", "mod_name", "rounded", "sizes_of"]
 
 # The fields that are rounded: two keys that differ in these alone are neighbours.
 SIZES = ("B", "q_len", "kv_len")
@@ -38,6 +39,7 @@ class Key:
     score, mask: fingerprints of the simplified mods with what their code depends on; "" without
     one. blocks: "128x128 full" for a BlockMask of such blocks that lists full ones apart.
     mask_class: density, imbalance and contiguity of the BlockMask, "unknown", or "" without one.
+    Of the kind "serving", blocks is the cache's page and mask_class how lengths are spread.
     """
 
     kind: str
@@ -62,7 +64,7 @@ class Key:
 
         A field that has a default counts where it differs, so older records keep their names.
         """
-        return _digest(self, _FIELDS)
+        return _digest(self, _FIELDS, _values)
 
     def family(self) -> str:
         """The digest of all that is not a size: the keys of one family are neighbours."""
@@ -76,21 +78,37 @@ class Key:
 
 @lru_cache(maxsize=1024)
 def _family(key: Key) -> str:
-    return _digest(key, (name for name in _FIELDS if name not in SIZES))
+    return _digest(key, _OF_A_FAMILY, _family_values)
 
 
 _FIELDS = tuple(field.name for field in fields(Key))
-_DEFAULTS = {field.name: field.default for field in fields(Key)}
+_OF_A_FAMILY = tuple(name for name in _FIELDS if name not in SIZES)
+_DEFAULTS = {field.name: field.default for field in fields(Key) if field.default is not MISSING}
+_values, _family_values = attrgetter(*_FIELDS), attrgetter(*_OF_A_FAMILY)
 
 
-def _digest(key: Key, names: Iterable[str]) -> str:
-    values = ((name, getattr(key, name)) for name in names)
-    parts = [f"{name}={value!r}" for name, value in values if value != _DEFAULTS[name]]
+def _digest(key: Key, names: tuple[str, ...], values: Callable[[Key], tuple[object, ...]]) -> str:
+    parts = [
+        f"{name}={value!r}"
+        for name, value in zip(names, values(key), strict=True)
+        if name not in _DEFAULTS or value != _DEFAULTS[name]
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
-def sizes_of(problem: Problem) -> Sizes:
+class Keyed(Protocol):
+    """A problem that says itself what it is filed under."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def sizes(self) -> Sizes: ...
+
+
+def sizes_of(problem: Problem | Keyed) -> Sizes:
     """The sizes of a problem as they are."""
+    if not isinstance(problem, Problem):
+        return problem.sizes
     return Sizes(problem.B, problem.q_len, problem.kv_len)
 
 
@@ -102,8 +120,10 @@ def rounded(size: int) -> int:
     return 0 if size <= 0 else 1 << (size - 1).bit_length()
 
 
-def key_of(problem: Problem) -> Key:
+def key_of(problem: Problem | Keyed) -> Key:
     """The key of a problem. Statistics that are also written do not change it."""
+    if not isinstance(problem, Problem):
+        return problem.key
     s = problem.structure
     sparsity = s.sparsity
     blocks = ""
@@ -133,8 +153,8 @@ def key_of(problem: Problem) -> Key:
         B=sizes.B,
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
-        score=_mod(s.score),
-        mask=_mod(s.mask),
+        score=mod_name(s.score),
+        mask=mod_name(s.mask),
         blocks=blocks,
         mask_class=problem.mask_class,
         layout=layout + " aligned" * s.layout.aligned,
@@ -143,7 +163,8 @@ def key_of(problem: Problem) -> Key:
     )
 
 
-def _mod(captures: Captures | None) -> str:
+def mod_name(captures: Captures | None) -> str:
+    """A mod as a key has it: its fingerprint, and which of its tensors are contiguous."""
     if captures is None:
         return ""
     flags = "".join("c" if each else "s" for each in captures.contiguous)

@@ -29,10 +29,12 @@ from flexattn.space.triton import reasons
 __all__ = [
     "Found",
     "Layer",
+    "Stored",
     "configs_folder",
     "distance",
     "find",
     "layers",
+    "origin",
     "ranked",
     "transferred",
 ]
@@ -57,15 +59,21 @@ class Layer(NamedTuple):
 class Stored:
     """A record that may serve a problem.
 
-    differing: fields of its environment that are not ours. distance: from the sizes asked for.
+    folder: of its environment. differing: fields of that which are not ours. distance: from the
+    sizes asked for.
     """
 
     answer: Answer
     how: How
     layer: Layer
-    path: Path
+    folder: str
     differing: tuple[str, ...]
     distance: float
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self.layer.store.path(self.folder, self.answer.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ def find(problem: Problem, device: Device) -> Found | None:
     if stored is None:
         return None
     config = transferred(stored.answer.config, Sizes(*stored.answer.sizes), problem, device)
-    return Found(config, stored.how, _origin(stored, key.sizes), stored)
+    return Found(config, stored.how, origin(stored, key.sizes), stored)
 
 
 def _first(problem: Problem, key: Key, device: Device, places: tuple[Layer, ...]) -> Stored | None:
@@ -160,7 +168,7 @@ def ranked(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[S
     Replays, which only a root marked for them holds, never do.
     """
     for layer in places:
-        yield from _stored(layer, here.folder, key, key, here)
+        yield from _stored(layer, here, key, key, here)
     for layer in places:
         hints = [
             each
@@ -187,15 +195,16 @@ def _neighbours(key: Key, here: Environment, places: tuple[Layer, ...]) -> Itera
 
 
 def _stored(
-    layer: Layer, folder: str, there: Key, key: Key, here: Environment
+    layer: Layer, where: Environment | str, there: Key, key: Key, here: Environment
 ) -> Iterator[Stored]:
-    answer = layer.store.answer(folder, there)
+    answer = layer.store.answer(where, there)
     if answer is None or answer.provenance not in REAL:
         return
-    differing = answer.environment.differing(here)
+    environment = answer.environment
+    differing = () if environment is here else environment.differing(here)
     how: How = "nearest" if there != key else "hint" if differing else "hit"
-    path, away = layer.store.path(folder, there), distance(there.sizes, key.sizes)
-    yield Stored(answer, how, layer, path, differing, away)
+    away = 0.0 if there is key else distance(there.sizes, key.sizes)
+    yield Stored(answer, how, layer, environment.folder, differing, away)
 
 
 def _closeness(stored: Stored) -> tuple[bool, int, str]:
@@ -225,10 +234,11 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
     return replace(config, num_splits=max(1, round(splits)))
 
 
-def _origin(stored: Stored, wanted: Sizes) -> str:
+def origin(stored: Stored, wanted: Sizes) -> str:
+    """Where a record comes from, and what it promises at the sizes asked for, in words."""
     answer = stored.answer
     gain = f"{answer.decision.speedup:.2f}x the static default"
-    kept = f"{stored.layer.name} record {stored.path.parent.name}/{stored.path.name}"
+    kept = f"{stored.layer.name} record {answer.key.family()}/{answer.key.sizes}.json"
     if answer.made:
         kept += f" of {answer.made[:10]}"
     elsewhere = f"other {', '.join(stored.differing)}" if stored.differing else ""

@@ -10,9 +10,11 @@ directory. What is no record is a miss and said once; a writer moves it aside to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -78,7 +80,8 @@ class Store:
 
     def answer(self, environment: Environment | str, key: Key) -> Answer | None:
         """As `read`, without the trials and in microseconds."""
-        return self._sound(environment, key, decode_answer)
+        where = None if isinstance(environment, str) else environment
+        return self._sound(environment, key, lambda raw: decode_answer(raw, key, where))
 
     def _sound(
         self, environment: Environment | str, key: Key, decode: Callable[[bytes], T]
@@ -190,6 +193,27 @@ class Store:
             publish(path, text)
         _generation[0] = next(_written) + 1
         return True
+
+    def drop_others(self, environment: Environment, key: Key) -> list[Path]:
+        """Remove a key's records of other environments of the device; the files that were there.
+
+        A folder without records goes too. Others of the key's family stay, as hints.
+        """
+        names = [name for name in self.folders(environment.device) if name != environment.folder]
+        dropped = []
+        for name in names:
+            path = self.path(name, key)
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                dropped.append(path)
+            folder = path.parent.parent
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # refused while it holds a record
+            if set(listing(folder)) <= {"manifest.json", ".lock"}:
+                shutil.rmtree(folder, ignore_errors=True)
+        if dropped:
+            _generation[0] = next(_written) + 1
+        return dropped
 
     def _makes_way(
         self, path: Path, record: Record, replace: bool | Callable[[Record, Record], bool]

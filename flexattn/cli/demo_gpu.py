@@ -17,6 +17,7 @@ from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import FULL, Workload
 from flexattn.device import detect
 from flexattn.settings import override
+from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import campaign
 from flexattn.tune.crew import Crew
 from flexattn.tune.method import Method, method_for
@@ -90,7 +91,8 @@ def _tune(
     todo = list(tasks((workload.row() for workload in workloads), detect(where), where))
     with (
         Watch(len(todo), console) as watch,
-        Crew(method, 0, None, watch.lane(), gpu=where.index or 0) as crew,
+        compilers() as pool,
+        Crew(method, pool, None, watch.lane(), gpu=where.index or 0) as crew,
     ):
         failed = 0
         for outcome in campaign(todo, store, [crew.tune]):

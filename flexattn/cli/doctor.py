@@ -15,7 +15,7 @@ import torch
 import typer
 
 from flexattn import __version__
-from flexattn.cache.environment import environment
+from flexattn.cache.environment import RecordKind, environment
 from flexattn.cache.layers import Layer
 from flexattn.cache.why import why
 from flexattn.cli.arguments import AsJson
@@ -34,6 +34,7 @@ SAMPLES: tuple[tuple[Kind, Shape], ...] = (
     ("prefill", Shape(1, 32, 8, 8192, 8192, 128, 128)),
     ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),
 )
+RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "serving")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _triton_cache() -> dict[str, Any]:
 
 
 def _health(layer: Layer, device: Device) -> Health:
-    here = {environment(kind, device).folder for kind, _ in SAMPLES}
+    here = {environment(kind, device).folder for kind in RECORDED}
     records, exact, invalid = 0, 0, []
     for path, entry in layer.store.answers():
         if isinstance(entry, CacheError):

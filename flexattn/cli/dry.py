@@ -15,19 +15,20 @@ from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there
 from flexattn.cli.offline import short
 from flexattn.errors import FlexAttnError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask, ServingTask, call_of
 from flexattn.neuron import feasible
 from flexattn.space.config import Config
 from flexattn.space.nki_config import NkiConfig
 from flexattn.space.triton import Effort, survey
 from flexattn.tune.campaign import Where, environment_of, pending
+from flexattn.tune.serving import serving_configs
 
 __all__ = ["plan_of", "print_plan"]
 
 
 def plan_of(
-    chosen: Sequence[Task],
-    others: Sequence[tuple[Task, Task]],
+    chosen: Sequence[AnyTask],
+    others: Sequence[tuple[AnyTask, AnyTask]],
     store: Store,
     effort: Effort,
     again: bool,
@@ -69,12 +70,15 @@ def plan_of(
 
 
 def _space(
-    task: Task, effort: Effort
+    task: AnyTask, effort: Effort
 ) -> tuple[Sequence[Config] | Sequence[NkiConfig], dict[str, int]]:
     """The configs of a task, the default first, and how many others each rule rejects."""
     if task.device.backend == "neuron":
-        fits = feasible.survey(task.problem, task.device.name, effort_there(effort))
+        fits = feasible.survey(call_of(task).problem, task.device.name, effort_there(effort))
         return fits.configs, dict(fits.rejected)
+    if isinstance(task, ServingTask):
+        of_plans, rejected = serving_configs(task.problem, task.device, effort)
+        return of_plans, dict(rejected)
     found = survey(task.problem, task.device, effort)
     return found.configs, dict(found.rejected)
 

@@ -8,7 +8,7 @@ from flexattn.cache.record import Environment, Record
 from flexattn.cli.watch import Lane
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask, call_of
 from flexattn.neuron import feasible
 from flexattn.neuron.instance import Instance, instance
 from flexattn.neuron.lint import lint
@@ -69,7 +69,8 @@ def ranker(lane: Lane, effort: nki.Effort, method: Method) -> Tune:
     Elsewhere it ranks the task's space by the model; it tells a lane how far it is.
     """
 
-    def tune(task: Task) -> Record:
+    def tune(given: AnyTask) -> Record:
+        task = call_of(given)
         lane.problem(task.title)
         here = measures(task.device)
         if here is not None:
@@ -79,8 +80,9 @@ def ranker(lane: Lane, effort: nki.Effort, method: Method) -> Tune:
     return tune
 
 
-def environment_there(task: Task) -> Environment:
+def environment_there(given: AnyTask) -> Environment:
     """Where a record of `ranker` holds."""
+    task = call_of(given)
     here = measures(task.device)
     found = environment_of(task)
     return found if here is None else replace(found, triton=here.compiler)

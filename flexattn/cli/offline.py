@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexattn.settings import current
 from flexattn.space.config import Config, GluonPrefillConfig, PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
+from flexattn.space.serving import ServingConfig
 from flexattn.space.triton import space
 
 
@@ -93,10 +95,11 @@ def kernel_options(config: Config) -> dict[str, int | bool | str]:
     return found
 
 
-def short(config: Config | NkiConfig) -> str:
+def short(config: Config | NkiConfig | ServingConfig) -> str:
     """A config in a table's cell: 128x64 w4 s2 tma group, or 16x128 w4 s3 x8 for eight splits.
 
     Of the Gluon template's, 128x128 c2 s2 turns static heads has two consumers that take turns.
+    Of a plan's, 16x64 w4 s3 p2 last has two programs on an SM, the last of which merges.
     Of NKI's, 128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip; st: keys lie
     on the partitions.
     """
@@ -104,6 +107,8 @@ def short(config: Config | NkiConfig) -> str:
         return _short_nki(config)
     if isinstance(config, GluonPrefillConfig):
         return _short_gluon(config)
+    if isinstance(config, ServingConfig):
+        return _short_plan(config)
     parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
     if isinstance(config, PrefillConfig):
         parts += ["tma"] * config.use_tma + [config.order] * (config.order != "last")
@@ -135,3 +140,14 @@ def _short_nki(config: NkiConfig) -> str:
 
 def _names(config: Config) -> tuple[str, ...]:
     return tuple(type(config).__dataclass_fields__)
+
+
+def _short_plan(config: ServingConfig) -> str:
+    parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
+    known = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "per_sm", "combine")
+    parts += [f"p{config.per_sm}", config.combine]
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in known and value != field.default:
+            parts.append(f"{field.name}={value}")
+    return " ".join(parts)

@@ -10,6 +10,7 @@ from typing import get_args
 
 import torch
 
+from flexattn.cache.environment import RecordKind
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
 from flexattn.presets import files
@@ -26,6 +27,7 @@ __all__ = [
     "gpus_like",
     "kind_of",
     "presets",
+    "recorded_kind",
     "rows_of",
 ]
 
@@ -49,8 +51,13 @@ def presets(names: Sequence[str]) -> list[Workload]:
     return [read(known[name]) for name in dict.fromkeys(chosen)]
 
 
-def rows_of(workloads: Sequence[Path], names: Sequence[str], only: str | None) -> list[Row]:
-    """Rows of the files and presets whose titles `only` finds; raises InputError for none."""
+def rows_of(
+    workloads: Sequence[Path], names: Sequence[str], only: str | None, plans: bool = False
+) -> list[Row]:
+    """Rows of the files and presets whose titles `only` finds; raises InputError for none.
+
+    plans: those of a DecodePlan, too.
+    """
     if not workloads and not names:
         raise InputError(
             "no workload",
@@ -58,6 +65,9 @@ def rows_of(workloads: Sequence[Path], names: Sequence[str], only: str | None) -
             "list the presets with flexattn tune --list-presets",
         )
     rows = [row for each in [*map(read, workloads), *presets(names)] for row in each.rows]
+    rows = [row for row in rows if plans or row.served is None]
+    if not rows:
+        raise InputError("rows of serving plans alone", "this verb works on calls")
     if only is None:
         return rows
     try:
@@ -89,6 +99,11 @@ def kind_of(name: str) -> Kind:
     if name == "decode":
         return "decode"
     raise InputError(f"--kind {name}", "it is prefill or decode")
+
+
+def recorded_kind(name: str) -> RecordKind:
+    """A kind of records by name; raises InputError for another."""
+    return "serving" if name == "serving" else kind_of(name)
 
 
 def device_here() -> Device | None:

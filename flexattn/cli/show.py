@@ -19,7 +19,7 @@ from flexattn.cache.record import Answer
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import short
 from flexattn.cli.places import places
-from flexattn.cli.selection import kind_of
+from flexattn.cli.selection import recorded_kind
 from flexattn.errors import CacheError, InputError
 
 
@@ -50,7 +50,7 @@ def show(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="prefill or decode.")] = None,
+    kind: Annotated[str | None, typer.Option(help="prefill, decode or serving.")] = None,
     device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None,
     model: Annotated[
         str | None, typer.Option(help="A regular expression that titles match.")
@@ -58,7 +58,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """List tuned records: sizes, winner, speedup over the static default, and how sure it is."""
-    which = None if kind is None else kind_of(kind)
+    which = None if kind is None else recorded_kind(kind)
     try:
         title = re.compile(model or "")
     except re.error as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -25,10 +27,11 @@ from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, r
 from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.measure.task import AnyTask
 from flexattn.presets import files
 from flexattn.tune.campaign import Outcome, Where, environment_of
 from flexattn.tune.method import method_for
-from flexattn.tune.tasks import distinct, tasks
+from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
 
@@ -58,6 +61,10 @@ def tune(
     budget: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
     ] = None,
+    time: Annotated[
+        float | None,
+        typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="A device's name; the one that is here by default.")
     ] = None,
@@ -70,6 +77,13 @@ def tune(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
+    ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Each new record replaces those of its problem made in other environments.",
+        ),
     ] = False,
     again: Annotated[
         bool,
@@ -98,11 +112,15 @@ def tune(
     lists = workloads or [untuned_path()] if from_untuned else []
     if from_untuned and preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
-    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only)
+    plans = target.backend != "neuron"
+    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only, plans)
     if not dry_run and where is environment_of:
         _can_time(target)
-    found = [task for path in lists for task in untuned_tasks(path, target)]
-    found += tasks(rows, target)
+    found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
+    found += [
+        plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
+        for row in rows
+    ]
     chosen, others = distinct(found)
     store = Store(out or users())
     if dry_run:
@@ -115,7 +133,8 @@ def tune(
     if target.backend == "neuron":
         ran = rank(chosen, store, which, method, again)
     else:
-        ran = run(chosen, store, method, jobs, again, storage)
+        seconds = math.inf if time is None else time
+        ran = run(chosen, store, method, jobs, again, storage, seconds, prune)
     told = {
         "directory": str(store.root),
         "problems": [_told(outcome, store) for outcome in ran.outcomes],
@@ -130,9 +149,11 @@ def tune(
         for words in ran.lost:
             typer.echo(words)
         typer.echo(f"{_counts(ran.outcomes)}; records in {store.root}")
-    if ran.interrupted:
+    if told["left"]:
+        why = "interrupted" if ran.interrupted else "the time is over,"
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
-        typer.echo(f"interrupted with {told['left']} left; go on with: {again_with}", err=True)
+        typer.echo(f"{why} with {told['left']} left; go on with: {again_with}", err=True)
+    if ran.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.status == "failed" for outcome in ran.outcomes):
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,14 +18,16 @@ from flexattn.cache.record import Record
 from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there, environment_there, ranker
 from flexattn.cli.offline import short
-from flexattn.cli.selection import gpus_like, kind_of
+from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.triton import Effort
+from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
-from flexattn.tune.crew import Crew
+from flexattn.tune.crew import Crew, build_ahead
+from flexattn.tune.foundry import Foundry
 from flexattn.tune.journal import settle
 from flexattn.tune.method import Method
 from flexattn.tune.pool import default_jobs
@@ -44,42 +47,53 @@ class Ran:
 
 
 def run(
-    chosen: Sequence[Task],
+    chosen: Sequence[AnyTask],
     store: Store,
     method: Method,
     jobs: int,
     again: bool,
     storage: str | None,
+    time_s: float = math.inf,
+    prune: bool = False,
 ) -> Ran:
-    """Tune the tasks, with a worker for every such GPU of this host."""
-    todo = len(pending(chosen, store, again))
+    """Tune the tasks, with a worker for every such GPU of this host, and compilers ahead of them.
+
+    time_s: seconds after which no problem begins. prune: a record takes the place of those of its
+    key that were made on this device in another environment.
+    """
+    until = time.monotonic() + time_s
+    todo = pending(chosen, store, again)
     if not chosen:
         return Ran(())
     device = chosen[0].device
-    gpus = (gpus_like(device) or [0])[: max(1, todo)]
+    gpus = (gpus_like(device) or [0])[: max(1, len(todo))]
     journals = store.root / JOURNALS
     if again:
         _forget(chosen, store)
-    # The cores are shared by the crews, each of which has compilers of its own.
-    jobs = jobs or max(1, default_jobs() // len(gpus))
-    with Watch(todo, Console(stderr=True)) as watch, ExitStack() as stack:
+    # What launches kernels and times them has a core of its own.
+    jobs = jobs or max(1, default_jobs() - len(gpus))
+    with Watch(len(todo), Console(stderr=True)) as watch, ExitStack() as stack:
+        foundry = stack.enter_context(Foundry(compilers(jobs)))
         crews = [
             stack.enter_context(
                 Crew(
-                    method, jobs, journals, watch.lane(), gpu=gpu, storage=storage,
+                    method, foundry, journals, watch.lane(), gpu=gpu, storage=storage,
                     again_since=time.time() if again else None,
                 )
             )
             for gpu in gpus
         ]  # fmt: skip
+        if storage is None:
+            build_ahead(todo, method, foundry)
         names = [f"GPU {gpu}" for gpu in gpus]
         tuners = [crew.tune for crew in crews]
-        return _followed(
-            chosen, store, tuners, names, again, environment_of, watch, _landing(store, device)
-        )
+        landed = _landing(store, device, prune)
+        return _followed(chosen, store, tuners, names, again, environment_of, watch, landed, until)
 
 
-def rank(chosen: Sequence[Task], store: Store, effort: Effort, method: Method, again: bool) -> Ran:
+def rank(
+    chosen: Sequence[AnyTask], store: Store, effort: Effort, method: Method, again: bool
+) -> Ran:
     """As `run`, for a Neuron device: by the cost model, or measured where this is an instance."""
     todo = len(pending(chosen, store, again, environment_there))
     with Watch(todo, Console(stderr=True)) as watch:
@@ -96,7 +110,7 @@ def rank(chosen: Sequence[Task], store: Store, effort: Effort, method: Method, a
         )
 
 
-def _forget(chosen: Sequence[Task], store: Store) -> None:
+def _forget(chosen: Sequence[AnyTask], store: Store) -> None:
     """Journals of records that are there: a process died between writing one and dropping it."""
     for task in chosen:
         where, key = environment_of(task), key_of(task.problem)
@@ -104,14 +118,16 @@ def _forget(chosen: Sequence[Task], store: Store) -> None:
             settle(store.root / JOURNALS, old, store.path(where, key).stat().st_mtime)
 
 
-def _landing(store: Store, device: Device) -> Callable[[Record], None]:
+def _landing(store: Store, device: Device, prune: bool) -> Callable[[Record], None]:
     """What is kept until a record is on the disk, and is dropped then."""
     served = {each.store.root.resolve() for each in layers(device)}
 
     def landed(record: Record) -> None:
         settle(store.root / JOURNALS, record)
+        if prune:
+            store.drop_others(record.environment, record.key)
         # Elsewhere, or measured in another way, it is none that dispatch will take for its own.
-        here = environment(kind_of(record.key.kind), device)
+        here = environment(recorded_kind(record.key.kind), device)
         if store.root.resolve() in served and record.environment == here:
             untuned.drop(record.key, device.name)
 
@@ -119,7 +135,7 @@ def _landing(store: Store, device: Device) -> Callable[[Record], None]:
 
 
 def _followed(
-    chosen: Sequence[Task],
+    chosen: Sequence[AnyTask],
     store: Store,
     tuners: Sequence[Tune],
     names: Sequence[str],
@@ -127,6 +143,7 @@ def _followed(
     where: Where,
     watch: Watch,
     landed: Callable[[Record], None],
+    until: float = math.inf,
 ) -> Ran:
     found: list[Outcome] = []
     gone: list[str] = []
@@ -136,7 +153,7 @@ def _followed(
         watch.say(gone[-1])
 
     try:
-        for outcome in campaign(chosen, store, tuners, again, where, landed, lost):
+        for outcome in campaign(chosen, store, tuners, again, where, landed, lost, until):
             found.append(outcome)
             watch.finished(_line(outcome), outcome.status != "kept")
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,8 @@ from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
 from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import Judge, oracle
-from flexattn.measure.task import Task
+from flexattn.measure.serving import judge_of, make_batch, plan_call
+from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.mods import Bound
 from flexattn.options import Options
@@ -38,7 +40,7 @@ class Lab(Protocol):
     def device(self) -> str:
         """A name of the accelerator that every process of the host has for it."""
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Measurer.open."""
 
     def gate(self, config: Config) -> Gated | Failed:
@@ -62,7 +64,9 @@ class DeviceLab:
         elif torch.cuda.is_available():
             self._where = torch.device("cuda", 0)
             torch.cuda.set_device(self._where)
-            # A GPU may be listed and answer nothing: that is found here, and is no config's fault.
+            # Here, while kernels are compiled elsewhere: the first gate would wait for it.
+            importlib.import_module("triton")
+            # A GPU may be listed and answer nothing: that is found now, and is no config's fault.
             torch.ones(8, device=self._where).sum().item()
         else:
             raise UnsupportedError(
@@ -83,7 +87,7 @@ class DeviceLab:
         properties = torch.cuda.get_device_properties(self._where)
         return f"gpu-{getattr(properties, 'uuid', properties.name)}"
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Lab.open."""
         self._calls.clear()
         self._clock = self._judge = self._build = None
@@ -94,6 +98,22 @@ class DeviceLab:
                 f"{task.title} is for {task.device.name}, this is {here.name}",
                 "a task is measured on the device that it names",
             )
+        if isinstance(task, ServingTask):
+            self._open_serving(task)
+        else:
+            self._open_call(task)
+        self._clock = _clock(task.policy, self._where)
+
+    def _open_serving(self, task: ServingTask) -> None:
+        batch = make_batch(task, self._where)
+        self._judge = judge_of(task, batch)
+
+        def build(config: Any) -> Callable[[], Outputs]:
+            return plan_call(task, batch, config, self._where)
+
+        self._build = build
+
+    def _open_call(self, task: Task) -> None:
         structure = task.problem.structure
         if self._where.type == "cuda":
             # What the reference run of float32 inputs looks at.
@@ -104,7 +124,6 @@ class DeviceLab:
         lists = None
         if task.lists is not None:
             lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
-        self._clock = _clock(task.policy, self._where)
         self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
 
         def build(config: Config) -> Callable[[], Outputs]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from flexattn.cache.record import Failed, Gated
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.config import Config
 
 __all__ = ["Measurer"]
@@ -23,7 +23,7 @@ class Measurer(Protocol):
     def start(self) -> None:
         """Bring up what measuring needs, so that no task pays for it."""
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """Make the inputs of a task and what its outputs are judged by; ends the task before.
 
         Raises UnsupportedError or InputError for a task that this device cannot run.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from flexattn.cache.environment import RecordKind
 from flexattn.cache.record import Policy
 from flexattn.device import Device
+from flexattn.errors import UnsupportedError
 from flexattn.launch import Lists
 from flexattn.mods import Bound
 from flexattn.problem import Problem
+from flexattn.serving.tuned import ServingProblem
 
-__all__ = ["Task"]
+__all__ = ["AnyTask", "ServingTask", "Task", "call_of"]
 
 
 @dataclass(frozen=True)
@@ -29,3 +33,46 @@ class Task:
     score: Bound | None = None
     mask: Bound | None = None
     lists: Lists | None = None
+
+    @property
+    def kind(self) -> RecordKind:
+        """Of its record."""
+        return self.problem.structure.kind
+
+
+@dataclass(frozen=True)
+class ServingTask:
+    """A DecodePlan to tune, with a batch that stands for those it will run.
+
+    score, mask, scale, title: as a Task's. q_lens, kv_lens: query positions and keys of each
+    request; the queries are a request's last positions.
+    """
+
+    title: str
+    problem: ServingProblem
+    device: Device
+    policy: Policy
+    scale: float
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    score: Bound | None = None
+    mask: Bound | None = None
+
+    @property
+    def kind(self) -> RecordKind:
+        """Of its record."""
+        return "serving"
+
+
+AnyTask: TypeAlias = Task | ServingTask
+
+
+def call_of(task: AnyTask) -> Task:
+    """The task, of a call; raises UnsupportedError for a plan's, which GPUs alone have."""
+    if isinstance(task, ServingTask):
+        raise UnsupportedError(
+            f"{task.title} for {task.device.name}",
+            "serving plans run on GPUs",
+            "leave rows with page_size or kind = 'serving' out",
+        )
+    return task

@@ -12,10 +12,11 @@ from flexattn.errors import DeviceError, FlexAttnError, MeasureError
 from flexattn.measure.failures import failed
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess, Died
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.measure.timing import Left, Takes, Took
 from flexattn.measure.wire import Answer, Begun, Request, Trouble
 from flexattn.problem import Problem
+from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import log
 from flexattn.space.config import Config
 
@@ -58,10 +59,10 @@ class Worker(Closing):
         self._gpu = gpu
         self._deadlines = deadlines or Deadlines()
         self._say = say
-        self._task: Task | None = None
+        self._task: AnyTask | None = None
         self._child: ChildProcess | None = None
         self._is_open = False
-        self._fatal: dict[tuple[Problem, Config], Failed] = {}
+        self._fatal: dict[tuple[Problem | ServingProblem, Config], Failed] = {}
         self.starts = 0
 
     @property
@@ -73,7 +74,7 @@ class Worker(Closing):
         """As Measurer.start."""
         self._started()
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Measurer.open."""
         self._task = task
         self._is_open = False

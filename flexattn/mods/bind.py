@@ -44,17 +44,18 @@ _stats = Stats()
 
 
 def bind(
-    fn: Callable[..., Any] | None, kind: str, device: torch.device | str | None = None
+    fn: Callable[..., Any] | Bound | None, kind: str, device: torch.device | str | None = None
 ) -> Bound | None:
     """The callable's Mod with the tensors and scalars it captures now; None for None.
 
+    What is bound already, maybe by another process, is given back as it is.
     `kind` is "score" or "mask". The Mod is the same object for as long as nothing changes but
     tensors' contents and lengths, and numbers that proved to be arguments. With a `device`,
     captured tensors must be there; 0-d tensors may stay on the CPU. Raises ModError or
     UnsupportedError, which name the line of the user's function.
     """
-    if fn is None:
-        return None
+    if fn is None or isinstance(fn, Bound):
+        return fn
     identity = identify(fn, kind)
     if identity.trusted:
         key = tuple(identity.key)

@@ -11,7 +11,7 @@ from flexattn.mods.expr import Expr, const, depending, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["KeyBounds", "key_bounds"]
+__all__ = ["KeyBounds", "Numbers", "key_bounds", "numbers_of"]
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits, and where nothing wraps in 64.
@@ -31,6 +31,18 @@ class KeyBounds:
     high: Expr | None
     below: Expr | None
     above: Expr | None
+    rest: Expr | None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A condition as row == key and rest: documents, told apart by numbers in captured tensors.
+
+    row: an integer that reads no kv_idx. key: one that reads no q_idx. rest: None if that is all.
+    """
+
+    row: Expr
+    key: Expr
     rest: Expr | None
 
 
@@ -75,6 +87,29 @@ def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
         for name, terms in parts.items()
     }
     return KeyBounds(low, high, **conjunctions)
+
+
+def numbers_of(expr: Expr) -> Numbers | None:
+    """The first equality of a row's number and a key's that a condition has, if it has one."""
+    terms = _terms(expr, "and")
+    for place, term in enumerate(terms):
+        found = _numbered(term)
+        if found is not None:
+            others = terms[:place] + terms[place + 1 :]
+            rest = reduce(lambda x, y: make("and", "bool", (x, y)), others) if others else None
+            return Numbers(*found, rest)
+    return None
+
+
+def _numbered(expr: Expr) -> tuple[Expr, Expr] | None:
+    if expr.op != "eq" or not is_int(expr.args[0].dtype):
+        return None
+    if not all(any(node.op == "load" for node in walk(arg)) for arg in expr.args):
+        return None
+    for row, key in (expr.args, expr.args[::-1]):
+        if _has_q(row) and _has_key(key) and not _has_key(row) and not _has_q(key):
+            return row, key
+    return None
 
 
 def _join(op: str, found: list[Expr], ranges: Mapping[str, Range]) -> Expr | None:

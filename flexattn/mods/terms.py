@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexattn.mods.dependence import Reads
+from flexattn.mods.dependence import Reads, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
 from flexattn.mods.rules import (
     FLOAT,
@@ -72,6 +72,16 @@ class Terms:
         """The terms that are added to each score inside the loop."""
         terms = (self.column, self.diagonal, self.rest)
         return tuple(term for term in terms if term is not None)
+
+    @property
+    def step(self) -> Expr | None:
+        """What each key adds more than the one before, where that is the same along a tile.
+
+        None too where the score is more than scaled, or where something else is added in the loop.
+        """
+        if self.column is None or self.added != (self.column,) or not self.linear:
+            return None
+        return slope_of(self.column, "kv_idx", Reads()) if self.positive(self.outer) else None
 
     def positive(self, number: Expr) -> bool:
         """Whether a factor is known to keep the order of scores."""

@@ -27,7 +27,7 @@ from flexattn.measure.failures import clipped
 from flexattn.measure.inputs import make_inputs
 from flexattn.measure.lab import gated
 from flexattn.measure.oracle import Judge, oracle
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
 from flexattn.neuron.device_child import Job
 from flexattn.neuron.instance import Instance
@@ -96,8 +96,9 @@ class NeuronMeasurer(Closing):
     def start(self) -> None:
         """As Measurer.start: every process starts with its request."""
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AnyTask) -> None:
         """As Measurer.open."""
+        task = call_of(task)
         structure = task.problem.structure
         self._task, self._programs = task, {}
         q, k, v = self._inputs = make_inputs(task.problem, torch.device("cpu"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import KeyBounds, key_bounds
+from flexattn.mods.key_bounds import KeyBounds, Numbers, key_bounds, numbers_of
+from flexattn.mods.simplify import make
 from flexattn.problem import Captures
 from flexattn.render.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
 
@@ -40,12 +41,31 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """Numbers of rows and keys that must be equal, looked at before the loop.
+
+    Where the rows of a tile have one number, and its keys follow one another in the blocks that
+    need the mask, two ends say what the tile keeps, and no tile of keys compares numbers: 6 % of
+    the time of 8 causal documents on an H200. rows, one: of all rows of the tile, and of the
+    first. head, tail: of head_keys and tail_keys, the first and the last block. All are names or
+    texts.
+    """
+
+    statements: tuple[str, ...]
+    rows: str
+    one: str
+    head: str
+    tail: str
+
+
+@dataclass(frozen=True, slots=True)
 class MaskParts:
     """The parts of a mask_mod, and where the keys of a row begin and end, None if unknown."""
 
     parts: tuple[MaskPart, ...]
     low: Bound | None = None
     high: Bound | None = None
+    segments: Segments | None = None
 
     @property
     def hoisted(self) -> tuple[str, ...]:
@@ -56,6 +76,8 @@ class MaskParts:
     def lines(self) -> tuple[str, ...]:
         """Every statement, for what a kernel must import and define."""
         bounds = [bound.statements for bound in (self.low, self.high) if bound is not None]
+        if self.segments is not None:
+            bounds.append(self.segments.statements)
         return (*(line for part in self.parts for line in part.printed.lines), *sum(bounds, ()))
 
 
@@ -65,18 +87,27 @@ def whole(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> Mas
     return MaskParts((MaskPart(printed, needed),))
 
 
-def mask_parts(captures: Captures, traits: Traits, packed_heads: int) -> MaskParts:
+def mask_parts(captures: Captures, traits: Traits, packed_heads: int, segments: bool) -> MaskParts:
     """A mask_mod in as many parts as its bounds on the keys make.
 
     packed_heads: how many query heads the rows of a tile are of; bounds hold for one alone.
+    segments: whether the template looks at segments before its loop.
     """
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
-    if found is None or (packed_heads > 1 and _names_head(found)):
+    if found is None:
+        found = KeyBounds(None, None, None, None, captures.mod.expr)
+    if packed_heads > 1 and _names_head(found):
         return whole(captures, traits, "masked")
+    rest = found.rest
+    numbers = numbers_of(rest) if segments and rest is not None else None
+    same = None
+    if numbers is not None:
+        same, rest = make("eq", "bool", (numbers.row, numbers.key)), numbers.rest
     sides = (
         ("below", found.below, "masked & (i < low_end)"),
         ("above", found.above, "masked & (i >= high_begin)"),
-        ("rest", found.rest, "masked"),
+        ("same", same, "masked & apart"),
+        ("rest", rest, "masked"),
     )
     parts = [
         MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed)
@@ -84,7 +115,22 @@ def mask_parts(captures: Captures, traits: Traits, packed_heads: int) -> MaskPar
         if expr is not None
     ]
     low = _bound(captures, traits, "low", found.low, found.below)
-    return MaskParts(tuple(parts), low, _bound(captures, traits, "high", found.high, found.above))
+    high = _bound(captures, traits, "high", found.high, found.above)
+    looked = None if numbers is None else _segments(captures, traits, numbers)
+    return MaskParts(tuple(parts), low, high, looked)
+
+
+def _segments(captures: Captures, traits: Traits, numbers: Numbers) -> Segments:
+    row, key = numbers.row, numbers.key
+    views = (
+        (row, View("row_number", q_idx="offs_m")),
+        (row, View("one_number", q_idx="first_row", by_row=False)),
+        (key, View("head_number", kv_idx="head_keys", by_key=False)),
+        (key, View("tail_number", kv_idx="tail_keys", by_key=False)),
+    )
+    printed = [_printed(captures, expr, traits, view) for expr, view in views]
+    statements = tuple(line for each in printed for line in each.hoisted)
+    return Segments(statements, *(each.result for each in printed))
 
 
 def _bound(

@@ -31,6 +31,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Ramp:
+    """A column that rises by the same step from key to key: the tile's first key has `lift`.
+
+    step: a number before the loop. Both in base 2, texts.
+    """
+
+    step: str
+    lift: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrintedScore:
     """Statements of a score_mod, and of what it leaves for later.
 
@@ -38,7 +49,8 @@ class PrintedScore:
     scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
     `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
     whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
-    may be among that. limits: of the keys.
+    may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
+    softmax, instead of body; only with `folded`.
     """
 
     hoisted: tuple[str, ...]
@@ -49,6 +61,12 @@ class PrintedScore:
     rows: tuple[str, ...]
     empties: bool
     limits: Limits | None
+    ramp: Ramp | None = None
+
+    @property
+    def reads_keys(self) -> bool:
+        """Whether the tile's statements name the indices of its keys."""
+        return any("kv_idx" in line for line in (*self.early, *self.body))
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -57,15 +75,17 @@ class PrintedScore:
         return (*self.hoisted, *limits, *self.early, *self.body, *self.rows)
 
 
-def print_score(structure: Structure, traits: Traits, even_columns: bool = False) -> PrintedScore:
+def print_score(
+    structure: Structure, traits: Traits, even_columns: bool = False, ramps: bool = False
+) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
     even_columns: what is added grows evenly from key to key where it can, which a layout like that
-    of Hopper's scores makes cheap.
+    of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
     """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits, even_columns).run()
+    return _Score(structure, terms, traits, even_columns, ramps).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -81,10 +101,10 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 class _Score:
     def __init__(
-        self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool
+        self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool, ramps: bool
     ) -> None:
         assert structure.score is not None
-        self.even_columns = even_columns
+        self.even_columns, self.ramps = even_columns, ramps
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.reads = Reads()
@@ -96,10 +116,12 @@ class _Score:
         structure, terms = self.structure, self.terms
         decode = structure.kind == "decode"
         reference = "row_start // PACKED" if decode else "row_start"
-        folded = "scale" not in structure.rules_off and not terms.added
+        folded = "scale" not in structure.rules_off
         folded = folded and terms.core is not None and terms.positive(terms.outer)
         folded = folded and (structure.positive_scale or not terms.linear)
-        added = self._added(reference)
+        ramp = self._ramp(reference) if self.ramps else None
+        folded = folded and (ramp is not None or not terms.added)
+        added = self._added(reference) if ramp is None else []
         self._scored(folded, added)
         limits = None
         if terms.keep is not None:
@@ -116,7 +138,23 @@ class _Score:
             rows=rows,
             empties=terms.row is not None,
             limits=limits,
+            ramp=ramp,
         )
+
+    def _ramp(self, reference: str) -> Ramp | None:
+        """What is added to the scores, where it rises evenly along the keys of a tile.
+
+        Then it needs no instruction for each score: see the template.
+        """
+        column, slope = self.terms.column, self.terms.step
+        if column is None or slope is None:
+            return None
+        view = View("lift", q_idx=f"({reference})", kv_idx="start_n", by_row=False)
+        lift = self._place(self._base_2(column), view)
+        step = self._place(
+            make("mul", FLOAT, (make("cast", FLOAT, (slope,)), LOG2E)), View("step")
+        )
+        return Ramp(step, lift)
 
     def _print(self, expr: Expr, view: View) -> Printed:
         mod = replace(self.captures.mod, expr=expr)

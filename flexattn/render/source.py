@@ -28,7 +28,7 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
-from flexattn.space.terms import loads_tiles
+from flexattn.space.terms import loads_tiles, multiplies_ramp
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
@@ -90,13 +90,17 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
     traits = traits_of(device, structure)
-    score = None if structure.score is None else print_score(structure, traits)
+    score = None
+    if structure.score is not None:
+        score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
     mask = None
     runs = walks_runs(structure, config)
     if structure.mask is not None:
         mask = whole(structure.mask, traits)
         if runs:
-            mask = mask_parts(structure.mask, traits, structure.packed_heads)
+            mask = mask_parts(
+                structure.mask, traits, structure.packed_heads, _looks_ahead(structure)
+            )
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -113,6 +117,8 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
             "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
+    if mask is not None and mask.segments is not None and sparsity is not None:
+        settings["EDGE"] = _power(sparsity.kv_block)
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
         **mod_context([each.lines for each in used], device),
@@ -150,6 +156,12 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         config.num_warps,
         config.num_stages,
     )
+
+
+def _looks_ahead(structure: Structure) -> bool:
+    """Whether a tile of rows looks at the numbers of its first and its last block of keys."""
+    sparsity = structure.sparsity
+    return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
 
 
 def _moves_out_of_loops(structure: Structure, config: Config, device: Device) -> bool:

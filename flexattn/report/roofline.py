@@ -9,6 +9,8 @@ from typing import Literal
 from flexattn.cache.record import Record
 from flexattn.problem import ITEMSIZE
 from flexattn.report.limits import Limits, limits_of
+from flexattn.serving.tuned import batch_lengths
+from flexattn.space.serving import ITEMSIZE as SERVED
 
 __all__ = ["Density", "Reach", "Work", "reach", "work"]
 
@@ -58,6 +60,8 @@ def work(record: Record) -> Work:
     """
     key = record.key
     B, q_len, kv_len = record.sizes
+    if key.kind == "serving":
+        return _of_plan(record)
     kept, density = _kept(key.mask_class)
     dims = key.head_dim_qk + key.head_dim_v
     flops = 2.0 * B * key.Hq * q_len * kv_len * dims * kept
@@ -65,6 +69,26 @@ def work(record: Record) -> Work:
     read = kept if key.kind == "decode" else 1.0
     elements = B * dims * (key.Hq * q_len + key.Hkv * kv_len * read)
     return Work(flops, float(elements * ITEMSIZE[key.dtype]), kept, density)
+
+
+def _of_plan(record: Record) -> Work:
+    """As `work`: the keys of each request are those of its class; a window's are all counted."""
+    key = record.key
+    B, rows, kv_len = record.sizes
+    q_len = 1 if key.mask_class == "mixed" else rows
+    kv_lens = batch_lengths(key.mask_class, B, q_len, kv_len)[1]
+    queries = rows if key.mask_class == "mixed" else B * rows
+    dims = key.head_dim_qk + key.head_dim_v
+    # A tied V is read with its K.
+    width = key.head_dim_qk if "shared_kv" in key.layout else dims
+    cached = re.search(r"kv=(\w+)", key.precision)
+    itemsize = SERVED[cached.group(1) if cached else key.dtype]
+    pairs = queries * sum(kv_lens) / B
+    moved = key.Hq * queries * dims * SERVED[key.dtype] + key.Hkv * sum(kv_lens) * width * itemsize
+    kept = sum(kv_lens) / (B * kv_len)
+    return Work(
+        2.0 * key.Hq * pairs * dims, float(moved), kept, "unknown" if key.mask else "exact"
+    )
 
 
 def reach(record: Record, us: float) -> Reach:

@@ -12,6 +12,7 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.render.serving import combine_rows, render_serving, render_serving_combine
 from flexattn.serving.request import Maxima
+from flexattn.serving.tuned import tuned
 from flexattn.settings import current
 from flexattn.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
 
@@ -28,6 +29,7 @@ class Kernels(NamedTuple):
     combine: Kernel | None
     programs: int
     merges: int
+    origin: str = ""
 
     def launch(self, launcher: Launcher, given: Sequence[Any]) -> None:
         """Launch on the device's current stream."""
@@ -42,9 +44,13 @@ class Kernels(NamedTuple):
 
 
 def build(
-    form: ServingForm, maxima: Maxima, device: torch.device, config: ServingConfig | None
+    form: ServingForm,
+    maxima: Maxima,
+    device: torch.device,
+    config: ServingConfig | None,
+    lengths: str = "",
 ) -> Kernels:
-    """Compile a form's kernels with a config, or with the first default that fits the device.
+    """Compile a form's kernels with a config, a tuned one, or the first default that fits.
 
     Raises ConfigError where none does, and InputError for a batch of too many tiles.
     """
@@ -56,7 +62,7 @@ def build(
         )
     target = detect(device)
     index = device.index if device.type == "cuda" else -1
-    for chosen in _configs(form, target, config):
+    for chosen, origin in _configs(form, maxima, target, config, lengths):
         if maxima.tiles(chosen) >= 2**31:
             raise InputError(
                 f"{maxima} makes {maxima.tiles(chosen)} tiles",
@@ -75,7 +81,7 @@ def build(
             source = render_serving_combine(form, chosen, target)
             combine = builder().kernel(source, target, index)
         merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
-        return Kernels(chosen, target, device, attend, combine, programs, merges)
+        return Kernels(chosen, target, device, attend, combine, programs, merges, origin)
     raise ConfigError(
         f"no config fits {form}",
         f"a kernel has {target.shared_memory} bytes of shared memory",
@@ -84,11 +90,14 @@ def build(
 
 
 def _configs(
-    form: ServingForm, target: Device, config: ServingConfig | None
-) -> list[ServingConfig]:
+    form: ServingForm, maxima: Maxima, target: Device, config: ServingConfig | None, lengths: str
+) -> list[tuple[ServingConfig, str]]:
+    """What to try in turn, each with where it comes from."""
     if config is None:
-        return list(serving_candidates(form, target))
+        known = tuned(form, maxima, target, lengths)
+        defaults = ((each, "static default") for each in serving_candidates(form, target))
+        return [*([known[:2]] if known is not None else []), *defaults]
     found = reasons(config, form, target)
     if found:
         raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")
-    return [config]
+    return [(config, "config=")]

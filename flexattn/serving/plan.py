@@ -59,7 +59,9 @@ class DecodePlan:
     means that every query sees every key. sinks: `run` is given a logit for each query head that
     joins the softmax and has no value. scaled: `run` is given k_scale and v_scale, [1] or [Hkv].
     shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
-    config: ServingConfig, the static default where None. prefix, offset: this plan is the first or
+    config: ServingConfig; where None the one of a tuned record, looked for now, or the static
+    default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
+    record is wanted, "" for the best there is. prefix, offset: this plan is the first or
     the second pass of a CascadePlan, whose runs give row_lens or kv_start.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
@@ -90,6 +92,7 @@ class DecodePlan:
         shared_kv: bool = False,
         lse: bool = False,
         config: ServingConfig | None = None,
+        lengths: str = "",
         prefix: bool = False,
         offset: bool = False,
     ) -> None:
@@ -109,8 +112,8 @@ class DecodePlan:
             self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
             lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
         )  # fmt: skip
-        self._kernels: Kernels = build(self.form, self.maxima, self.device, config)
-        self.config = self._kernels.config
+        self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
+        self.config, self.origin = self._kernels.config, self._kernels.origin
         where, rows = self.device, self.maxima.rows
         self._workspace = torch.empty(
             workspace(self.form, self.config, self._kernels.target), device=where

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
+from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 from flexattn.space import gluon
-from flexattn.space.config import Config, DecodeConfig, Language, PrefillConfig
+from flexattn.space.config import Config, DecodeConfig, Language, Order, PrefillConfig
+from flexattn.space.gluon import RANGES
 from flexattn.space.rules import reasons
 from flexattn.space.terms import loads_by_key, loads_tiles
 from flexattn.space.tiles import suited
@@ -84,8 +87,11 @@ def preferences(problem: Problem, device: Device, language: Language) -> Iterato
     if language == "gluon":
         yield from gluon.preferences(structure)
         return
+    order = _order(structure)
     for candidate in _preferences(problem, device):
-        yield suited(_ordered(candidate, structure), structure)
+        if isinstance(candidate, PrefillConfig):
+            candidate = replace(candidate, order=order)
+        yield suited(candidate, structure)
 
 
 def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
@@ -114,14 +120,20 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
     yield PrefillConfig(16, 16, 8, 1)
 
 
-def _ordered(config: Config, structure: Structure) -> Config:
-    """The same tiles, those of all heads side by side where a mask makes some of them longer.
+@lru_cache(maxsize=256)
+def _order(structure: Structure) -> Order:
+    """Tiles of all heads side by side where a mask makes some longer: 2 to 15 % off on an H200.
 
-    On an H200 that takes 2 to 15 % off masked calls, and changes nothing without a mask.
+    Those of a window are as long as each other: head after head they find keys in the L2 cache,
+    which takes 1 % off. Without a mask nothing changes.
     """
-    if isinstance(config, PrefillConfig) and structure.sparsity is not None:
-        return replace(config, order="heads")
-    return config
+    if structure.sparsity is None:
+        return "last"
+    if structure.sparsity.runs and structure.mask is not None:
+        found = key_bounds(structure.mask.mod.expr, RANGES)
+        if found is not None and found.low is not None and found.high is not None:
+            return "last" if found.rest is None else "heads"
+    return "heads"
 
 
 def _gathering(structure: Structure, widest: int) -> Iterator[Config]:

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from math import floor
 
-NAMES = tuple("BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order itemsize qk_dim v_dim qk_padded v_padded qk_tiles v_tiles mask_rows mask_keys rows_cover keys_cover decodes scalar_products loads_keys loads_tile dense_layout shared_limit sm_registers thread_registers warp_size has_tma has_wgmma is_hip".split())
+NAMES = tuple("BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order itemsize qk_dim v_dim qk_padded v_padded qk_tiles v_tiles mask_rows mask_keys rows_cover keys_cover decodes scalar_products loads_keys loads_tile adds_ramp dense_layout shared_limit sm_registers thread_registers warp_size has_tma has_wgmma is_hip".split())
 SHAPE = (
     ("power of two", "BLOCK_M={BLOCK_M} is not a power of two of at least 16"),
     ("power of two", "BLOCK_N={BLOCK_N} is not a power of two of at least 16"),
@@ -36,9 +36,9 @@ WORTH = (
 
 def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
-    BLOCK_M, BLOCK_N, num_warps, num_stages, _, _, _, itemsize, _, _, qk_padded, v_padded, _, _, _, _, _, _, _, scalar_products, loads_keys, loads_tile, _, _, _, _, warp_size, _, has_wgmma, is_hip, *_ = values
+    BLOCK_M, BLOCK_N, num_warps, num_stages, _, _, _, itemsize, _, _, qk_padded, v_padded, _, _, _, _, _, _, _, scalar_products, loads_keys, loads_tile, adds_ramp, _, _, _, _, warp_size, _, has_wgmma, is_hip, *_ = values
     return (
-        ((max(BLOCK_M*itemsize*qk_padded, BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)))) if is_hip else (BLOCK_M*itemsize*qk_padded + BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)) + 2048)),
+        ((max(BLOCK_M*itemsize*qk_padded, BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((32*BLOCK_N) if adds_ramp else (0)) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)))) if is_hip else (BLOCK_M*itemsize*qk_padded + BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((32*BLOCK_N) if adds_ramp else (0)) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)) + 2048)),
         ((floor((3/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + 3*BLOCK_M*BLOCK_N/(num_warps*warp_size) + 3*BLOCK_M*v_padded/(num_warps*warp_size) + 3*BLOCK_N*qk_padded*((3/2) if (num_stages > 1) else (1))/(num_warps*warp_size)) + 24) if scalar_products else (2*num_stages + ((floor(BLOCK_M*BLOCK_N/(num_warps*warp_size)) + 8) if loads_tile else (8) if loads_keys else (0)) + floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size)) + 26) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (floor((3/8)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + (3/2)*BLOCK_M*BLOCK_N/(num_warps*warp_size) + (3/8)*BLOCK_M*itemsize*qk_padded/(num_warps*warp_size) + (3/2)*BLOCK_M*v_padded/(num_warps*warp_size) + (3/4)*BLOCK_N*itemsize*qk_padded/(num_warps*warp_size)) + 120) if is_hip else (floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size) + (3/8)*BLOCK_N*itemsize*qk_padded/(num_warps*warp_size)) + 100) if (BLOCK_M < 16*num_warps) else (floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + (1/4)*BLOCK_M*itemsize*qk_padded/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size) + (1/8)*BLOCK_N*itemsize) + 40)),
     )
 
@@ -58,7 +58,7 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
 
 def fit(values: Sequence[int]) -> tuple[int, ...]:
     """Which of FIT hold."""
-    BLOCK_M, BLOCK_N, num_warps, _, _, use_tma, _, itemsize, _, _, qk_padded, v_padded, qk_tiles, v_tiles, mask_rows, mask_keys, rows_cover, keys_cover, _, _, _, _, dense_layout, shared_limit, sm_registers, thread_registers, warp_size, has_tma, _, _, shared_memory, registers = values
+    BLOCK_M, BLOCK_N, num_warps, _, _, use_tma, _, itemsize, _, _, qk_padded, v_padded, qk_tiles, v_tiles, mask_rows, mask_keys, rows_cover, keys_cover, _, _, _, _, _, dense_layout, shared_limit, sm_registers, thread_registers, warp_size, has_tma, _, _, shared_memory, registers = values
     return (
         (itemsize >= 2),
         (mask_rows == 0) or (BLOCK_M <= rows_cover),
@@ -75,7 +75,7 @@ def fit(values: Sequence[int]) -> tuple[int, ...]:
 
 def worth(values: Sequence[int]) -> tuple[int, ...]:
     """Which of WORTH hold."""
-    BLOCK_M, _, num_warps, _, _, use_tma, _, _, _, _, qk_padded, v_padded, qk_tiles, v_tiles, _, _, _, _, decodes, _, _, _, dense_layout, _, _, thread_registers, _, has_tma, _, _, _, registers = values
+    BLOCK_M, _, num_warps, _, _, use_tma, _, _, _, _, qk_padded, v_padded, qk_tiles, v_tiles, _, _, _, _, decodes, _, _, _, _, dense_layout, _, _, thread_registers, _, has_tma, _, _, _, registers = values
     return (
         (4*registers <= 3*thread_registers),
         decodes or (16*num_warps <= BLOCK_M) or (v_padded > 128),

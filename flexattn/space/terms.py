@@ -101,11 +101,26 @@ def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
         structure.dtype == "float32" and not structure.tf32,
         loads_by_key(structure),
         loads_tiles(structure),
+        multiplies_ramp(structure, device),
         _dense(structure),
     )
     limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
     engines = (device.has_tma, device.has_wgmma, device.backend == "hip")
     return (*sizes, *blocks, *facts, *limits, *engines)
+
+
+def multiplies_ramp(structure: Structure, device: Device) -> bool:
+    """Whether what rises evenly along the keys is one more product of a tile's scores.
+
+    On an H200 ALiBi (causal, D 128, 8k) runs at 0.951 of plain attention so, and at 0.945 with an
+    addition for each score.
+    """
+    multiplies = device.has_wgmma or device.backend == "interpreter"
+    if structure.kind != "prefill" or structure.itemsize != 2 or not multiplies:
+        return False
+    if not structure.positive_scale or "scale" in structure.rules_off:
+        return False
+    return structure.terms is not None and structure.terms.step is not None
 
 
 def loads_tiles(structure: Structure) -> bool:

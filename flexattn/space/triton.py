@@ -135,6 +135,6 @@ def _step(problem: Problem, device: Device, first: Config, config: Config, name:
     if name == "num_splits":
         grids = (geometry(problem, each, device) for each in (first, config))
         one, other = (each.num_splits for each in grids)
-    if isinstance(one, bool) or not isinstance(one, int):
+    if isinstance(one, bool) or not isinstance(one, int) or min(one, other) < 1:
         return 1.0
     return abs(log2(other / one))

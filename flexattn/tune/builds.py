@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,15 +13,32 @@ from flexattn.cache.record import Failed
 from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.machine_code import code_hash
+from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.resources import Resources, resources
+from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override
 from flexattn.space.config import Config, DecodeConfig
+from flexattn.space.serving import ServingConfig
+from flexattn.tune.foundry import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
+from flexattn.tune.serving import serving_sources
 
-__all__ = ["DEADLINE", "Built", "Order", "build_all", "compile_one", "compilers", "twins", "unfit"]
+__all__ = [
+    "DEADLINE",
+    "Built",
+    "Order",
+    "build_all",
+    "build_task",
+    "compile_one",
+    "compilers",
+    "orders_for",
+    "orders_of",
+    "twins",
+    "unfit",
+]
 
 # Seconds that one config may compile for: most need one or two.
 DEADLINE = 120.0
@@ -56,7 +73,10 @@ class Built:
         """
         if not self.code_hash:
             return ""
-        config = self.config
+        config: Any = self.config
+        if isinstance(config, ServingConfig):
+            # How many programs run, and what merges them, is no part of this kernel's code.
+            return f"{self.code_hash[:32]}:{config}"
         splits = config.num_splits if isinstance(config, DecodeConfig) else 0
         launch = (config.BLOCK_M, config.num_warps, splits, self.shared_memory)
         return ":".join([self.code_hash[:32], *map(str, launch)])
@@ -66,11 +86,17 @@ class Built:
 class Order:
     """What a building process receives: sources as text, for a device that need not be there."""
 
-    config: Config
+    config: Any
     source: Source
-    combine: Source | None
+    companion: Source | None
     device: Device
     cache_dir: Path
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Equal for orders that have one result."""
+        companion = "" if self.companion is None else self.companion.hash
+        return self.source.hash, companion, self.device.arch
 
 
 Compiled: TypeAlias = tuple[Resources, str, float] | Failed
@@ -85,38 +111,88 @@ def build_all(
     deadline: float = DEADLINE,
     say: Callable[[Built], None] = lambda built: None,
     work: Callable[[Order], Compiled] | None = None,
-    pool: Pool | None = None,
+    pool: Runs | None = None,
 ) -> list[Built]:
     """Compile configs in processes of their own; the results in the order of the configs.
 
     jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
-    does. pool: one of `compilers`, that lives on and has its own jobs, deadline and work. Configs
-    with one source are compiled once. Triton's cache then has every kernel: another process of
-    this Triton compiles none again.
+    does. pool: one of `compilers`, or a Foundry over it, that lives on and has its own jobs,
+    deadline and work. Configs with one source are compiled once. Triton's cache then has every
+    kernel: another process of this Triton compiles none again.
     """
-    structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
-    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    structure = problem.structure
+    found = orders_for(problem, configs, device)
+    return _build(found, _multiplies(structure), jobs, deadline, say, work, pool)
+
+
+def build_task(
+    task: AnyTask,
+    configs: Sequence[Config],
+    *,
+    say: Callable[[Built], None] = lambda built: None,
+    pool: Runs | None = None,
+) -> list[Built]:
+    """As build_all, of a task of any kind."""
+    problem = task.problem
+    if isinstance(problem, ServingProblem):
+        matrix = problem.form.dtype != "float32"
+    else:
+        matrix = _multiplies(problem.structure)
+    return _build(orders_of(task, configs), matrix, 0, DEADLINE, say, None, pool)
+
+
+def _build(
+    wanted: Iterable[Order],
+    matrix: bool,
+    jobs: int,
+    deadline: float,
+    say: Callable[[Built], None],
+    work: Callable[[Order], Compiled] | None,
+    pool: Runs | None,
+) -> list[Built]:
+    """matrix: whether the kernels multiply by matrix instructions."""
     orders: list[Order] = []
-    places: dict[str, list[int]] = {}
-    for index, config in enumerate(configs):
-        source = render(structure, config, device, title)
-        if source.hash not in places:
-            orders.append(Order(config, source, combine, device, current().cache_dir))
-        places.setdefault(source.hash, []).append(index)
+    configs: list[Config] = []
+    places: dict[Hashable, list[int]] = {}
+    for index, order in enumerate(wanted):
+        configs.append(order.config)
+        if order.name not in places:
+            orders.append(order)
+        places.setdefault(order.name, []).append(index)
     found: list[Built] = [Built(config) for config in configs]
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
     try:
         for number, result in own.run(orders):
-            for position, index in enumerate(places[orders[number].source.hash]):
-                built = _built(configs[index], result, structure, device)
+            for position, index in enumerate(places[orders[number].name]):
+                built = _built(configs[index], result, matrix, orders[number].device)
                 found[index] = replace(built, seconds=0.0) if position else built
                 say(found[index])
     except BaseException:
-        own.close()  # what still runs would answer the next call
+        if isinstance(own, Pool):
+            own.close()  # what still runs would answer the next call
         raise
     if pool is None:
         own.close()
     return found
+
+
+def orders_for(problem: Problem, configs: Sequence[Config], device: Device) -> Iterator[Order]:
+    """What a building process is told of each config."""
+    structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    for config in configs:
+        source = render(structure, config, device, title)
+        yield Order(config, source, combine, device, current().cache_dir)
+
+
+def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[Order]:
+    """As orders_for, of a task of any kind."""
+    problem, device = task.problem, task.device
+    if not isinstance(problem, ServingProblem):
+        yield from orders_for(problem, configs, device)
+        return
+    for config, source, combine in serving_sources(problem.form, configs, device):
+        yield Order(config, source, combine, device, current().cache_dir)
 
 
 def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:
@@ -130,19 +206,24 @@ def compile_one(order: Order) -> Compiled:
         begin = time.perf_counter()
         try:
             compiled = compile_source(order.source, order.device)
-            if order.combine is not None:
-                compile_source(order.combine, order.device)
+            if order.companion is not None:
+                compile_source(order.companion, order.device)
             seconds = time.perf_counter() - begin
             return resources(compiled, order.device), code_hash(compiled, order.device), seconds
         except BuildError as error:
             return Failed("build", type(error.__cause__ or error).__name__, str(error))
 
 
-def unfit(taken: Resources, structure: Structure, device: Device) -> Failed | None:
+def _multiplies(structure: Structure) -> bool:
+    """Whether a structure's products are of matrix instructions."""
+    return structure.dtype != "float32" or structure.tf32
+
+
+def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:
     """Why a kernel that compiled is not worth timing; None where it is.
 
     The one rule of ranking before there is a time: it must fit, work out of registers, and
-    multiply by matrix instructions where its dtype has them.
+    multiply by matrix instructions where its dtype has them (`matrix`).
     """
     if taken.shared > device.shared_memory:
         text = f"{taken.shared} bytes of shared memory, {device.name} has {device.shared_memory}"
@@ -153,7 +234,6 @@ def unfit(taken: Resources, structure: Structure, device: Device) -> Failed | No
     if taken.serialised:
         text = f"ptxas warns {', '.join(taken.serialised)}: products wait for each other"
         return Failed("resources", "serialised wgmma", text)
-    matrix = structure.dtype != "float32" or structure.tf32
     if matrix and not taken.matrix_instructions:
         return Failed("resources", "no matrix instruction", "tiles are multiplied without one")
     return None
@@ -173,7 +253,7 @@ def twins(found: Sequence[Built]) -> list[int | None]:
     return same
 
 
-def _built(config: Config, result: Any, structure: Structure, device: Device) -> Built:
+def _built(config: Config, result: Any, matrix: bool, device: Device) -> Built:
     if isinstance(result, Lost):
         stage = "build" if result.how == "raised" else result.how
         return Built(config, failed=Failed(stage, result.error, result.message))
@@ -190,5 +270,5 @@ def _built(config: Config, result: Any, structure: Structure, device: Device) ->
         matrix_instructions=taken.matrix_instructions,
         code_hash=digest,
         seconds=seconds,
-        failed=unfit(taken, structure, device),
+        failed=unfit(taken, matrix, device),
     )

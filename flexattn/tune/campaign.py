@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -15,13 +16,13 @@ from flexattn.cache.key import Key, key_of
 from flexattn.cache.record import Answer, Environment, Record
 from flexattn.cache.store import Store
 from flexattn.errors import DeviceError, FlexAttnError
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 
 __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
 
 Status = Literal["tuned", "kept", "failed"]
-Tune = Callable[[Task], Record]
-Where = Callable[[Task], Environment]
+Tune = Callable[[AnyTask], Record]
+Where = Callable[[AnyTask], Environment]
 Landed = Callable[[Record], None]
 Lost = Callable[[int, DeviceError], None]
 
@@ -38,26 +39,27 @@ class Outcome:
     message: str = ""
 
 
-def environment_of(task: Task) -> Environment:
+def environment_of(task: AnyTask) -> Environment:
     """Where a task's record will hold exactly."""
-    return environment(task.problem.structure.kind, task.device, task.policy)
+    return environment(task.kind, task.device, task.policy)
 
 
 def pending(
-    tasks: Sequence[Task], store: Store, again: bool, where: Where = environment_of
-) -> list[Task]:
+    tasks: Sequence[AnyTask], store: Store, again: bool, where: Where = environment_of
+) -> list[AnyTask]:
     """The tasks that the store has no sound record of, or all of them."""
     return [task for task in tasks if again or _stored(task, store, where) is None]
 
 
 def campaign(
-    tasks: Sequence[Task],
+    tasks: Sequence[AnyTask],
     store: Store,
     tuners: Sequence[Tune],
     again: bool = False,
     where: Where = environment_of,
     landed: Landed = lambda record: None,
     lost: Lost = lambda tuner, error: None,
+    until: float = math.inf,
 ) -> Iterator[Outcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
@@ -67,6 +69,7 @@ def campaign(
     call later keeps what is there. again: tune and replace it instead, unless that would lose
     what was measured for what was made up. where: the environment that the tuners' records hold
     in. landed: told of each record once the store has it, or a better one; it does not raise.
+    until: of the monotonic clock; no task begins after it, and those that did not have no outcome.
     """
     todo = []
     for task in tasks:
@@ -75,10 +78,10 @@ def campaign(
             todo.append(task)
         else:
             yield Outcome(task.title, key_of(task.problem), "kept", known)
-    yield from _side_by_side(todo, store, tuners, landed, lost)
+    yield from _side_by_side(todo, store, tuners, landed, lost, until)
 
 
-def _outcome(task: Task, store: Store, tune: Tune, landed: Landed) -> Outcome:
+def _outcome(task: AnyTask, store: Store, tune: Tune, landed: Landed) -> Outcome:
     key, begin = key_of(task.problem), time.monotonic()
     try:
         record = tune(task)
@@ -101,21 +104,28 @@ def _replaces(new: Record, old: Record) -> bool:
 
 
 def _side_by_side(
-    todo: Sequence[Task], store: Store, tuners: Sequence[Tune], landed: Landed, lost: Lost
+    todo: Sequence[AnyTask],
+    store: Store,
+    tuners: Sequence[Tune],
+    landed: Landed,
+    lost: Lost,
+    until: float,
 ) -> Iterator[Outcome]:
     """Each tuner has the next task when it is free; in threads, since processes do the work."""
     waiting, idle = deque(todo), deque(range(len(tuners)))
-    busy: dict[int, Task] = {}
+    busy: dict[int, AnyTask] = {}
     done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
     errors: list[DeviceError] = []
 
-    def work(number: int, task: Task) -> None:
+    def work(number: int, task: AnyTask) -> None:
         try:
             done.put((number, _outcome(task, store, tuners[number], landed)))
         except BaseException as error:  # the main thread raises it
             done.put((number, error))
 
     while True:
+        if time.monotonic() >= until:
+            waiting.clear()
         while waiting and idle:
             number = idle.popleft()
             busy[number] = waiting.popleft()
@@ -128,7 +138,7 @@ def _side_by_side(
         number, found = done.get()
         task = busy.pop(number)
         if isinstance(found, DeviceError):
-            waiting.appendleft(task)
+            waiting.appendleft(task)  # somebody else's next, if there is time
             errors.append(found)
             lost(number, found)
         elif isinstance(found, BaseException):
@@ -141,5 +151,5 @@ def _side_by_side(
         yield Outcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 
 
-def _stored(task: Task, store: Store, where: Where) -> Answer | None:
+def _stored(task: AnyTask, store: Store, where: Where) -> Answer | None:
     return store.answer(where(task), key_of(task.problem))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,32 +13,60 @@ from flexattn.cache.key import Sizes, key_of
 from flexattn.cache.layers import layers, ranked, transferred
 from flexattn.cache.record import Record
 from flexattn.closing import Closing
+from flexattn.errors import FlexAttnError
 from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.measure.worker import Worker
+from flexattn.serving.tuned import ServingProblem
 from flexattn.space.config import Config, describe
-from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.builds import Built, build_task, orders_of
 from flexattn.tune.campaign import environment_of
+from flexattn.tune.foundry import Foundry, Runs
 from flexattn.tune.method import Method
 from flexattn.tune.progress import Progress
 from flexattn.tune.shared import tune_shared
+from flexattn.tune.subject import subject_of
 from flexattn.tune.tuner import tune
 
-__all__ = ["Crew", "seeds"]
+__all__ = ["Crew", "build_ahead", "seeds"]
 
 # Winners of other environments and of near sizes that are looked at first.
 SEEDS = 6
 
 
-def seeds(task: Task) -> list[Config]:
+def seeds(task: AnyTask) -> list[Config]:
     """Configs that did well nearby: records of other environments, then of near sizes."""
     problem, device = task.problem, task.device
-    found = ranked(key_of(problem), environment_of(task), layers(device))
+    found = islice(ranked(key_of(problem), environment_of(task), layers(device)), SEEDS)
+    if isinstance(problem, ServingProblem):
+        # Its numbers are of an SM, whatever the sizes.
+        return list(dict.fromkeys(each.answer.config for each in found))
     configs = (
         transferred(each.answer.config, Sizes(*each.answer.sizes), problem, device)
-        for each in islice(found, SEEDS)
+        for each in found
     )
     return list(dict.fromkeys(configs))
+
+
+def build_ahead(tasks: Sequence[AnyTask], method: Method, foundry: Foundry) -> None:
+    """Order the kernels of tasks that will be measured whole, in the background.
+
+    What is searched is built as the search asks for it: most of such a space is never measured.
+    """
+
+    def order() -> None:
+        for task in tasks:
+            if task.device.backend == "interpreter":
+                continue
+            try:
+                subject = subject_of(task, environment_of(task), method.effort, seeds(task))
+                if len(subject.configs) <= method.all_up_to:
+                    foundry.ahead(orders_of(task, subject.configs))
+            except FlexAttnError:  # it is said when the task has its turn
+                continue
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(order,), daemon=True).start()
 
 
 class Lane(Progress, Protocol):
@@ -47,10 +77,10 @@ class Lane(Progress, Protocol):
 
 
 class Crew(Closing):
-    """Tunes tasks on one GPU, or in the interpreter; leaving it ends its processes.
+    """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
 
-    jobs: processes that compile, 0 for as many as there are cores. journals: a folder that keeps
-    what an interrupted problem had finished. measurer: a Worker of this host's GPU if None.
+    compilers: processes that compile, for this crew and maybe others. journals: a folder that
+    keeps what an interrupted problem had finished. measurer: a Worker of this host's GPU if None.
     storage: a database's URL; workers that name it tune each problem together. again_since: what
     they had finished before this moment, in seconds of the clock, is measured again.
     """
@@ -58,7 +88,7 @@ class Crew(Closing):
     def __init__(
         self,
         method: Method,
-        jobs: int,
+        compilers: Runs,
         journals: Path | None,
         progress: Lane,
         measurer: Measurer | None = None,
@@ -67,27 +97,25 @@ class Crew(Closing):
         again_since: float | None = None,
     ) -> None:
         self._method, self._journals = method, journals
-        self._compilers = compilers(jobs)
+        self._compilers = compilers
         self._progress, self._storage = progress, storage
         self._again_since = again_since
         self._measurer = measurer or Worker(gpu=gpu, say=progress.note)
 
     def close(self) -> None:
-        """End every process."""
-        self._compilers.close()
+        """End the worker."""
         self._measurer.close()
 
-    def tune(self, task: Task) -> Record:
+    def tune(self, task: AnyTask) -> Record:
         """One problem's record. Raises MeasureError where nothing can be timed."""
         self._progress.problem(task.title)
 
         def build(configs: Sequence[Config]) -> list[Built]:
             if task.device.backend == "interpreter":
                 return [Built(config) for config in configs]
-            return build_all(
-                task.problem,
+            return build_task(
+                task,
                 configs,
-                task.device,
                 say=lambda built: self._progress.step(describe(built.config)),
                 pool=self._compilers,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import select
 import signal
@@ -71,16 +72,32 @@ class Pool(Closing):
         Whoever stops before the last one must close the pool.
         """
         waiting = deque(range(len(tasks)))
-        while waiting or any(worker.task is not None for worker in self._workers):
-            while waiting and (worker := self._free()) is not None:
+        while waiting or self.busy:
+            while waiting and self.free:
                 index = waiting.popleft()
-                worker.task, worker.until = index, time.monotonic() + self._deadline
-                if not worker.ready:
-                    worker.until += STARTUP
-                # A process that is already dead is found when its end of the pipe is read.
-                with contextlib.suppress(OSError):
-                    send(worker.pipe, tasks[index])
-            yield from self._ended()
+                self.start(index, tasks[index])
+            yield from self.ended()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is under way."""
+        return any(worker.task is not None for worker in self._workers)
+
+    @property
+    def free(self) -> bool:
+        """Whether a process is there for one more task, or may be started."""
+        return len(self._workers) < self._jobs or any(w.task is None for w in self._workers)
+
+    def start(self, number: int, task: Any) -> None:
+        """Give a free process a task, whose end `ended` tells by this number."""
+        worker = self._free()
+        assert worker is not None
+        worker.task, worker.until = number, time.monotonic() + self._deadline
+        if not worker.ready:
+            worker.until += STARTUP
+        # A process that is already dead is found when its end of the pipe is read.
+        with contextlib.suppress(OSError):
+            send(worker.pipe, task)
 
     def close(self) -> None:
         """End every process, whatever it is doing."""
@@ -112,11 +129,14 @@ class Pool(Closing):
             )
         return _Worker(process, ours, words)
 
-    def _ended(self) -> Iterator[tuple[int, Any]]:
-        """Wait until a process says something or is late; what ended by then."""
+    def ended(self, patience: float = math.inf) -> Iterator[tuple[int, Any]]:
+        """Wait until a process says something or is late, for `patience` seconds at most.
+
+        Yields number and result of each task that ended by then.
+        """
         busy = {worker.pipe: worker for worker in self._workers if worker.task is not None}
         nearest = min(worker.until for worker in busy.values())
-        for pipe in wait(list(busy), max(0.0, nearest - time.monotonic())):
+        for pipe in wait(list(busy), min(patience, max(0.0, nearest - time.monotonic()))):
             assert isinstance(pipe, Connection)
             worker = busy[pipe]
             task = worker.task
@@ -170,6 +190,8 @@ def serve(handle: int, where: str) -> None:
     """
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
     pipe: Connection[Any, Any] = Connection(handle)
+    # Where times are taken meanwhile, the process that takes them comes first.
+    os.nice(10)
     module, _, name = where.partition(":")
     work: Work = getattr(importlib.import_module(module), name)
     with contextlib.suppress(EOFError, OSError):

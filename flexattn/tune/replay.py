@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from flexattn.cache.record import Failed, Gated, Trial
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.config import Config
 from flexattn.tune.builds import Built
 from flexattn.tune.studies import Study
@@ -41,7 +41,7 @@ class ReplayMeasurer:
     def start(self) -> None:
         """Nothing has to run."""
 
-    def open(self, task: Task | None = None) -> None:
+    def open(self, task: AnyTask | None = None) -> None:
         """Nothing is made: the results are there."""
 
     def close(self) -> None:

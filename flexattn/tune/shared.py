@@ -16,7 +16,7 @@ from flexattn.cache.environment import environment as environment_of
 from flexattn.cache.record import Environment, Record, slug
 from flexattn.errors import CacheError, InputError
 from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.config import Config
 from flexattn.tune.board import Board, Heart, Held, Pulse, connect, rounds
 from flexattn.tune.journal import Entry
@@ -40,7 +40,7 @@ ENDED, FINISHED = "ended", "finished"
 
 
 def tune_shared(
-    task: Task,
+    task: AnyTask,
     measurer: Measurer,
     build: Build,
     url: str,
@@ -59,7 +59,7 @@ def tune_shared(
     (seconds of the clock) is left as it is and a new round of it begins, which all who ask so
     share. Raises InputError for a URL that is no database's.
     """
-    where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
+    where = environment or environment_of(task.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort)
     measurer.start()
     bench = Workbench(subject, measurer, build, method, progress)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from flexattn.cache.key import Key, key_of, sizes_of
 from flexattn.cache.record import Environment, Policy
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask, ServingTask
 from flexattn.space.config import Config
 from flexattn.space.triton import Effort, default, reasons, survey
+from flexattn.tune.serving import serving_configs
 
 __all__ = ["Subject", "subject_of"]
 
@@ -37,21 +38,30 @@ class Subject:
 
 
 def subject_of(
-    task: Task, environment: Environment, effort: Effort = "full", seeds: Sequence[Config] = ()
+    task: AnyTask, environment: Environment, effort: Effort = "full", seeds: Sequence[Config] = ()
 ) -> Subject:
     """The space of a task at an effort, with the default and the seeds that can run in it."""
-    problem, device = task.problem, task.device
-    found = survey(problem, device, effort)
-    first = default(problem, device)
-    fitting = [each for each in seeds if not reasons(each, problem.structure, device)]
-    configs = tuple(dict.fromkeys([first, *found.configs, *fitting]))
+    configs, rejected = _space(task, effort, seeds)
     return Subject(
-        key=key_of(problem),
-        sizes=sizes_of(problem),
+        key=key_of(task.problem),
+        sizes=sizes_of(task.problem),
         environment=environment,
         policy=task.policy,
         configs=configs,
         default=0,
-        rejected=found.rejected,
+        rejected=rejected,
         title=task.title,
     )
+
+
+def _space(
+    task: AnyTask, effort: Effort, seeds: Sequence[Config]
+) -> tuple[tuple[Config, ...], tuple[tuple[str, int], ...]]:
+    """The configs of a task, the default first, and how many others each rule rejected."""
+    if isinstance(task, ServingTask):
+        return serving_configs(task.problem, task.device, effort, seeds)
+    problem, device = task.problem, task.device
+    found = survey(problem, device, effort)
+    fitting = [each for each in seeds if not reasons(each, problem.structure, device)]
+    first = default(problem, device)
+    return tuple(dict.fromkeys([first, *found.configs, *fitting])), found.rejected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -16,28 +16,50 @@ from flexattn.errors import InputError
 from flexattn.launch import Lists
 from flexattn.mask_class import mask_class
 from flexattn.masks import from_kinds
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.mods import Bound, bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load, role_of
 from flexattn.problem import FP8, kind_for, make_problem
+from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
 
-__all__ = ["distinct", "mods_of", "task_from", "task_of", "tasks"]
+__all__ = ["distinct", "mods_of", "plan_task", "task_from", "task_of", "tasks"]
+
+T = TypeVar("T", bound=AnyTask)
 
 
 def tasks(
     rows: Iterable[Row], device: Device, where: torch.device | str = "cpu"
 ) -> Iterator[Task]:
-    """A Task for each row, one after the other; `where` decides the blocks of its mask."""
+    """A Task for each row, one after the other; `where` decides the blocks of its mask.
+
+    Rows of plans are left out: `plan_task` is theirs.
+    """
     for row in rows:
-        yield task_of(row, device, torch.device(where))
+        if row.served is None:
+            yield task_of(row, device, torch.device(where))
 
 
-def distinct(found: Iterable[Task]) -> tuple[list[Task], list[tuple[Task, Task]]]:
+def plan_task(row: Row, device: Device) -> ServingTask:
+    """The task of a plan's row, its mods traced as a fresh process would."""
+    served, shape = row.served, row.shape
+    assert served is not None
+    clear()
+    score_mod, mask_mod = mods_of(row)
+    score, mask = _on_cpu(bind(score_mod, "score")), _on_cpu(bind(mask_mod, "mask"))
+    return serving_task(
+        row.title, shape, row.dtype, device, policy_for("serving", device, row.policy),
+        checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
+        lengths=served.lengths, kv_dtype=served.kv_dtype, sinks=row.sinks,
+        shared_kv=served.shared_kv,
+    )  # fmt: skip
+
+
+def distinct(found: Iterable[T]) -> tuple[list[T], list[tuple[T, T]]]:
     """The first task of each key, and the others, each with the one that stands for it."""
-    first: dict[Key, Task] = {}
+    first: dict[Key, T] = {}
     others = []
     for task in found:
         kept = first.setdefault(key_of(task.problem), task)

@@ -13,7 +13,7 @@ from flexattn.cache.environment import environment as environment_of
 from flexattn.cache.record import Decision, Environment, Record, Trial
 from flexattn.errors import MeasureError
 from flexattn.measure.protocol import Measurer
-from flexattn.measure.task import Task
+from flexattn.measure.task import AnyTask
 from flexattn.space.config import Config
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
@@ -29,7 +29,7 @@ USUAL = Method()
 
 
 def tune(
-    task: Task,
+    task: AnyTask,
     measurer: Measurer,
     build: Build,
     method: Method = USUAL,
@@ -47,7 +47,7 @@ def tune(
     interrupt; whoever has written the record drops them with `flexattn.tune.journal.settle`.
     Raises MeasureError where no config of the space runs.
     """
-    where = environment or environment_of(task.problem.structure.kind, task.device, task.policy)
+    where = environment or environment_of(task.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort, seeds)
     journal = None if journals is None else Journal(journals, subject, method.provenance)
     measurer.start()

@@ -16,6 +16,13 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     [[layers.calls]]
     name = "decode"
     mixes = [[8, 1, 8192], [64, 1, 4096]]             # or batch, q_len, kv_len one by one
+    [[layers.calls]]
+    name = "paged decode"                             # of a DecodePlan
+    kind = "serving"
+    page_size = [16, 64]                              # a contiguous cache without one
+    lengths = ["uniform", "ragged"]                   # or "mixed": chunks of q_len and decoding
+    kv_dtype = "float8_e4m3fn"                        # the queries' dtype without one
+    mixes = [[64, 1, 4096]]
 
 What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
 "$q_len" and "$kv_len" stand for the sizes of the call.
@@ -24,22 +31,24 @@ What a layer says holds for its calls unless they say otherwise. In args, "$B", 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flexattn.cache.environment import serving_policy
+from flexattn.cache.environment import RecordKind, serving_policy
 from flexattn.cache.record import Policy
 from flexattn.device import Device
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import InputError
 from flexattn.problem import ITEMSIZE, Kind, Shape
+from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 
-__all__ = ["ModPath", "Row", "Workload", "parse", "policy_for", "read"]
+__all__ = ["ModPath", "Row", "Served", "Workload", "parse", "policy_for", "read"]
 
-SHARED = ("dtype", "score", "mask", "sinks", "block_size", "page_size", "scale", "policy")
+OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv")
+SHARED = ("dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy")
 TOP = ("title", "models", "note", "dtype", "layers")
 LAYER = ("name", "heads", "head_dim", *SHARED, "calls")
 CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *SHARED)
@@ -56,10 +65,24 @@ class ModPath:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """What a row says of a DecodePlan's cache and batches; see flexattn.serving.
+
+    page: keys of a page, 0 for a contiguous cache. kv_dtype: "" for the queries' dtype.
+    """
+
+    page: int
+    lengths: Lengths
+    kv_dtype: str = ""
+    shared_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One call of a workload. kind: None lets the lengths decide, as dispatch does.
 
-    sinks: whether each head has a sink, of the row's dtype.
+    sinks: whether each head has a sink, of the row's dtype. served: where a DecodePlan is meant,
+    whose kind is None.
     """
 
     title: str
@@ -72,6 +95,7 @@ class Row:
     scale: float | None
     policy: tuple[tuple[str, float], ...]
     sinks: bool = False
+    served: Served | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +109,9 @@ class Workload:
     rows: tuple[Row, ...]
 
 
-def policy_for(kind: Kind, device: Device, changes: tuple[tuple[str, float], ...] = ()) -> Policy:
+def policy_for(
+    kind: RecordKind, device: Device, changes: tuple[tuple[str, float], ...] = ()
+) -> Policy:
     """How times are taken unless a workload says otherwise: as dispatch will look for them."""
     graph, cold_l2 = serving_policy(kind, device)
     base = Policy(graph, cold_l2, rounds=20, min_ms=5.0)
@@ -124,12 +150,6 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
     dims = layer.numbers("head_dim")
     if len(dims) not in (1, 2):
         raise layer.wrong("head_dim", "it is one number, or [of q and k, of v]")
-    if any(said("page_size").numbers("page_size", 0)):
-        raise UnsupportedError(
-            f"{said('page_size').where}: page_size above 0",
-            "kernels read contiguous keys; paged ones come with the serving step",
-            "leave page_size out, or set it to 0",
-        )
     blocks = said("block_size").numbers("block_size") or (128,)
     if len(blocks) > 2:
         raise said("block_size").wrong("block_size", "it is one number, or [query rows, keys]")
@@ -138,8 +158,9 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
         if dtype not in ITEMSIZE:
             raise said("dtype").wrong("dtype", f"it is one of {', '.join(ITEMSIZE)}")
     named = " ".join(filter(None, [name, layer.text("name"), call.text("name")]))
-    for dtype, (B, q_len, kv_len) in product(dtypes, _mixes(call)):
-        title = f"{named} B{B} {_lengths(q_len, kv_len)}"
+    plans = _served(call, said)
+    for dtype, (B, q_len, kv_len), served in product(dtypes, _mixes(call), plans):
+        title = f"{named} B{B} {_lengths(q_len, kv_len)}" + _told(served, plans)
         yield Row(
             title if len(dtypes) == 1 else f"{title} {dtype}",
             _kind(call),
@@ -151,7 +172,37 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
             said("scale").number("scale"),
             _policy(said("policy")),
             said("sinks").flag("sinks") or False,
+            served,
         )
+
+
+def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
+    """The caches and batches of a call's plans; [None] for a call of flex_attention."""
+    pages = said("page_size").numbers("page_size", 0)
+    if call.text("kind") != "serving" and not any(pages):
+        for key in ("lengths", "kv_dtype", "shared_kv"):
+            if key in call:
+                raise call.wrong(key, 'it is of plans: kind = "serving"')
+        return [None]
+    if call.text("kind") not in ("", "serving"):
+        raise call.wrong("kind", 'with page_size it is "serving"')
+    names = said("lengths").texts("lengths") or ("uniform",)
+    for each in names:
+        if each not in LENGTHS:
+            raise said("lengths").wrong("lengths", f"it is one of {', '.join(LENGTHS)}")
+    kv_dtype = said("kv_dtype").text("kv_dtype")
+    shared = said("shared_kv").flag("shared_kv") or False
+    return [
+        Served(page, name, kv_dtype, shared)  # type: ignore[arg-type]
+        for page, name in product(pages or (0,), names)
+    ]
+
+
+def _told(served: Served | None, plans: Sequence[Served | None]) -> str:
+    """What tells a plan's row from the others of its call."""
+    if served is None or len(plans) == 1:
+        return ""
+    return f" page {served.page} {served.lengths}"
 
 
 def _lengths(q_len: int, kv_len: int) -> str:
@@ -178,8 +229,9 @@ def _kind(call: Table) -> Kind | None:
         return "prefill"
     if kind == "decode":
         return "decode"
-    if kind:
-        raise call.wrong("kind", "it is prefill or decode; without it the lengths decide")
+    if kind and kind != "serving":
+        rule = "it is prefill, decode or serving; without it the lengths decide"
+        raise call.wrong("kind", rule)
     return None
 
 

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 import flexattn
 from flexattn.catalogue import (
     causal,
     causal_offset,
     dilated_window,
+    document,
     head_windows,
     padding,
     prefix_lm,
@@ -35,6 +36,22 @@ MODS = {
     "padding": padding(torch.tensor([61, FAR.max])),
     "heads": head_windows(torch.tensor([5, FAR.max, FAR.min])),
 }
+IDS = {
+    # Documents that end inside of blocks and at their ends, one block that holds several.
+    "sorted": torch.arange(7).repeat_interleave(torch.tensor([19, 13, 32, 3, 2, 1, 27])),
+    "long": torch.arange(2).repeat_interleave(torch.tensor([45, 52])),
+    "alternating": torch.arange(97) // 5 % 2,
+    "one": torch.zeros(97, dtype=torch.int64),
+    "back": torch.arange(97) // 29 * -(2**40),
+}
+DOCUMENTS = {f"documents_{name}": document(ids) for name, ids in IDS.items()}
+DOCUMENTS |= {f"{name}_causal": and_masks(mod, causal) for name, mod in DOCUMENTS.items()}
+DOCUMENTS["documents_window"] = and_masks(document(IDS["long"]), sliding_window(23))
+MODS |= DOCUMENTS
+# Nobody's keys are behind its end.
+MODS["documents_short_list"] = and_masks(
+    document(IDS["long"][:50]), lambda b, h, q_idx, kv_idx: kv_idx < 50
+)
 
 
 @pytest.mark.oldest
@@ -49,7 +66,7 @@ def test_tiles_narrower_than_the_blocks(name, kind):
     assert_accurate(q, k, v, block_mask=mask, kernel_options={**KINDS[kind], **SMALL})
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "padding", "heads"])
+@pytest.mark.parametrize("name", ["causal", "window", "padding", "heads", *DOCUMENTS])
 @each_kind
 def test_blocks_listed_against_what_the_mask_says(name, kind):
     """Full blocks are full whatever mask_mod says, and what is not listed is not read."""

@@ -68,6 +68,29 @@ def test_distances_keep_their_precision_far_from_the_start(offset, dtype, kind):
     )  # fmt: skip
 
 
+RISING = {
+    "keys_alone": lambda s, b, h, q, k: s + 0.03 * k,
+    "keys_as_they_are": lambda s, b, h, q, k: s - k,
+    "scaled": lambda s, b, h, q, k: 2 * s - 0.5 * (q - k),
+    "steep": lambda s, b, h, q, k: s + 4.0 * (k - q) / (h + 1),
+    "masked": lambda s, b, h, q, k: torch.where(q >= k, s + 0.1 * (k - q), -math.inf),
+    "with_a_row": lambda s, b, h, q, k: s + q * 0.01 * q - 0.25 * k,
+}
+
+
+@each_kind
+@each_dtype
+@pytest.mark.parametrize("name", RISING)
+def test_what_rises_evenly_along_the_keys(name, dtype, kind):
+    q, k, v = inputs(dtype=DTYPES[dtype])
+    mask = block_mask(lambda b, h, q, k: (q + 3 * k) % 5 != 0, q, k, 16)
+    for scale, blocks in ((None, None), (0.7, mask), (-0.2, None)):
+        assert_accurate(
+            q, k, v, kernel_options=KINDS[kind], score_mod=RISING[name], scale=scale,
+            block_mask=blocks,
+        )  # fmt: skip
+
+
 KEPT = {
     "causal": lambda q, k: q >= k,
     "strictly_before": lambda q, k: k < q,

@@ -33,7 +33,8 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    "build": {"cuda_launch", "binary_store"},
+    "compiler_lines": set(),
+    "build": {"cuda_launch", "binary_store", "compiler_lines"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},
@@ -60,7 +61,7 @@ EDGES = {
     "rounding": {"problem"},
     "reference": {"sinks", "descales", "rounding"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
-    "measure": {"launch", "reference"},
+    "measure": {"launch", "reference", "serving"},
     # What a kernel takes and whose code it shares is known before it is timed.
     # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
     "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},

@@ -8,13 +8,17 @@ import math
 import pytest
 import torch
 
-from bench import command, mods, results, table
+from bench import command, mods, results, table, tuned_results
 from bench.inputs import make
+from bench.lookup import first_lookups
 from bench.oracle import judge_slices
 from bench.peers import OURS, PEERS, Refusal
 from bench.rows import Row, decode_rows, mods_rows, prefill_rows
 from bench.runner import Method, run
 from bench.shapes import Shape
+from bench.tuned import tuned_rows
+from bench.tuned_results import Result, summary
+from flexattn.device import named
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples
 from flexattn.reference import attention
@@ -292,3 +296,40 @@ def test_the_plain_call_of_a_row_has_its_tensors_and_no_mod():
     mods._plain(peer)(make(ROWS[2], "cpu", torch.float32))
     assert seen[0].score_mod is None and seen[0].row.mask == "causal" and seen[0].row.plain
     assert isinstance(mods._plain(peer)(make(ROWS[1], "cpu", torch.float32)), Refusal)
+
+
+def test_a_lookup_is_timed_where_a_record_may_be():
+    found = first_lookups(named("nvidia-h200"), rounds=1)
+    assert [(each.name, each.how) for each in found] == [
+        ("a hit", "hit"),
+        ("a hint", "hint"),
+        ("a neighbour", "nearest"),
+        ("no record", "default"),
+    ]
+    assert all(each.us and min(each.us) > 1 for each in found)
+
+
+def tuned_row(name, kind="decode", gain=1.0, ratio=0.0, slower=False, flip=0.0):
+    us = (10.0 * gain, 10.0, 10.0 * ratio)
+    return Result(name, kind, "", *us, gain, ratio, slower, flip, (0.7, 0.9), "", {}, {})
+
+
+def test_the_promises_of_tuning_are_counted_by_kind():
+    rows = [
+        tuned_row("a", gain=1.21, ratio=2.0),
+        tuned_row("b", ratio=4.5, flip=0.2),
+        tuned_row("c", "prefill", gain=0.9, slower=True),
+        tuned_row("d", "prefill", gain=1.0, flip=None),
+    ]
+    found = summary(rows)
+    assert found["decode: rows"] == found["prefill: rows"] == found["rows with torch"] == 2
+    assert found["decode: gain over the default"] == pytest.approx(1.1)
+    assert found["over torch's tuned flex"] == pytest.approx(3.0), "decode's alone"
+    assert (found["decode: slower beyond noise"], found["prefill: slower beyond noise"]) == (0, 1)
+    assert found["flip rate"] == 0.5 and found["longest tuning in s"] == 0.9
+    assert "| c | 9.0 | 10.0 | 0.900 | - | - |" in tuned_results.table(rows)
+
+
+def test_twelve_problems_of_decode_are_tuned():
+    rows = tuned_rows()
+    assert sum(row.shape.q_len == 1 for row in rows) == 12 and len({r.name for r in rows}) == 16

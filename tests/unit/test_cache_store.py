@@ -267,3 +267,21 @@ def test_a_dead_writers_lock_is_free(store):
     child.kill()
     child.wait()
     assert store.write(RECORD)
+
+
+def test_a_new_record_may_take_the_place_of_those_of_other_environments(store):
+    """What has no successor stays, for it is still a hint; so do another device's records."""
+    older, elsewhere = replace(HERE, template="old"), replace(HERE, device="nvidia-h100")
+    for where in (HERE, older, elsewhere):
+        store.write(replace(RECORD, environment=where))
+    longer = prefill_record(provenance="measured", environment=older)
+    longer = replace(longer, key=key(sizes=(2, 8192, 8192)), sizes=(2, 8192, 8192))
+    store.write(longer)
+    before = generation()
+    assert store.drop_others(HERE, RECORD.key) == [store.path(older, RECORD.key)]
+    assert generation() != before
+    assert store.answer(HERE, RECORD.key) and store.answer(elsewhere, RECORD.key)
+    assert store.answer(older, longer.key) is not None
+    assert store.drop_others(HERE, longer.key) == [store.path(older, longer.key)]
+    assert store.folders("nvidia-h200") == [HERE.folder], "a folder without records is gone"
+    assert store.drop_others(HERE, longer.key) == []

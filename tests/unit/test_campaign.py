@@ -1,6 +1,7 @@
 """A campaign keeps each record as it is made, whatever becomes of the problems after it."""
 
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -204,3 +205,19 @@ def test_a_journal_that_is_older_than_its_record_is_of_no_use(tasks, tmp_path):
     assert journal.path.exists(), "another study's"
     settle(tmp_path, record, written)
     assert not journal.path.exists()
+
+
+def test_when_the_time_is_over_nothing_begins_and_what_ran_is_kept(tasks, tmp_path):
+    store, began = Store(tmp_path), []
+
+    def slow(task):
+        began.append(task.title)
+        time.sleep(0.15)
+        return record_of(task)
+
+    until = time.monotonic() + 0.2
+    found = list(campaign(tasks, store, [slow], until=until))
+    assert [each.status for each in found] == ["tuned", "tuned"]
+    assert began == [task.title for task in tasks[:2]]
+    assert [each.title for each in pending(tasks, store, False)] == [t.title for t in tasks[2:]]
+    assert list(campaign(tasks[2:], store, [slow, slow], until=0.0)) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,19 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return path
+
+
+def test_plans_are_listed_for_gpus_and_left_out_elsewhere(flexattn):
+    arguments = ("tune", "--preset", "serving", "--preset", "sd21", "--dry-run", "--json")
+    chosen = ("--only", "level 3 B2 256|decode B8", "--effort", "quick", "--device")
+    gpu, neuron = (
+        json.loads(flexattn(*arguments, *chosen, device).stdout)["problems"]
+        for device in ("nvidia-h200", "trn2")
+    )
+    assert [each["key"]["kind"] for each in gpu] == ["serving"] * 4 + ["prefill"]
+    assert [each["title"] for each in neuron] == ["sd21 level 3 B2 256x256"]
+    assert gpu[0]["configs"] == 32 and gpu[0]["rejected"]["left out by quick"] > 100
+    flexattn("bench", "--preset", "serving", status=2)
 
 
 def test_a_host_s_other_gpus_measure_nothing(monkeypatch):
@@ -186,6 +200,25 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_pa
     stdout, stderr = process.communicate(timeout=120)
     assert [each["status"] for each in json.loads(stdout)["problems"]] == ["tuned"] * 4
     assert not list(store.strays())
+
+
+@pytest.mark.slow
+def test_time_that_is_over_ends_cleanly_and_old_records_make_way(tiny, tmp_path):
+    process = child(0, tiny, tmp_path, "--time", "0")
+    stdout, stderr = process.communicate(timeout=60)
+    told = json.loads(stdout)
+    assert process.returncode == 0 and (told["left"], told["problems"]) == (4, [])
+    assert "the time is over, with 4 left; go on with: flexattn tune" in stderr
+
+    process = child(0, tiny, tmp_path, "--effort", "quick")
+    assert process.communicate(timeout=60) and process.returncode == 0
+    store = Store(tmp_path / "records")
+    for _, record in list(store.entries()):
+        store.write(replace(record, environment=replace(record.environment, template="old")))
+    (old,) = {r.environment.folder for _, r in store.entries() if r.environment.template == "old"}
+    process = child(0, tiny, tmp_path, "--effort", "quick", "--again", "--prune")
+    assert process.communicate(timeout=60) and process.returncode == 0
+    assert len(list(store.entries())) == 4 and old not in store.folders()
 
 
 @pytest.mark.slow

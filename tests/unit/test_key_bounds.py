@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import CASES, causal, prefix_lm, sliding_window
+from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import const, fingerprint, pretty
-from flexattn.mods.key_bounds import key_bounds
+from flexattn.mods.key_bounds import key_bounds, numbers_of
 from flexattn.mods.simplify import make
 from flexattn.render.torch_printer import evaluate
 from flexattn.render.triton_printer import INDEX_RANGES
@@ -93,6 +94,38 @@ def test_what_is_found(mask_mod, expected):
     found = hold(bind(mask_mod, "mask").mod)
     shown = [getattr(found, name) for name in ("low", "high", *PARTS)]
     assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+
+
+IDS = torch.arange(53) // 7
+ONCE = torch.tensor(2)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (document(IDS), ("buf0[q_idx]", "buf0[kv_idx]", "None")),
+        (and_masks(causal, document(IDS)), ("buf0[q_idx]", "buf0[kv_idx]", "(kv_idx <= q_idx)")),
+        (lambda b, h, q_idx, kv_idx: IDS[kv_idx] + b == IDS[q_idx + 1] * ONCE,
+         ("(buf0[(q_idx + 1)] * buf1[])", "(b + buf0[kv_idx])", "None")),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == IDS[q_idx - kv_idx]), ()),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == 3), ()),
+        (lambda b, h, q_idx, kv_idx: (IDS[kv_idx] == IDS[q_idx]) | (kv_idx < 2), ()),
+        (lambda b, h, q_idx, kv_idx: kv_idx % 3 == q_idx % 3, ()),
+    ],
+)  # fmt: skip
+def test_numbers_that_must_be_equal(mask_mod, expected):
+    bound = bind(mask_mod, "mask")
+    mod, captured = bound.mod, (bound.tensors, bound.scalars)
+    found = numbers_of(mod.expr)
+    if found is None:
+        assert not expected
+        return
+    shown = [found.row, found.key, found.rest]
+    assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+    row, key = values(mod, found.row, *captured), values(mod, found.key, *captured)
+    assert (row == row[..., :1]).all() and (key == key[:, :, :1]).all()
+    rest = True if found.rest is None else values(mod, found.rest, *captured)
+    assert ((row == key) & rest).equal(values(mod, mod.expr, *captured))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from flexattn.presets import files
 from flexattn.presets.mods import last_keys, ragged, sliding_tiles
 from flexattn.settings import override
 from flexattn.space.triton import space
-from flexattn.tune.tasks import distinct, tasks
+from flexattn.tune.serving import serving_configs
+from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
 from flexattn.tune.workload import read
 
 H200 = named("nvidia-h200")
@@ -25,22 +26,40 @@ NAMES = sorted(files())
 
 def test_the_models_of_the_list_are_there():
     wanted = "llama3-8b llama3-70b qwen3 gemma2 gemma3 mistral-7b deepseek-mla gpt-oss whisper"
-    assert {*wanted.split(), "sd21", "video-dit"} <= set(NAMES)
+    assert {*wanted.split(), "sd21", "video-dit", "serving"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_problem_can_run_and_has_a_key_of_its_own(name):
     workload = read(files()[name])
     assert workload.models and all("/" in model for model in workload.models)
-    found, others = distinct(tasks(workload.rows, H200))
+    found, others = distinct(made(workload.rows))
     assert len(found) == len(workload.rows) and not others
     for task in found:
-        assert space(task.problem, H200, "quick"), task.title
+        if task.kind == "serving":
+            assert serving_configs(task.problem, H200, "quick")[0], task.title
+        else:
+            assert space(task.problem, H200, "quick"), task.title
+
+
+def made(rows):
+    return [
+        plan_task(row, H200) if row.served else task_of(row, H200, torch.device("cpu"))
+        for row in rows
+    ]
 
 
 def test_gpt_oss_alone_has_sinks():
-    have = {name for name in NAMES if any(row.sinks for row in read(files()[name]).rows)}
+    have = {
+        row.title.partition(" ")[0]
+        for name in NAMES
+        for row in read(files()[name]).rows
+        if row.sinks and not row.served
+    }
     assert have == {"gpt-oss"} and all(row.sinks for row in read(files()["gpt-oss"]).rows)
+    served = read(files()["serving"]).rows
+    assert all(row.served for row in served)
+    assert all(row.sinks == ("gpt-oss" in row.title) for row in served)
 
 
 @pytest.mark.slow

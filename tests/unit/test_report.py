@@ -29,6 +29,19 @@ def record(*trials, default=0, winner=0, **changes):
     return prefill_record(trials=tuple(trials), decision=decision, **changes)
 
 
+def test_the_work_of_a_plan_is_that_of_its_batch():
+    """Llama-3 8B's heads; a ragged batch reads what its requests hold, an 8-bit cache half."""
+    plan = key("serving", (8, 1, 8192), blocks="page 16", mask_class="uniform")
+    uniform = work(decode_record(key=plan))
+    assert uniform.flops == work(decode_record()).flops
+    assert uniform.bytes == work(decode_record()).bytes and uniform.density == "exact"
+    ragged = work(decode_record(key=replace(plan, mask_class="ragged")))
+    assert 0.2 < ragged.kept < 0.6
+    assert ragged.flops == pytest.approx(ragged.kept * uniform.flops)
+    eight = work(decode_record(key=replace(plan, precision="kv=float8_e4m3fn scaled")))
+    assert eight.bytes == pytest.approx(uniform.bytes / 2, rel=0.01)
+
+
 def test_times_are_medians_with_quartiles_the_fastest_first():
     slow, fast = Trial(A, screening=(9.0, 11.0, 10.0)), Trial(B, screening=(5.0,))
     found = numbers.timed(record(slow, fast))

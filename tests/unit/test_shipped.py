@@ -15,10 +15,13 @@ from flexattn.cache.record import SCHEMA, slug
 from flexattn.cache.store import REAL, Store
 from flexattn.device import KNOWN, named
 from flexattn.presets import files
+from flexattn.serving import tuned as serving_tuned
+from flexattn.serving.tuned import ServingProblem, tuned
 from flexattn.settings import override
+from flexattn.space.serving import reasons as plan_reasons
 from flexattn.space.triton import reasons
 from flexattn.tune.decide import replay_study
-from flexattn.tune.tasks import task_of
+from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import read
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -35,7 +38,25 @@ def rows():
     return [row for path in files().values() for row in read(path).rows]
 
 
-@lru_cache(maxsize=64)
+def made(row, target):
+    return plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
+
+
+def why_not(config, problem, target):
+    if isinstance(problem, ServingProblem):
+        return plan_reasons(config, problem.form, target)
+    return reasons(config, problem.structure, target)
+
+
+def looked_up(problem, target):
+    if isinstance(problem, ServingProblem):
+        found = tuned(problem.form, problem.maxima, target, problem.lengths)
+        return found and found.stored
+    found = layers.find(problem, target)
+    return found and found.stored
+
+
+@lru_cache(maxsize=1024)
 def claimed(device, path):
     """The preset rows whose problem has the record's key, as (title, problem)."""
     record = decode_record(path.read_bytes())
@@ -44,9 +65,12 @@ def claimed(device, path):
     for row in rows():
         shape = row.shape
         sizes = Sizes(shape.B, shape.q_len, shape.kv_len)
-        near = (shape.Hq, shape.Hkv, sizes.rounded()) == (key.Hq, key.Hkv, key.sizes)
+        near = (shape.Hq, shape.Hkv, shape.D) == (key.Hq, key.Hkv, key.head_dim_qk)
+        near = near and (row.served is not None) == (key.kind == "serving")
+        # The rows of a mixed batch are counted together.
+        near = near and (row.served is not None or sizes.rounded() == key.sizes)
         if near and row.dtype == key.dtype and bool(row.mask) == bool(key.mask):
-            task = task_of(row, target, torch.device("cpu"))
+            task = made(row, target)
             if key_of(task.problem) == key:
                 found.append((row.title, task.problem))
     return tuple(found)
@@ -67,8 +91,8 @@ def test_each_folder_is_a_device_and_holds_records_alone():
     assert [folder.name for folder in FOLDERS] == sorted({device for device, _ in SHIPPED})
     assert {folder.name for folder in FOLDERS} <= {slug(name) for name in KNOWN}
     for folder in FOLDERS:
-        (version,) = folder.iterdir()
-        kept = {path for path in version.rglob("*") if path.is_file()}
+        (version,) = (path for path in folder.iterdir() if path.name != "journals")
+        kept = {path for path in version.rglob("*") if path.is_file() and path.name != ".lock"}
         manifests = {path / "manifest.json" for path in version.iterdir()}
         assert version.name == f"v{SCHEMA}" and kept == manifests | set(Store(folder).paths())
 
@@ -99,7 +123,7 @@ def test_a_preset_claims_it_and_it_can_run_there(device, path):
     problems = claimed(device, path)
     assert record.title in [title for title, _ in problems], "no preset has this problem: remake"
     for _, problem in problems:
-        assert reasons(record.config, problem.structure, named(device)) == []
+        assert why_not(record.config, problem, named(device)) == []
 
 
 @each
@@ -109,9 +133,10 @@ def test_its_own_problem_hits_it(device, path, changed, only_shipped, monkeypatc
     here = decode_record(path.read_bytes()).environment
     if changed:
         here = replace(here, **{changed: "another"})
-    monkeypatch.setattr(layers, "environment", lambda kind, device: here)
+    for module in (layers, serving_tuned):
+        monkeypatch.setattr(module, "environment", lambda kind, device: here)
     for _, problem in claimed(device, path):
-        found = layers.find(problem, named(device))
-        assert found.stored.path == path
+        found = looked_up(problem, named(device))
+        assert found.path == path
         expected = ("hint", (changed,)) if changed else ("hit", ())
         assert (found.how, found.differing) == expected

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bench.tuned import _flipped, flip
+from bench.tuned_results import flip, flipped
 from flexattn.cache.codec import decode_record, encode_record
 from flexattn.tune.ledger import cost
 from flexattn.tune.method import Method
@@ -65,7 +65,7 @@ def test_a_winner_that_the_other_tuning_did_not_time_is_no_agreement():
 
     both = won_by_a_stranger(512), won_by_a_stranger(1024)
     assert flip(one, one) == 0.0 and flip(*both) is None
-    assert _flipped(None) and _flipped(0.031) and not _flipped(0.03)
+    assert flipped(None) and flipped(0.031) and not flipped(0.03)
 
 
 def test_two_tunings_seldom_disagree_by_more_than_three_percent():

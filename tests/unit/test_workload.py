@@ -12,11 +12,11 @@ from flexattn.attention import make_call
 from flexattn.cache.key import key_of
 from flexattn.catalogue import sliding_window, softcap
 from flexattn.device import INTERPRETER, named
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import InputError
 from flexattn.mods.bind import clear
 from flexattn.problem import Shape
 from flexattn.tune.tables import read_file
-from flexattn.tune.tasks import distinct, task_of, tasks
+from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
 from flexattn.tune.workload import ModPath, parse, policy_for, read
 
 H200 = named("nvidia-h200")
@@ -119,7 +119,7 @@ LAYER = "[[layers]]\nheads = [4, 2]\nhead_dim = 64\n{}\n[[layers.calls]]\nq_len 
         (LAYER.format("", "mask = {mod='a:b', args=['$S']}"), ["'$S'", "$kv_len"]),
         (LAYER.format("dtype = 'int8'", ""), ["layers[0]: dtype = 'int8'", "bfloat16"]),
         (LAYER.format("", "batch = 0"), ["calls[0]: batch = 0", "at least 1"]),
-        (LAYER.format("", "kind = 'both'"), ["kind = 'both'", "prefill or decode"]),
+        (LAYER.format("", "kind = 'both'"), ["kind = 'both'", "prefill, decode or serving"]),
         (LAYER.format("", "mixes = [[1, 1, 5]]"), ["mixes", "instead of batch"]),
         (LAYER.format("", "policy = {graph = 1}"), ["policy: graph = 1", "true or false"]),
         (LAYER.format("", "policy = {rounds = []}"), ["policy: rounds = []"]),
@@ -148,11 +148,46 @@ def test_files_that_are_no_workload(tmp_path):
         read(tmp_path / "mine.toml")
 
 
-def test_pages_are_refused_until_their_step():
-    layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"q_len": 64}]}
-    assert parse({"layers": [layer | {"page_size": 0}]}, "x", "x").rows
-    with pytest.raises(UnsupportedError, match="serving step"):
-        parse({"layers": [layer | {"page_size": 16}]}, "x", "x")
+def plans(**call):
+    layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"mixes": [[8, 1, 300]], **call}]}
+    return parse({"layers": [layer]}, "x", "x").rows
+
+
+def test_pages_and_classes_make_plans_of_a_call():
+    assert [row.served for row in plans(page_size=0)] == [None]
+    rows = plans(page_size=[16, 64], lengths=["uniform", "ragged"], kv_dtype="float8_e4m3fn")
+    assert [(row.served.page, row.served.lengths) for row in rows] == [
+        (16, "uniform"), (16, "ragged"), (64, "uniform"), (64, "ragged"),
+    ]  # fmt: skip
+    assert rows[1].title == "x B8 300 page 16 ragged" and rows[0].kind is None
+    (contiguous,) = plans(kind="serving")
+    assert contiguous.served.page == 0 and contiguous.title == "x B8 300"
+    found = [plan_task(row, H200) for row in rows]
+    assert len({key_of(task.problem) for task in found}) == 4
+    assert found[1].kv_lens[0] == 300 > found[1].kv_lens[1]
+    assert found[0].policy.graph and found[0].problem.form.scaled
+    assert list(tasks(rows, H200)) == [], "calls alone"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"lengths": "ragged"}, "kind = .serving"),
+        ({"page_size": 16, "kind": "decode"}, "with page_size"),
+        ({"page_size": 16, "lengths": "long"}, "uniform, ragged, mixed"),
+        ({"kind": "paged"}, "prefill, decode or serving"),
+    ],
+)
+def test_plans_that_make_no_sense(call, words):
+    with pytest.raises(InputError, match=words):
+        plans(**call)
+
+
+def test_a_plan_that_nobody_can_make():
+    with pytest.raises(InputError, match="a page has"):
+        plan_task(plans(page_size=512)[0], H200)
+    with pytest.raises(InputError, match="float9"):
+        plan_task(plans(page_size=16, kv_dtype="float9")[0], H200)
 
 
 def row(**changes):

@@ -10,6 +10,7 @@ from sympy import And, Eq, Expr, Max, Piecewise, Rational, floor
 from flexattn.space.stated.symbols import (
     BLOCK_M,
     BLOCK_N,
+    adds_ramp,
     has_wgmma,
     is_hip,
     itemsize,
@@ -29,6 +30,8 @@ __all__ = ["REGISTERS", "SHARED_MEMORY", "WGMMA"]
 SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
+# Of a key in a product that adds a ramp: 16 bfloat16 numbers.
+RAMP_BYTES = 32
 # What a mod reads for each key of a tile, before it is used.
 GATHER_REGISTERS = 8
 
@@ -52,6 +55,7 @@ def _shared_memory() -> Expr:
         (ahead * (qk_padded + v_padded), num_stages > 1), (Max(qk_padded, v_padded), True)
     )
     q_tile, tiles = BLOCK_M * qk_padded * itemsize, BLOCK_N * held * itemsize
+    tiles += Piecewise((RAMP_BYTES * BLOCK_N, adds_ramp), (0, True))
     return Piecewise(
         (Max(q_tile, tiles + p_tile), is_hip), (q_tile + tiles + p_tile + SHARED_SLACK, True)
     )

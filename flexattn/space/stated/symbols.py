@@ -23,9 +23,10 @@ BLOCKS = (mask_rows, mask_keys, rows_cover, keys_cover) = symbols(
 )
 # Truth values of a problem: decodes for the decode template, scalar_products where no matrix
 # instruction multiplies the dtype, loads_keys where a mod reads a value for every key, loads_tile
-# for every score, dense_layout where tensors lie as TMA needs them.
-FACTS = (decodes, scalar_products, loads_keys, loads_tile, dense_layout) = symbols(
-    "decodes scalar_products loads_keys loads_tile dense_layout"
+# for every score, adds_ramp where a product adds what rises along the keys, dense_layout where
+# tensors lie as TMA needs them.
+FACTS = (decodes, scalar_products, loads_keys, loads_tile, adds_ramp, dense_layout) = symbols(
+    "decodes scalar_products loads_keys loads_tile adds_ramp dense_layout"
 )
 # A device's bytes of shared memory, 32-bit registers of an SM and of a thread, lanes of a warp.
 LIMITS = (shared_limit, sm_registers, thread_registers, warp_size) = symbols(

@@ -1,0 +1,153 @@
+"""Tuned configs of serving kernels: how records name a plan, and which one serves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from flexattn.cache.environment import environment
+from flexattn.cache.key import Key, Sizes, mod_name
+from flexattn.cache.layers import Stored, layers, origin, ranked
+from flexattn.device import Device
+from flexattn.errors import InputError
+from flexattn.serving.request import Maxima
+from flexattn.settings import current, say_once
+from flexattn.space.serving import ServingConfig, ServingForm, reasons
+
+__all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "batch_lengths", "tuned"]
+
+Lengths = Literal["uniform", "ragged", "mixed"]
+LENGTHS: tuple[Lengths, ...] = get_args(Lengths)
+# Of a mixed batch each so many-th request brings a chunk of prefill, the others one query.
+CHUNKED = 8
+
+
+@dataclass(frozen=True)
+class ServingProblem:
+    """What is tuned for: the form of kernel, the largest batch, and how lengths are spread in it.
+
+    lengths: "uniform", all requests are as long; "ragged", few are long; "mixed", cu_seqlens_q
+    cuts chunks of prefill and single queries.
+    """
+
+    form: ServingForm
+    maxima: Maxima
+    lengths: Lengths
+
+    @property
+    def sizes(self) -> Sizes:
+        """Requests, query positions of one (of all where they are mixed), keys of the longest."""
+        m = self.maxima
+        return Sizes(m.batch, m.total_q or m.q_len, m.kv_len)
+
+    @cached_property
+    def key(self) -> Key:
+        """What its records are filed under; lse changes no config."""
+        form, m = self.form, self.maxima
+        layout = [m.layout, *(name for name in _LAYOUT if getattr(form, name))]
+        precision = [f"kv={form.kv_dtype}"] * (form.kv_dtype != form.dtype)
+        precision += ["scaled"] * form.scaled + ["signed-scale"] * (not form.positive_scale)
+        sizes = self.sizes.rounded()
+        return Key(
+            kind="serving",
+            dtype=form.dtype,
+            head_dim_qk=form.head_dim_qk,
+            head_dim_v=form.head_dim_v,
+            Hq=m.Hq,
+            Hkv=m.Hkv,
+            B=sizes.B,
+            q_len=sizes.q_len,
+            kv_len=sizes.kv_len,
+            score=mod_name(form.score),
+            mask=mod_name(form.mask),
+            blocks=f"page {form.page}",
+            mask_class=self.lengths,
+            layout=" ".join(layout),
+            precision=" ".join(precision),
+            sinks=form.sinks,
+        )
+
+    def describe(self) -> str:
+        """In one line."""
+        form, m = self.form, self.maxima
+        return (
+            f"serving {form.dtype} keys {form.kv_dtype} B={m.batch} Hq={m.Hq} Hkv={m.Hkv} "
+            f"kv_len={m.kv_len} D={form.head_dim_qk}/{form.head_dim_v} page={form.page} "
+            f"{self.lengths}"
+        )
+
+
+_LAYOUT = ("shared_kv", "prefix", "offset", "aligned")
+_RANK = {"hit": 0, "hint": 1, "nearest": 2}
+
+
+def batch_lengths(
+    lengths: str, batch: int, q_len: int, kv_len: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query positions and keys of each request of a class.
+
+    ragged: as lengths of live traffic, the i-th of kv_len / (i + 1)^0.8 keys, at least 128.
+    """
+    if lengths == "mixed":
+        q_lens = tuple(q_len if b % CHUNKED == 0 else 1 for b in range(batch))
+        return q_lens, (kv_len,) * batch
+    q_lens = (q_len,) * batch
+    if lengths == "uniform":
+        return q_lens, (kv_len,) * batch
+    least = min(kv_len, max(128, q_len))
+    return q_lens, tuple(max(least, int(kv_len / (b + 1) ** 0.8)) for b in range(batch))
+
+
+class Tuned(NamedTuple):
+    """A config of a record, where it comes from in words, and the record."""
+
+    config: ServingConfig
+    origin: str
+    stored: Stored
+
+
+def classes(maxima: Maxima, lengths: str) -> tuple[Lengths, ...]:
+    """The classes of batches whose records may serve a plan, the likeliest first.
+
+    Raises InputError for a name that is none, and for one that does not fit the plan's maxima.
+    """
+    able: tuple[Lengths, ...] = ("mixed",) if maxima.total_q else ("uniform", "ragged")
+    if not lengths:
+        return able
+    if lengths not in able:
+        raise InputError(f"lengths={lengths!r}", f"it is one of {', '.join(able)}")
+    return (lengths,)
+
+
+def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") -> Tuned | None:
+    """The config of the best record that fits a plan and can run on a device; None without one.
+
+    lengths: the class that its batches will be of, "" where nobody knows. Files are read here,
+    when a plan is built, and never in its runs.
+    """
+    able = classes(maxima, lengths)
+    if current().mode == "off" or device.backend == "interpreter":
+        return None
+    here, places = environment("serving", device), layers(device)
+    found: list[tuple[Stored, Key]] = []
+    for name in able:
+        key = ServingProblem(form, maxima, name).key
+        for stored in ranked(key, here, places):
+            broken = reasons(_config(stored), form, device)
+            if not broken:
+                found.append((stored, key))
+                break
+            said = "; ".join(broken)
+            say_once(f"{stored.path}: its config cannot run on {device.name}: {said}")
+    if not found:
+        return None
+    best, key = min(found, key=lambda each: (_RANK[each[0].how], each[0].distance))
+    return Tuned(_config(best), origin(best, key.sizes), best)
+
+
+def _config(stored: Stored) -> ServingConfig:
+    """A record of this kind holds no other config: its decoder saw to that."""
+    config: Any = stored.answer.config
+    assert isinstance(config, ServingConfig)
+    return config

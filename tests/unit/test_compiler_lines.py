@@ -1,0 +1,47 @@
+"""Triton's switch for the lines of a source is turned for our kernels and stays for others."""
+
+import pytest
+from triton import knobs
+
+from flexattn.compiler_lines import source_lines
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch):
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    with knobs.compilation.scope():
+        yield
+
+
+def test_lines_are_left_out_meanwhile():
+    with source_lines(False):
+        assert knobs.compilation.disable_line_info
+    assert not knobs.compilation.disable_line_info
+
+
+def test_lines_that_are_wanted_are_kept():
+    with source_lines(True):
+        assert not knobs.compilation.disable_line_info
+
+
+def test_the_last_of_several_turns_the_switch_back():
+    first, second = source_lines(False), source_lines(False)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert knobs.compilation.disable_line_info
+    second.__exit__(None, None, None)
+    assert not knobs.compilation.disable_line_info
+
+
+def test_a_failure_turns_it_back():
+    with pytest.raises(ZeroDivisionError), source_lines(False):
+        raise ZeroDivisionError
+    assert not knobs.compilation.disable_line_info
+
+
+def test_what_somebody_else_turned_stays(monkeypatch):
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+    with source_lines(False):
+        assert knobs.compilation.disable_line_info
+    assert knobs.compilation.disable_line_info
