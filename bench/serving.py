@@ -18,10 +18,12 @@ from bench.host import host_cost
 from bench.peers import OURS, Refusal
 from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
+from bench.serving_ahead import compile_ahead
 from bench.serving_inputs import judge_requests, make_served
 from bench.serving_peers import SERVING_PEERS, ServingPeer, searched, served_with
 from bench.serving_rows import ServingRow, serving_rows
 from bench.table import markdown
+from flexattn.device import detect
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples, time_interleaved
 from flexattn.serving import DecodePlan
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = {name: SERVING_PEERS[name] for name in names}
     peers |= {f"{OURS} {text}": served_with(_changes(text)) for text in args.config}
     method = replace(METHOD, rounds=args.rounds, min_ms=args.min_ms)
+    compile_ahead(rows, detect(torch.device(method.device)))
     report = Report("decode", method.facts(), (describe(),), ())
     for row in rows:
         found = run_row(row, peers, method, args.search)

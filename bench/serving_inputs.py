@@ -16,7 +16,7 @@ from flexattn.catalogue.scores import ScoreMod, alibi, softcap
 from flexattn.measure.gate import Verdict, judge
 from flexattn.reference import Precision, Reference, attention
 
-__all__ = ["Served", "judge_requests", "make_served"]
+__all__ = ["Served", "judge_requests", "make_served", "mods_of"]
 
 SCALE = 0.75  # of an eight-bit cache
 JUDGED = 4  # requests
@@ -84,7 +84,7 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
         (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=torch.bfloat16
     )
     lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
-    score_mod, mask_mod = _mods(row, lens, device)
+    score_mod, mask_mod = mods_of(row, lens, device)
     sinks = torch.randn(row.hq, generator=generator, device=device)
     scales = torch.full((1,), SCALE, device=device)
     return Served(
@@ -128,7 +128,8 @@ def _reference(x: Served, b: int, precision: Precision) -> Reference:
     return Reference((found.out * kept[..., None]).to(found.out.dtype), found.lse, found.lse)
 
 
-def _mods(row: ServingRow, lens: Tensor, device: str) -> tuple[ScoreMod | None, MaskMod | None]:
+def mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[ScoreMod | None, MaskMod | None]:
+    """The row's score_mod and mask_mod; lens int32 [B] on the device."""
     scores: dict[str, Callable[[], ScoreMod]] = {
         "softcap": lambda: softcap(30.0),
         "alibi": lambda: alibi(row.hq, device),

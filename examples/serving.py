@@ -184,14 +184,13 @@ def serve(engine, requests, rate):
                 request.tokens.append(following[slot])
                 if request.judged:
                     request.outputs.append(outputs[slot].clone())
-        kept = [request for request in running if not request.finished]
-        if len(kept) < len(running):
-            for request in running:
-                if request.finished:
-                    engine.free.extend(request.pages)
-            for slot, request in enumerate(kept):
-                engine.seat(slot, request)
-        running = kept
+        for slot in reversed(range(len(running))):
+            if running[slot].finished:
+                engine.free.extend(running[slot].pages)
+                last = running.pop()
+                if slot < len(running):
+                    running[slot] = last
+                    engine.seat(slot, last)
         step_times.append(now - begin)
     return step_times
 

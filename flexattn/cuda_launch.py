@@ -36,6 +36,9 @@ class Frame:
         self.maps = [first + MAP_BYTES * i for i in range(maps)]
         self.mapped: list[int] = [0] * maps
         self.params: Any = None
+        self.config = cuda_driver.LaunchConfig()
+        self.start = (0, 0, 0, 0)
+        self.stream = -1
 
 
 class CudaLaunch:
@@ -70,6 +73,7 @@ class CudaLaunch:
         self._fixed = [fixed[i] for i in kept]
         self._pack = _packer(types[i] for i in given).pack_into
         self._is_tensor = [types[i][0] in "*t" for i in given]
+        self._all_tensors = len(given) if all(self._is_tensor) else -1
         self._described = [place for place, i in enumerate(given) if types[i][0] == "t"]
         self._check(binary)
 
@@ -91,10 +95,13 @@ class CudaLaunch:
         frame: Frame | None = getattr(self._local, "frame", None)
         if frame is None:
             frame = self._local.frame = self._frame()
-        values = [
-            value.data_ptr() if tensor else value
-            for tensor, value in zip(self._is_tensor, given, strict=True)
-        ]
+        if len(given) == self._all_tensors:
+            values = [tensor.data_ptr() for tensor in given]
+        else:
+            values = [
+                value.data_ptr() if tensor else value
+                for tensor, value in zip(self._is_tensor, given, strict=True)
+            ]
         for which, place in enumerate(self._described):
             if frame.mapped[which] != values[place]:
                 self._encode(frame, which, values[place])
@@ -110,10 +117,9 @@ class CudaLaunch:
             raise BuildError(f"cuLaunchKernel failed with CUDA error {status}")
 
     def _start(self, stream: int, frame: Frame) -> int:
-        status: int = cuda_driver.launch_kernel()(
-            self._function, self._programs, 1, 1, self._threads, 1, 1, self._shared, stream,
-            frame.params, None,
-        )  # fmt: skip
+        if frame.stream != stream:
+            frame.config.stream = frame.stream = stream
+        status: int = cuda_driver.launch_kernel()(*frame.start)
         return status
 
     def _frame(self) -> Frame:
@@ -136,6 +142,10 @@ class CudaLaunch:
             after += 16 * RANK
         pointers += [after, after + 8]
         frame.params = (ctypes.c_void_p * len(pointers))(*pointers)
+        config = frame.config
+        config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
+        config.shared = self._shared
+        frame.start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), 0
         return frame
 
     def _encode(self, frame: Frame, which: int, address: int) -> None:

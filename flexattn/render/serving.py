@@ -13,11 +13,18 @@ from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.source import BASE_2, Source
-from flexattn.render.span import Edge, edges
+from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.render.triton_printer import Traits
 from flexattn.space.config import padded, pieces
-from flexattn.space.serving import ITEMSIZE, MERGED, ServingConfig, ServingForm
+from flexattn.space.serving import (
+    COMBINE_WARPS,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    ServingConfig,
+    ServingForm,
+)
 
 __all__ = [
     "combine_rows",
@@ -59,11 +66,11 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
         found.append(Argument("K_SCALE", "*fp32", 4))
     q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
-    found += [Argument(f"stride_q{axis}", "i64", q_step) for axis in "mh"]
+    found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
     for tensor in "k" if tied(form) else "kv":
-        found += [Argument(f"stride_{tensor}{axis}", "i64", kv_step) for axis in "pnh"]
+        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
     if form.page:
-        found += [Argument("stride_table", "i64"), Argument("num_pages", "i32")]
+        found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
@@ -85,6 +92,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     v = rendering.named_pieces("v", form.head_dim_v)
     eight = ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
+    of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
         "score": score,
@@ -107,7 +115,14 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
+        "tile_of_pages": of_pages,
+        "k_whole": of_pages and not tied(form),
+        # Tall tiles have no registers for what every turn of the loop would find again.
+        "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
+        "late_sum": config.BLOCK_M <= 32,
+        "mask_apart": mask is not None and _reads_keys(form, mask),
+        "prefetch": device.backend == "cuda",
     }
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
@@ -115,7 +130,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             header.append(f"{name}: {rendering.one_line(captures)}")
     return rendering.make_source(
         "triton/serving.py.jinja", device, header, context, serving_arguments(form),
-        config.num_warps, config.num_stages,
+        config.num_warps, config.num_stages, registers=config.registers(form, device),
     )  # fmt: skip
 
 
@@ -127,11 +142,18 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         **_shared(form, config, device, [mask] if mask is not None else []),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
+        "prefetch": False,
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
-        "triton/serving_combine.py.jinja", device, [title], context, combine_arguments(form), 4, 1
+        "triton/serving_combine.py.jinja",
+        device,
+        [title],
+        context,
+        combine_arguments(form),
+        COMBINE_WARPS,
+        1,
     )
 
 
@@ -177,7 +199,7 @@ def _written(form: ServingForm) -> list[Argument]:
         found.append(Argument("SINKS", "*fp32", 4))
     if form.scaled:
         found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
-    return [*found, Argument("stride_om", "i64", math.gcd(16, form.head_dim_v))]
+    return [*found, Argument("stride_om", "i32", math.gcd(16, form.head_dim_v))]
 
 
 def _described(form: ServingForm) -> list[Argument]:
@@ -188,11 +210,11 @@ def _described(form: ServingForm) -> list[Argument]:
     if form.ragged:
         found.append(Argument("CU_SEQLENS", "*i32", 4))
     numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
-    return found + [Argument(name, "i32") for name in (*numbers, "num_heads", "num_programs")]
+    return found + [Argument(name, "i32") for name in numbers]
 
 
 def _request_names(form: ServingForm) -> list[str]:
-    return [each.name for each in _described(form)][:-2]
+    return [each.name for each in _described(form)]
 
 
 def _shared(
@@ -203,9 +225,13 @@ def _shared(
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
     found: tuple[Edge, ...] = ()
+    free: tuple[Edge, ...] | None = None
     if form.mask is not None and not form.prefix:
-        found = edges(form.mask.mod, form.mask.contiguous, _traits(form, device, False))
-    captured = [argument.name for argument in captured_arguments(form.mask)] if found else []
+        traits = _traits(form, device, False)
+        found = edges(form.mask.mod, form.mask.contiguous, traits)
+        free = free_edges(form.mask.mod, form.mask.contiguous, traits)
+    captures = [argument.name for argument in captured_arguments(form.mask)]
+    captured = captures if found else []
     names = _request_names(form)
     rows, parts = _merge_shape(form, config)
     slots = config.programs(device) * 2 * config.BLOCK_M
@@ -215,12 +241,16 @@ def _shared(
         "PACKED": form.group,
         "HEAD_DIM_V": form.head_dim_v,
         "PAGE": form.page,
+        "HEADS": form.kv_heads,
+        "PROGRAMS": config.programs(device),
         "REQUESTS": form.requests,
         "LEAST": config.least,
-        "MAXIMA": slots * form.head_dim_v,
-        "SUMS": slots * (form.head_dim_v + 1),
+        "WEIGHTS": slots * form.head_dim_v,
         "MERGE_ROWS": rows,
         "MERGE_PARTS": parts,
+        "LANES": 32 * config.num_warps,
+        "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
+        "Q_LINE": LINE // ITEMSIZE[form.dtype],
     }
 
     def span_values(*values: str) -> str:
@@ -231,6 +261,10 @@ def _shared(
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
+        # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
+        "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
+        "free_edges": free,
+        "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
         "request_values": lambda b: ", ".join((b, *names)),
         "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
@@ -246,10 +280,11 @@ def _shared(
 
 
 def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
-    """Rows and parts that a merge holds at a time: at most MERGED values of them."""
+    """Rows and parts that a merge holds at a time: at most MERGED values of them a warp."""
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()
-    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, MERGED // (4 * width)))
-    return rows, max(1, min(32, MERGED // (rows * width)))
+    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
+    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, held // (4 * width)))
+    return rows, max(1, min(32, held // (rows * width)))
 
 
 def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
@@ -262,8 +297,22 @@ def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
     )
 
 
+def _reads_keys(form: ServingForm, mask: MaskParts) -> bool:
+    """Whether a mask reads memory for each key, and only for the last keys of a request.
+
+    Scores take on the layout that such reads ask for, and the whole tile pays for it.
+    """
+    assert form.mask is not None
+    printed = [part.printed for part in mask.parts]
+    reads = any("tl.load(" in line for each in printed for line in (*each.early, *each.body))
+    free = None if form.prefix else free_bounds_of(form.mask.mod)
+    return reads and free is not None and not any(lowest for lowest, *_ in free)
+
+
 def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:
     if captures is None:
         return None
-    # Which of its tiles need mask_mod a request does not say.
-    return whole(captures, _traits(form, device), "i < end")
+    needed = "i < end"
+    if not form.prefix and free_bounds_of(captures.mod) is not None:
+        needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
+    return whole(captures, _traits(form, device), needed)

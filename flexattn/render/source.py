@@ -49,7 +49,8 @@ HELPERS = (
 class Source:
     """A rendered kernel: its text, its hash, its arguments, and how to compile it.
 
-    num_warps: as the compiler is told; a warp-specialised kernel starts more.
+    num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
+    that a thread may have, 0 for what the compiler finds best.
     """
 
     text: str
@@ -58,6 +59,7 @@ class Source:
     num_warps: int
     num_stages: int
     language: Language = "triton"
+    registers: int = 0
 
     def path(self) -> Path:
         """The file that holds the text; written on first use, whole or not at all."""
@@ -230,6 +232,7 @@ def make_source(
     num_warps: int,
     num_stages: int,
     language: Language = "triton",
+    registers: int = 0,
 ) -> Source:
     """A template with its context, header and arguments as a Source; found: the arguments."""
     lines = [*header, f"template: {template} {template_hash(template)}"]
@@ -250,8 +253,10 @@ def make_source(
     body = text[text.index("import triton") :]
     signature = [(argument.name, argument.type, argument.divisible_by) for argument in found]
     key = f"{body}\n{signature} {num_warps} {num_stages}"
+    if registers:
+        key += f" {registers}"
     digest = hashlib.sha256(key.encode()).hexdigest()
-    return Source(text, digest, found, num_warps, num_stages, language)
+    return Source(text, digest, found, num_warps, num_stages, language, registers)
 
 
 def traits_of(device: Device, structure: Structure) -> Traits:

@@ -12,7 +12,7 @@ from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 from flexattn.render.triton_printer import Traits, print_mod
 
-__all__ = ["Edge", "bounds_of", "edges"]
+__all__ = ["Edge", "bounds_of", "edges", "free_bounds_of", "free_edges"]
 
 Bound: TypeAlias = tuple[bool, int, int, Expr | None]
 
@@ -36,6 +36,11 @@ class Edge:
         """The end of a range of queries where the bound is loosest."""
         return "q_first" if self.lowest == (self.slope > 0) else "q_last"
 
+    @property
+    def tight_query(self) -> str:
+        """The end of a range of queries where the bound is tightest."""
+        return "q_last" if self.query == "q_first" else "q_first"
+
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
@@ -53,8 +58,20 @@ def edges(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> tuple[Edge,
     Sound and not complete: a term that is anything else bounds nothing. A bound is exact where
     its rest reads the request and captured values alone, never the head.
     """
+    return _printed(mod, bounds_of(mod), contiguous, traits)
+
+
+def free_edges(mod: Mod, contiguous: tuple[bool, ...], traits: Traits) -> tuple[Edge, ...] | None:
+    """Bounds between which a mask keeps every key, None where there may be no such keys."""
+    found = free_bounds_of(mod)
+    return None if found is None else _printed(mod, found, contiguous, traits)
+
+
+def _printed(
+    mod: Mod, bounds: list[Bound], contiguous: tuple[bool, ...], traits: Traits
+) -> tuple[Edge, ...]:
     found = []
-    for lowest, slope, offset, rest in bounds_of(mod):
+    for lowest, slope, offset, rest in bounds:
         statements: tuple[str, ...] = ()
         text = "0"
         if rest is not None:
@@ -71,11 +88,28 @@ def bounds_of(mod: Mod) -> list[Bound]:
     return [bound for term in _terms(mod.expr) for bound in _bounds_of_term(term, varying)]
 
 
-def _terms(expr: Expr) -> Iterator[Expr]:
-    """What must all hold for the expression to hold."""
+def free_bounds_of(mod: Mod) -> list[Bound] | None:
+    """Bounds as of bounds_of, such that a key within all of them is kept."""
+    varying = depending(list(walk(mod.expr)), ("score", "h", "q_idx", "kv_idx"))
+    return _free(mod.expr, varying)
+
+
+def _free(expr: Expr, varying: set[Expr]) -> list[Bound] | None:
     if expr.op == "and" and expr.dtype == "bool":
+        found = [_free(term, varying) for term in _terms(expr, "and")]
+        return None if None in found else [each for bounds in found for each in bounds or ()]
+    if expr.op == "or" and expr.dtype == "bool":
+        # One that holds is enough.
+        able = (_free(term, varying) for term in _terms(expr, "or"))
+        return next((each for each in able if each is not None), None)
+    return list(_bounds_of_term(expr, varying)) or None
+
+
+def _terms(expr: Expr, op: str = "and") -> Iterator[Expr]:
+    """What must all hold for the expression to hold; of an "or", what is enough alone."""
+    if expr.op == op and expr.dtype == "bool":
         for arg in expr.args:
-            yield from _terms(arg)
+            yield from _terms(arg, op)
     else:
         yield expr
 

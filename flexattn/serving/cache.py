@@ -68,6 +68,10 @@ def _check_steps(name: str, tensor: Tensor, aligned: bool) -> None:
         raise InputError(
             f"{name} with strides {tensor.stride()}", "the head dimension has stride 1"
         )
+    if any(each >= 2**31 for each in tensor.stride()):
+        raise InputError(
+            f"{name} with strides {tensor.stride()}", "a stride is below 2**31 elements"
+        )
     if aligned and (tensor.data_ptr() % 16 or any(each % step for each in tensor.stride()[:3])):
         raise InputError(
             f"{name} at {tensor.data_ptr():#x} with strides {tensor.stride()}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
-from flexattn.mods import Bound, bind
+from flexattn.mods import bind
 from flexattn.render.arguments import Argument, captured_arguments, captured_values
-from flexattn.render.serving import tied
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -26,6 +26,11 @@ __all__ = ["DecodePlan"]
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256
+# What a run may give its launches, by the names that kernels have for it.
+_TENSORS = (
+    "Q", "K", "V", "OUT", "LSE", "SINKS", "V_SCALE", "SEQ_LENS", "KV_START", "CU_SEQLENS", "TABLE",
+    "ROW_LENS", "K_SCALE",
+)  # fmt: skip
 
 
 class _Ready(NamedTuple):
@@ -33,6 +38,8 @@ class _Ready(NamedTuple):
 
     attend: Launcher
     combine: Launcher | None
+    of_attend: Callable[[Sequence[Any]], Sequence[Any]]
+    of_combine: Callable[[Sequence[Any]], Sequence[Any]]
     out: Tensor
     lse: Tensor | None
     keys: int
@@ -133,7 +140,6 @@ class DecodePlan:
                 name: value.data_ptr() if isinstance(value, Tensor) else value
                 for name, value in self._owned.items()
             }
-        self._tied = tied(self.form)
         self._ready: dict[Any, _Ready] = {}
         self._seen: _Seen | None = None
 
@@ -192,15 +198,18 @@ class DecodePlan:
             self._ready[key] = ready
         if current().check:
             inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
-        out, lse = self._outputs(ready, out, lse)
-        written = [out] if lse is None else [out, lse]
-        written += [each for each in (sinks, v_scale) if each is not None]
-        cut = [each for each in (seq_lens, kv_start, cu_seqlens_q) if each is not None]
-        given = [q, k, *written, *cut] if self._tied else [q, k, v, *written, *cut]
-        given += [each for each in (table, row_lens, k_scale) if each is not None]
-        self._kernels.launch(ready.attend, given)
+        if out is None and lse is None:
+            out, lse = ready.out, ready.lse
+        else:
+            out, lse = self._outputs(ready, out, lse)
+        # In the order of _TENSORS.
+        tensors = (
+            q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
+            k_scale,
+        )  # fmt: skip
+        self._kernels.launch(ready.attend, ready.of_attend(tensors))
         if ready.combine is not None:
-            self._kernels.launch(ready.combine, [*written, *cut])
+            self._kernels.launch(ready.combine, ready.of_combine(tensors))
         return out if lse is None else (out, lse)
 
     def _outputs(
@@ -251,8 +260,6 @@ class DecodePlan:
             "total_q": rows,
             "q_rows": rows if form.prefix else q_rows,
             "max_keys": min(m.kv_len, keys),
-            "num_heads": m.Hkv,
-            "num_programs": self._kernels.programs,
             "stride_qm": steps[0],
             "stride_qh": steps[1],
             "stride_table": 0 if table is None else table.stride(0),
@@ -260,35 +267,33 @@ class DecodePlan:
             "q_len_each": q_rows,
             "softmax_scale": self.scale,
         }
-        for name, found in (("k", cache.steps_k), ("v", cache.steps_v)):
-            fixed |= {
-                f"stride_{name}{axis}": step for axis, step in zip("pnh", found, strict=True)
-            }
-        attend = self._kernels.attend.prepare(
-            self._kernels.programs, _fill(self._kernels.attend.source.arguments, fixed), ()
-        )
+        for name, each in (("k", cache.steps_k), ("v", cache.steps_v)):
+            fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
+        found = self._kernels.attend.source.arguments
+        of_attend = of_combine = _given(found, fixed)
+        attend = self._kernels.attend.prepare(self._kernels.programs, _fill(found, fixed), ())
         combine = None
         if self._kernels.combine is not None:
-            combine = self._kernels.combine.prepare(
-                self._kernels.merges, _fill(self._kernels.combine.source.arguments, fixed), ()
-            )
+            found = self._kernels.combine.source.arguments
+            of_combine = _given(found, fixed)
+            combine = self._kernels.combine.prepare(self._kernels.merges, _fill(found, fixed), ())
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
-        return _Ready(attend, combine, out, lse, keys, cache.pages)
-
-
-def _bound(mod: Any, kind: str, device: torch.device) -> Bound | None:
-    """The mod with what it captures on the device: numbers in 0-d tensors are copied there."""
-    bound = bind(mod, kind, device)
-    if bound is None:
-        return None
-    return bound._replace(tensors=tuple(each.to(device) for each in bound.tensors))
+        return _Ready(attend, combine, of_attend, of_combine, out, lse, keys, cache.pages)
 
 
 def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
     """The kernel's arguments in order, None for what each run gives."""
     return [fixed.get(argument.name) for argument in arguments]
+
+
+def _given(
+    arguments: tuple[Argument, ...], fixed: dict[str, Any]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes a kernel's arguments out of a run's tensors, in the kernel's order."""
+    names = [argument.name for argument in arguments if fixed.get(argument.name) is None]
+    return itemgetter(*(_TENSORS.index(name) for name in names))
 
 
 def _fits(got: Tensor, wanted: Tensor) -> bool:

@@ -117,6 +117,7 @@ def form_of(
         head_dim_qk=maxima.head_dim_qk,
         head_dim_v=maxima.head_dim_v,
         group=group,
+        kv_heads=maxima.Hkv,
         page=maxima.page,
         requests=1 if prefix else rounded(maxima.batch),
         rows=0 if maxima.total_q else rounded(q_rows * group),

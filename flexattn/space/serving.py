@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -13,7 +13,9 @@ from flexattn.problem import Captures
 from flexattn.space.config import padded
 
 __all__ = [
+    "COMBINE_WARPS",
     "ITEMSIZE",
+    "LINE",
     "MERGED",
     "ServingConfig",
     "ServingForm",
@@ -24,8 +26,15 @@ __all__ = [
 ]
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
-# Values that a merge holds at a time: 64 registers of 128 threads.
-MERGED = 8192
+# Values that a warp holds of a merge at a time: 64 registers of each thread.
+MERGED = 2048
+# Of the kernel that merges.
+COMBINE_WARPS = 4
+
+
+Combine: TypeAlias = Literal["last", "launch"]
+# Bytes of a line of the L2 cache.
+LINE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class ServingForm:
     head_dim_qk: int
     head_dim_v: int
     group: int
+    kv_heads: int
     page: int
     requests: int
     rows: int
@@ -85,20 +95,35 @@ class ServingConfig:
     num_stages: int
     per_sm: int = 2
     least: int = 1
-    combine: Literal["last", "launch"] = "last"
+    combine: Combine = "last"
 
     def programs(self, device: Device) -> int:
         """Programs of a launch on a device."""
         return self.per_sm * device.num_sms
 
+    def registers(self, form: ServingForm, device: Device) -> int:
+        """The most registers of a thread with which an SM holds its programs; 0: no bound.
+
+        Short tiles are told so also where they may have all there are: ptxas else computes again
+        in each turn of the loop what does not change, 438 instructions instead of 367. Tall ones
+        have no registers to keep it in.
+        """
+        if device.backend != "cuda":
+            return 0
+        held = max(1, min(self.per_sm, device.shared_memory // _shared_memory(self, form)))
+        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
+        if found > device.max_registers and self.BLOCK_M >= 64:
+            return 0
+        return max(64, min(found, device.max_registers))
+
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
-    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 2).
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1).
 
     A program's range of tiles begins inside at most one unit of work and ends inside at most one
-    other: two partial results, each of BLOCK_M rows of values, a maximum and a sum.
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp.
     """
-    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 2)
+    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 1)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -146,7 +171,7 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     first = next(serving_candidates(form, device))
     heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
-    combines: tuple[Literal["last", "launch"], ...] = ("last", "launch")
+    combines: tuple[Combine, ...] = ("last", "launch")
     grid = (
         ServingConfig(*numbers, combine=combine)
         for numbers in product(*axes)
@@ -175,7 +200,7 @@ def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
     yield ServingConfig(16, 16, 4, 1, 1)
 
 
-def _combine(height: int, widest: int) -> Literal["last", "launch"]:
+def _combine(height: int, widest: int) -> Combine:
     """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
     return "launch" if height >= 64 or widest > 256 else "last"
 
@@ -183,7 +208,7 @@ def _combine(height: int, widest: int) -> Literal["last", "launch"]:
 def _shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
-    tiles = config.num_stages * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
+    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
     if ITEMSIZE[form.kv_dtype] == 1:
         tiles += 2 * config.BLOCK_N * width
     return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]

@@ -71,4 +71,4 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
     wanted = form()
     found = space(wanted, DEVICE)
     assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
-    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 16 * 130
+    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 16 * 129

@@ -24,11 +24,15 @@ class Driver:
     def __init__(self, types):
         self.types, self.seen, self.maps, self.fails = types, [], [], []
 
-    def launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+    def launch(self, config, function, params, extra):
         if self.fails:
             return self.fails.pop()
+        assert function == 42 and extra == 0
+        config = cuda_driver.LaunchConfig.from_address(config)
+        assert (config.shared, config.attributes, config.count) == (100, None, 0)
         found = []
-        pointers = iter(params)
+        count = sum(9 if kind[0] == "t" else 1 for kind in self.types) + 2
+        pointers = iter((ctypes.c_void_p * count).from_address(params))
         for kind in self.types:
             at = next(pointers)
             if kind[0] == "t":
@@ -43,7 +47,9 @@ class Driver:
                 found.append(struct.unpack(form, raw)[0])
         scratch = [ctypes.string_at(next(pointers), 8) for _ in range(2)]
         assert scratch == [bytes(8)] * 2 and next(pointers, None) is None
-        self.seen.append(SimpleNamespace(grid=(gx, gy, gz), block=bx, stream=stream, args=found))
+        grid, block = tuple(config.grid), tuple(config.block)
+        stream = config.stream or 0
+        self.seen.append(SimpleNamespace(grid=grid, block=block, stream=stream, args=found))
         return 0
 
     def encode(self, at, element, address, shape, strides, block, swizzle):
@@ -78,9 +84,11 @@ def test_arguments_arrive_in_order(drive):
     assert driver.seen[1].args == [b, -7, -1.5, 2**40, 0, 1e300, 0.5, 2**31 - 1, a]
     assert (driver.seen[0].grid, driver.seen[0].block, driver.seen[0].stream) == (
         (6, 1, 1),
-        128,
+        (128, 1, 1),
         9,
     )
+    launch.launch(0, [first, 0.25, 0.1, -3, second])
+    assert driver.seen[2].stream == 0
 
 
 def test_a_descriptor_is_encoded_when_its_address_changes(drive):

@@ -7,6 +7,8 @@ import torch
 
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.serving import DecodePlan, merge_states
+from flexattn.serving.cache import describe
+from flexattn.serving.request import Maxima
 
 
 def test_a_plan_on_the_cpu_says_what_it_needs():
@@ -41,3 +43,17 @@ def test_states_that_do_not_match():
     ):
         with pytest.raises(InputError):
             merge_states(*states)
+
+
+def test_strides_are_counted_in_32_bits():
+    """Cut to their low half they would lead into other pages."""
+    maxima = Maxima(
+        1, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 16, "NHD"
+    )  # fmt: skip
+    k = torch.empty(1, 16, 1, 16, dtype=torch.bfloat16)
+    far = torch.empty_strided(
+        (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
+    )
+    assert describe(k, k, maxima, True).steps_k == (256, 16, 16)
+    with pytest.raises(InputError, match=r"below 2\*\*31"):
+        describe(far, far, maxima, True)

@@ -6,17 +6,17 @@ import torch
 from flexattn.catalogue import CASES, causal, head_windows, padding, sliding_window
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import Expr
-from flexattn.render.span import bounds_of
+from flexattn.render.span import bounds_of, free_bounds_of
 from flexattn.render.torch_printer import evaluate
 from flexattn.serving.request import KV_DTYPES
 
 Q, S, B, H = 40, 40, 2, 3
 
 
-def spans(bound):
-    """The bounds as (lowest, slope, offset) with the values of `rest` for each request."""
+def spans(bound, bounds):
+    """Bounds as (lowest, slope, offset) with the values of `rest` for each request."""
     found = []
-    for lowest, slope, offset, rest in bounds_of(bound.mod):
+    for lowest, slope, offset, rest in bounds:
         value = torch.zeros(B, dtype=torch.int64)
         if rest is not None:
             part = Mod("mask", rest, bound.mod.buffers, bound.mod.scalars, "")
@@ -26,7 +26,7 @@ def spans(bound):
 
 
 @pytest.mark.parametrize("entry", CASES, ids=str)
-def test_no_kept_key_lies_outside(entry):
+def test_no_kept_key_lies_outside_and_free_ones_are_all_kept(entry):
     mask_mod = entry.make(B, H, 1, Q, S).mask_mod
     if mask_mod is None:
         return
@@ -38,10 +38,18 @@ def test_no_kept_key_lies_outside(entry):
         "kv_idx": torch.arange(S).view(1, 1, 1, S),
     }
     keep = evaluate(bound.mod, env, bound.tensors, bound.scalars).expand(B, H, Q, S)
-    for lowest, slope, offset, rest in spans(bound):
-        edge = slope * env["q_idx"] + offset + rest.view(B, 1, 1, 1)
-        outside = env["kv_idx"] < edge if lowest else env["kv_idx"] >= edge
-        assert not (keep & outside).any()
+
+    def outside(bounds):
+        for lowest, slope, offset, rest in spans(bound, bounds):
+            edge = slope * env["q_idx"] + offset + rest.view(B, 1, 1, 1)
+            yield env["kv_idx"] < edge if lowest else env["kv_idx"] >= edge
+
+    for each in outside(bounds_of(bound.mod)):
+        assert not (keep & each).any()
+    free = free_bounds_of(bound.mod)
+    if free is not None:
+        within = ~torch.stack([each.expand(keep.shape) for each in outside(free)]).any(0)
+        assert (keep | ~within).all()
 
 
 @pytest.mark.parametrize(
@@ -61,9 +69,27 @@ def test_known_bounds(mask_mod, expected):
     assert {(lowest, slope, offset) for lowest, slope, offset, rest in found} == expected
 
 
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (causal, {(False, 1, 1)}),
+        (sliding_window(7), {(False, 1, 1), (True, 1, -7)}),
+        (lambda b, h, q, k: (k < 5) | ((k - q).abs() < 3), {(False, 0, 5)}),
+        (lambda b, h, q, k: (((k - q) % 2 == 0) & (k < 9)) | ((k >= 4) & (k <= q)),
+         {(True, 0, 4), (False, 1, 1)}),
+        (lambda b, h, q, k: (k - q).abs() < 5, None),
+        (lambda b, h, q, k: (k <= q) & (k % 3 > 0), None),
+    ],
+)  # fmt: skip
+def test_known_free_bounds(mask_mod, expected):
+    found = free_bounds_of(bind(mask_mod, "mask").mod)
+    assert (found if found is None else {each[:3] for each in found}) == expected
+
+
 def test_what_a_request_captures_bounds_and_what_a_head_does_not():
     lengths = torch.tensor([11, 30])
-    found = spans(bind(padding(lengths), "mask"))
+    bound = bind(padding(lengths), "mask")
+    found = spans(bound, bounds_of(bound.mod))
     assert [(x[0], x[1], x[2]) for x in found] == [(False, 0, 0)]
     assert torch.equal(found[0][3], lengths)
     heads = bounds_of(bind(head_windows(torch.tensor([1, 2, 3])), "mask").mod)

@@ -1,0 +1,56 @@
+"""Compile the kernels of serving rows in child processes, before the first of them is timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import torch
+
+from bench.serving_inputs import mods_of
+from bench.serving_rows import ServingRow
+from flexattn.build import compile_source
+from flexattn.device import Device
+from flexattn.mods import bind
+from flexattn.render.serving import render_serving, render_serving_combine
+from flexattn.serving.request import Maxima, form_of
+from flexattn.space.serving import serving_candidates
+
+__all__ = ["compile_ahead"]
+
+MOST = 16  # processes
+
+
+def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
+    """Leave the rows' default kernels in Triton's cache on disk, where the plans find them.
+
+    A cascade's two passes are compiled when its plan is made.
+    """
+    found = [row for row in rows if row.variant != "cascade"]
+    count = min(MOST, len(found), os.cpu_count() or 1)
+    if count < 2:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=spawn) as pool:
+        list(pool.map(partial(_compile, device=device), found))
+
+
+def _compile(row: ServingRow, device: Device) -> None:
+    kv = torch.float8_e4m3fn if row.variant == "fp8" else torch.bfloat16
+    maxima = Maxima(
+        len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, torch.bfloat16,
+        kv, row.page, "NHD",
+    )  # fmt: skip
+    score, mask = mods_of(row, torch.tensor(row.lens, dtype=torch.int32), "cpu")
+    cpu = torch.device("cpu")
+    form = form_of(
+        maxima, bind(score, "score", cpu), bind(mask, "mask", cpu), sinks=row.variant == "sinks",
+        shared_kv=row.variant == "mla", scaled=row.variant == "fp8",
+    )  # fmt: skip
+    config = next(serving_candidates(form, device))
+    compile_source(render_serving(form, config, device, row.name), device)
+    if config.combine == "launch":
+        compile_source(render_serving_combine(form, config, device), device)
