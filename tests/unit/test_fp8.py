@@ -17,12 +17,13 @@ from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.launch import prepare
 from flexattn.measure.gate import judge
 from flexattn.options import NONE, Options
-from flexattn.problem import fingerprint
+from flexattn.problem import Shape, fingerprint
 from flexattn.reference import Precision, attention
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig, language_of
 from flexattn.space.defaults import default
 from flexattn.space.rules import reasons
 from flexattn.space.triton import space
+from flexattn.tune.serving import serving_task
 from tests.problems import problem
 from tests.support import block_mask, inputs, sinks
 
@@ -228,3 +229,18 @@ def test_a_launch_gives_v_in_sixteen_bits(schedule):
     assert values.dtype == torch.bfloat16 and values.is_contiguous()
     assert torch.equal(values.float(), v.float())
     assert len(ran[0]) == sum(value is None for value in kernel.fixed)
+
+
+def test_a_plan_has_it_for_caches_alone():
+    with pytest.raises(InputError, match="kv_dtype"):
+        serving_task(
+            "t",
+            Shape(1, 8, 8, 1, 1024, 128, 128),
+            "float8_e4m3fn",
+            H200,
+            None,
+            0.1,
+            None,
+            None,
+            page=0,
+        )
