@@ -46,8 +46,8 @@ ROWS = (
 def run(row: Row, device: str, rounds: int, wait: Callable[[], object]) -> dict[str, Any]:
     """Seconds of the first call and of each later one, and bytes at the peak beyond the result.
 
-    wait: called once, before anything is timed. compiler: seconds that Triton spends on itself once
-    a process, before its first compile, whatever that is: no part of `first`.
+    wait: called once, before anything is timed. compiler: seconds that Triton spends on itself,
+    once a process, before its first compile, whatever that is: no part of `first`.
     """
     import torch
     import torch._dynamo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,12 @@ from torch.nn.attention.flex_attention import and_masks
 from bench.rows import BLOCK, Row
 from flexattn.catalogue.masks import MaskMod, causal, document, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, relative_bias, softcap
+from flexattn.descales import NO_DESCALES, Descales, descaled
 
 __all__ = ["Inputs", "make", "random_blocks"]
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,26 @@ class Inputs:
     v: Tensor
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
+    descales: Descales = NO_DESCALES
 
     @property
     def gqa(self) -> bool:
         """Whether query heads share key heads."""
         return self.row.shape.hq != self.row.shape.hkv
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """The descales by the names that flex_attention has for them."""
+        named = zip(self.descales._fields, self.descales, strict=True)
+        return {f"{name}_descale": x for name, x in named if x is not None}
+
+    def in_bfloat16(self) -> Inputs:
+        """The same numbers, as far as bfloat16 holds them, with no factors."""
+        q, k, v = (
+            descaled(x.float(), factor).bfloat16()
+            for x, factor in zip((self.q, self.k, self.v), self.descales, strict=True)
+        )
+        return replace(self, q=q, k=k, v=v, descales=NO_DESCALES)
 
 
 def make(row: Row, device: str, dtype: torch.dtype) -> Inputs:
@@ -42,14 +61,18 @@ def make(row: Row, device: str, dtype: torch.dtype) -> Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    return Inputs(
-        row,
-        normal(s.batch, s.hq, s.q_len, s.d),
-        normal(s.batch, s.hkv, s.kv_len, s.d),
-        normal(s.batch, s.hkv, s.kv_len, s.d),
-        _score_mod(row, normal, device),
-        _mask_mod(row, device),
-    )
+    q = normal(s.batch, s.hq, s.q_len, s.d)
+    k, v = (normal(s.batch, s.hkv, s.kv_len, s.d) for _ in range(2))
+    descales = NO_DESCALES
+    if row.fp8:
+        descales = Descales(*(x.float().abs().amax((2, 3)) / LARGEST for x in (q, k, v)))
+        q, k, v = (
+            (x / factor[..., None, None]).to(E4M3)
+            for x, factor in zip((q, k, v), descales, strict=True)
+            if factor is not None
+        )
+    score_mod = _score_mod(row, normal, device)
+    return Inputs(row, q, k, v, score_mod, _mask_mod(row, device), descales)
 
 
 def _score_mod(row: Row, normal: Callable[..., Tensor], device: str) -> ScoreMod | None:

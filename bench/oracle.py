@@ -13,4 +13,4 @@ __all__ = ["judge_slices"]
 
 def judge_slices(out: Tensor, x: Inputs) -> Verdict:
     """Judge `out` at the first, middle and last query rows of three heads; the worst counts."""
-    return Slices.of(x.q, x.k, x.v, x.score_mod, x.mask_mod).judge(out)
+    return Slices.of(x.q, x.k, x.v, x.score_mod, x.mask_mod, descales=x.descales).judge(out)

@@ -49,6 +49,7 @@ def ours_with(options: Options) -> Peer:
             block_mask=mask,
             enable_gqa=x.gqa,
             kernel_options=dict(options) or None,
+            **x.factors,
         )
 
     return build
@@ -70,10 +71,13 @@ def ours_exactly(config: GluonPrefillConfig) -> Peer:
 
     def build(x: Inputs) -> Callable[[], Tensor]:
         mask, options = _block_mask(x), {"BACKEND": "GLUON"}
-        made = plan(make_call(x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None))
+        call = make_call(
+            x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None, None, *x.descales
+        )
+        made = plan(call)
         launch = prepare(
             made.launch.problem, made.launch.choice.device, x.q.device, dispatcher(),
-            Exactly(exact=config), x.q, x.k, x.v, made.lists,
+            Exactly(exact=config), x.q, x.k, x.v, made.lists, x.descales,
         )  # fmt: skip
         exact = made._replace(launch=launch)
         return lambda: exact.run().out
@@ -126,13 +130,30 @@ def sdpa(backend: SDPBackend | None) -> Peer:
     return build
 
 
+def of_sixteen_bits(name: str, peer: Peer) -> Peer:
+    """A peer that has no form for e4m3 with a factor for each head."""
+
+    def build(x: Inputs) -> Callable[[], Tensor] | Refusal:
+        return Refusal(f"{name} takes no float8 with descales") if x.row.fp8 else peer(x)
+
+    return build
+
+
+def in_bfloat16(x: Inputs) -> Callable[[], Tensor] | Refusal:
+    """Ours on the numbers of an fp8 row in bfloat16: what eight bits are compared with."""
+    return ours(x.in_bfloat16()) if x.row.fp8 else Refusal("the row is of bfloat16 itself")
+
+
 PEERS: dict[str, Peer] = {
     OURS: ours,
-    "torch-flex": torch_flex_compiled(None),
-    "torch-flex-tuned": torch_flex_compiled("max-autotune-no-cudagraphs"),
-    "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
-    "sdpa-flash2": sdpa(SDPBackend.FLASH_ATTENTION),
-    "fa4": fa4,
+    "torch-flex": of_sixteen_bits("torch", torch_flex_compiled(None)),
+    "torch-flex-tuned": of_sixteen_bits(
+        "torch", torch_flex_compiled("max-autotune-no-cudagraphs")
+    ),
+    "sdpa-cudnn": of_sixteen_bits("SDPA", sdpa(SDPBackend.CUDNN_ATTENTION)),
+    "sdpa-flash2": of_sixteen_bits("SDPA", sdpa(SDPBackend.FLASH_ATTENTION)),
+    "fa4": of_sixteen_bits("FA4", fa4),
+    "bf16": in_bfloat16,
 }
 # Ours by template: timed where they are named.
 TEMPLATES: dict[str, Peer] = {

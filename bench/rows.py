@@ -25,17 +25,19 @@ class Row:
 
     `window` is the number of keys before the query's own, read where mask is "window"; documents
     are causal inside; `cap` is read where score is "softcap". Where mask is "blocks", every row of
-    blocks of BLOCK x BLOCK keeps a part of them at random: `density`.
+    blocks of BLOCK x BLOCK keeps a part of them at random: `density`. fp8: inputs of e4m3, with a
+    factor for each head.
     """
 
     name: str
-    group: Literal["grid", "mods", "models"]
+    group: Literal["grid", "mods", "models", "fp8"]
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"
     window: int = 0
     cap: float = 0.0
     density: float = 1.0
+    fp8: bool = False
 
     @property
     def plain(self) -> bool:
@@ -92,6 +94,8 @@ def prefill_rows() -> list[Row]:
     shape = Shape(TOKENS // 16384, HEADS[128], HEADS[128], 16384, 16384, 128)
     for part in (2, 8):
         rows.append(Row(f"d128-16k-blocks-{part}", "mods", shape, "blocks", density=1 / part))
+    rows.append(Row("d128-16k-fp8-full", "fp8", shape, fp8=True))
+    rows.append(Row("d128-16k-fp8-causal", "fp8", shape, "causal", fp8=True))
     for name, shared in (("gqa8", 8), ("mqa", HEADS[128])):
         heads = HEADS[128]
         shape = Shape(TOKENS // 4096, heads, heads // shared, 4096, 4096, 128)

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn import checks, options
-from flexattn.errors import InputError
+from flexattn.descales import Descales
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.launch import Outputs
 from flexattn.plan import Call, ScoreMod, bind_on, plan
+from flexattn.problem import FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
 from flexattn.sinks import add_sinks
@@ -35,19 +37,27 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the scores modified and masked by two Python callables, as torch defines it.
 
     query [B, Hq, L, E], key [B or 1, Hkv, S, E], value [B or 1, Hkv, S, Ev]; float16, bfloat16
-    or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv.
+    or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv. On Hopper and
+    the CPU also float8_e4m3fn.
     score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
     or ours. scale: 1/sqrt(E) where None. kernel_options: torch's FlexKernelOptions.
     sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
     score after score_mod: not scaled. float16, bfloat16 or float32, or of query's dtype.
+    q_descale [B, Hq], k_descale, v_descale [B or 1, Hkv]: float32 factors of each head of float8
+    inputs, 1 where None: scores are scaled before score_mod sees them, values in what comes out.
+    Those of query and key are above 0, else their heads give NaN.
 
-    Returns out [B, Hq, L, Ev] in query's dtype; with return_lse also lse [B, Hq, L] (float32,
-    natural log); with return_aux an AuxOutput of what it asks for. lse includes the sink,
-    max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or its sink.
+    Returns out [B, Hq, L, Ev] in query's dtype, bfloat16 for float8; with return_lse also lse
+    [B, Hq, L] (float32, natural log); with return_aux an AuxOutput of what it asks for. lse
+    includes the sink, max_scores does not. A row that may attend to nothing gives zeros, and lse
+    -inf or its sink.
 
     Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`.
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
@@ -59,10 +69,11 @@ def flex_attention(
         return outside(  # type: ignore[no-any-return]
             flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa,
             return_lse, kernel_options, return_aux=return_aux, sinks=sinks,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     given = Arguments(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks,
+        return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     outputs = recall(given) or _serve(given)
     if return_aux is not None:
@@ -104,6 +115,9 @@ def make_call(
     kernel_options: Mapping[str, Any] | None,
     return_aux: AuxRequest | None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Call:
     """flex_attention's arguments as one value; raises InputError for what no path can take."""
     if return_lse and return_aux is not None:
@@ -111,6 +125,8 @@ def make_call(
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
     q, k, v = _autocast(q, k, v)
+    descales = Descales(q_descale, k_descale, v_descale)
+    checks.check_descales(descales, q, k)
     lse, max_scores = return_aux or (return_lse, False)
     scale = checks.check_scale(scale, q.shape[-1])
     score = None if score_mod is None else bind_on(score_mod, "score", q)
@@ -119,14 +135,14 @@ def make_call(
         sinks = sinks.contiguous()
     return Call(
         q, k, v, score_mod, score, block_mask, scale, enable_gqa, kernel_options, lse, max_scores,
-        sinks,
+        sinks, descales,
     )  # fmt: skip
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast the inputs take its dtype, as torch's flex_attention lets them."""
     where = q.device.type
-    if not torch.is_autocast_enabled(where) or q.dtype == torch.float64:
+    if not torch.is_autocast_enabled(where) or q.dtype == torch.float64 or q.dtype in FP8:
         return q, k, v
     dtype = torch.get_autocast_dtype(where)
     return q.to(dtype), k.to(dtype), v.to(dtype)
@@ -134,9 +150,17 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def route_of(call: Call) -> tuple[Route, str]:
     """Which path a call takes, with the reason in words."""
-    q = call.q
+    q, fp8 = call.q, call.q.dtype in FP8
+    if fp8 and torch.is_grad_enabled() and (wants := _wants_grad(call)):
+        raise UnsupportedError(
+            f"{wants} requires grad, query is {q.dtype}",
+            "attention of float8 has no backward",
+            "call it under torch.no_grad(), or with inputs of bfloat16",
+        )
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"
+    if not q.is_cuda and fp8:
+        return "reference", "the template for float8 is Hopper's, which nothing interprets"
     if torch.is_grad_enabled() and (wants := _wants_grad(call)):
         return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
     if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
@@ -152,6 +176,8 @@ def _wants_grad(call: Call) -> str:
     for name, tensor in named:
         if tensor is not None and tensor.requires_grad:
             return name
+    if name := call.descales.requires_grad():
+        return name
     learned = call.score is not None and any(each.requires_grad for each in call.score.tensors)
     return "a tensor that score_mod captures" if learned else ""
 
@@ -169,7 +195,7 @@ def check_call(call: Call) -> None:
 
 def _empty(call: Call) -> Outputs:
     q, rows = call.q, call.q.shape[:3]
-    out = q.new_zeros((*rows, call.v.shape[-1]))
+    out = q.new_zeros((*rows, call.v.shape[-1]), dtype=out_dtype(q.dtype))
     lse = nothing = torch.full(rows, float("-inf"), device=q.device)
     if call.sinks is not None:
         out, lse = add_sinks(out, nothing, call.sinks)
@@ -181,7 +207,7 @@ def _reference(call: Call) -> Outputs:
 
     out, lse, max_scores = attention(
         call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
-        scale=call.scale, sinks=call.sinks,
+        scale=call.scale, sinks=call.sinks, descales=call.descales,
     )  # fmt: skip
     return Outputs(
         out,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexattn.descales import Descales
 from flexattn.errors import InputError
-from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH
+from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH
 
 MAX_HEAD_DIM = 576
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -64,10 +65,9 @@ def refuse_tensor(name: str, tensor: object) -> NoReturn:
 
 def check_kernel_input(q: Tensor, v: Tensor) -> None:
     """What the kernels need beyond what the reference does; raises InputError."""
-    if q.dtype not in DTYPES:
-        raise InputError(
-            f"query is {q.dtype}", f"kernels run {', '.join(map(str, DTYPES))}", "convert q, k, v"
-        )
+    if q.dtype not in DTYPES and q.dtype not in FP8:
+        known = ", ".join(map(str, (*DTYPES, *FP8)))
+        raise InputError(f"query is {q.dtype}", f"kernels run {known}", "convert q, k, v")
     for name, size in (("query", q.shape[-1]), ("value", v.shape[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise InputError(
@@ -196,6 +196,36 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
             "they are on one device",
             f"call sinks.to({str(q.device)!r})",
         )
+
+
+def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
+    """That descales are fp32 factors of each head of fp8 inputs, where they are."""
+    for letter, x, like in zip("qkv", descales, (q, k, k), strict=True):
+        if x is None:
+            continue
+        name, heads = f"{letter}_descale", tuple(like.shape[:2])
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} is a {type(x).__name__}", "it is a torch.Tensor")
+        if q.dtype not in FP8:
+            raise InputError(
+                f"{name} beside a query of {q.dtype}",
+                "descales belong to inputs of float8_e4m3fn",
+                "leave it out; `scale` multiplies the scores of any inputs",
+            )
+        if tuple(x.shape) != heads:
+            raise InputError(
+                f"{name} has shape {tuple(x.shape)}",
+                f"it is one factor for each head, [B, H]: {heads} here",
+                f"expand it: {name}.expand{heads} copies nothing",
+            )
+        if x.dtype != torch.float32:
+            raise InputError(f"{name} is {x.dtype}", "it is torch.float32", "convert it")
+        if x.device != q.device:
+            raise InputError(
+                f"{name} is on {x.device}, query on {q.device}",
+                "they are on one device",
+                f"call {name}.to({str(q.device)!r})",
+            )
 
 
 def check_devices(q: Tensor) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from flexattn.errors import BuildError
 
 # CUtensorMapDataType by Triton's signature type.
-ELEMENTS = {"fp16": 6, "fp32": 7, "bf16": 9}
+# The copy engine's names of types; eight bits are bytes to it.
+ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
 _REGISTERS, _MAX_DYNAMIC_SHARED = 4, 8
@@ -96,7 +97,7 @@ def _arrays(
     element: str, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Sizes, strides in bytes, box and steps, innermost first; an output needs them every call."""
-    rank, itemsize = len(shape), 4 if element == "fp32" else 2
+    rank, itemsize = len(shape), {"fp8e4nv": 1, "fp32": 4}.get(element, 2)
     return (
         (ctypes.c_uint64 * rank)(*reversed(shape)),
         (ctypes.c_uint64 * (rank - 1))(*(each * itemsize for each in strides[-2::-1])),

@@ -19,7 +19,7 @@ from flexattn.problem import Problem, Structure
 from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
-from flexattn.space.config import Config, language_of
+from flexattn.space.config import Config, Language, language_of
 from flexattn.space.triton import candidates, default, reasons, suited
 
 How = Literal["hit", "hint", "nearest", "default", "forced"]
@@ -76,7 +76,8 @@ def _tuned(problem: Problem, device: Device) -> Found | None:
 
 def _forced(problem: Problem, device: Device, options: Options) -> Config:
     # Numbers without a backend are those that torch documents, of a Triton template.
-    start = default(problem, device, options.language or "triton")
+    only: Language = "gluon" if problem.structure.fp8 else "triton"
+    start = default(problem, device, options.language or only)
     config = options.apply(start)
     if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
         config = suited(config, problem.structure)

@@ -89,6 +89,9 @@ def explain(
     *,
     return_aux: AuxRequest | None = None,
     sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Explanation:
     """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
 
@@ -96,7 +99,7 @@ def explain(
     """
     call = make_call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks,
+        return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     route, why = route_of(call)
     if route in PLANLESS:
@@ -114,7 +117,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     template_why = "forced by kernel_options"
     if forced is None:
         sms = detect(torch.device(call.q.device)).num_sms
-        template_why = kind_for(problem.q_len, problem.kv_len, problem.B, problem.Hq, sms)[1]
+        sizes = problem.q_len, problem.kv_len, problem.B, problem.Hq
+        template_why = kind_for(*sizes, sms, structure.fp8)[1]
     language_why = _why_this_language(choice, asked)
     return Explanation(
         route=route,

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.build import Launcher
+from flexattn.descales import NO_DESCALES, Descales
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher
 from flexattn.mods import Bound
 from flexattn.options import Options
-from flexattn.problem import Problem, Sparsity
+from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.render.arguments import captured_values
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
@@ -121,14 +122,18 @@ class Launch:
         scale: float,
         rest: Sequence[Any],
         sinks: Tensor | None = None,
+        descales: Descales = NO_DESCALES,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
         device, structure = self.device, self.choice.problem.structure
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=q.dtype, device=device)
+        dtype = out_dtype(q.dtype)
+        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=dtype, device=device)
         rows = self.out_shape[:3]
         lse = torch.empty(rows, device=device) if structure.lse else None
         maxima = torch.empty(rows, device=device) if structure.max_scores else None
         written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
+        if structure.fp8:
+            v = v.to(dtype, memory_format=torch.contiguous_format)
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
         if self.workspace:
@@ -141,6 +146,7 @@ class Launch:
         if sinks is not None:
             given.append(sinks)
             merged.append(sinks)
+        given += [each for each in descales if each is not None]
         given += rest
         if device.type != "cuda":
             self._launch(-1, given, merged)
@@ -178,6 +184,7 @@ def prepare(
     k: Tensor,
     v: Tensor,
     lists: Lists | None,
+    descales: Descales = NO_DESCALES,
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
@@ -208,13 +215,17 @@ def prepare(
     runs = walks_runs(structure, config)
     sinks = [None] * bool(structure.sinks)
     fixed += sinks
+    if structure.fp8:
+        # A factor that is not given has address 0, which the kernel reads as 1.
+        fixed += [0 if each is None else None for each in descales] + descales.strides()
     if lists is not None:
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
     boxes = []
     if isinstance(config, GluonPrefillConfig):
-        boxes = [_box(q), _box(k), _box(v), Box(out_shape, out_strides)]
+        values = _dense(v.shape) if structure.fp8 else _box(v)
+        boxes = [_box(q), _box(k), values, Box(out_shape, out_strides)]
     elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
     combine = None
@@ -272,6 +283,13 @@ def _strides(tensor: Tensor) -> list[int]:
         0 if size == 1 else stride
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
+
+
+def _dense(shape: tuple[int, ...]) -> Box:
+    """Of what lies contiguous: fp8's V in bfloat16."""
+    _, heads, length, head_dim = shape
+    strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+    return Box(tuple(shape), strides)
 
 
 def _box(tensor: Tensor) -> Box:

@@ -12,14 +12,17 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn import checks, options
 from flexattn.cache.store import generation
 from flexattn.cache.untuned import note
-from flexattn.device import detect
+from flexattn.descales import NO_DESCALES, Descales
+from flexattn.device import Device, detect
 from flexattn.dispatch import dispatcher
+from flexattn.errors import UnsupportedError
 from flexattn.launch import Launch, Lists, Outputs, prepare
 from flexattn.lru import Lru
 from flexattn.mask_class import known_class, mask_class
 from flexattn.mods import Bound, bind
-from flexattn.problem import DTYPES, Layout, Shape, kind_for, make_problem
+from flexattn.problem import DTYPES, FP8, Layout, Problem, Shape, kind_for, make_problem
 from flexattn.settings import current
+from flexattn.space.defaults import gluon_refused
 
 ScoreMod = Callable[..., Tensor]
 
@@ -41,6 +44,7 @@ class Call(NamedTuple):
     lse: bool
     max_scores: bool
     sinks: Tensor | None = None
+    descales: Descales = NO_DESCALES
 
 
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
@@ -70,7 +74,9 @@ class Plan(NamedTuple):
     def run(self) -> Outputs:
         """Launch on the current stream."""
         call = self.call
-        return self.launch.run(call.q, call.k, call.v, call.scale, self.rest(), call.sinks)
+        return self.launch.run(
+            call.q, call.k, call.v, call.scale, self.rest(), call.sinks, call.descales
+        )
 
 
 def plan(call: Call) -> Plan:
@@ -97,6 +103,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         _identity(call.score), _identity(mask),
         _mask_identity(call, lists),
         None if call.sinks is None else (call.sinks.dtype, call.sinks.shape, call.sinks.device),
+        call.descales.facts(),
         repr(call.kernel_options) if call.kernel_options else None,
         settings.mode, settings.cache, settings.cache_dir, generation(),
     )  # fmt: skip
@@ -122,14 +129,15 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
     target = detect(q.device)
     B, Hq, q_len, head_dim = q.shape
     kv_len = k.shape[2]
-    kind = chosen.kind or kind_for(q_len, kv_len, B, Hq, target.num_sms)[0]
+    fp8 = q.dtype in FP8
+    kind = chosen.kind or kind_for(q_len, kv_len, B, Hq, target.num_sms, fp8)[0]
     sparsity = None
     if lists is not None:
         assert call.block_mask is not None
         sparsity = lists.sparsity(call.block_mask.BLOCK_SIZE, Hq // k.shape[1])
     problem = make_problem(
         kind,  # type: ignore[arg-type]
-        DTYPES[q.dtype],
+        FP8[q.dtype] if fp8 else DTYPES[q.dtype],
         Shape(B, Hq, k.shape[1], q_len, kv_len, head_dim, v.shape[-1]),
         call.score,
         mask,
@@ -144,10 +152,29 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         rules_off=chosen.rules_off,
         tanh=chosen.tanh,
     )
-    launch = prepare(problem, target, q.device, dispatcher(), chosen, q, k, v, lists)
+    if fp8:
+        _check_fp8(problem, target, chosen)
+    launch = prepare(
+        problem, target, q.device, dispatcher(), chosen, q, k, v, lists, call.descales
+    )
     if not chosen.rules_off and chosen.tanh == "auto":  # a tuner would tune the ordinary kernel
         note(problem, target, launch.choice.how, call.score, mask)
     return launch
+
+
+def _check_fp8(problem: Problem, target: Device, chosen: options.Options) -> None:
+    """Raise UnsupportedError unless Hopper's template, the only one for fp8, can serve a call."""
+    refused = ""
+    if problem.structure.kind == "decode" or chosen.language == "triton":
+        refused = "kernel_options ask for a Triton template"
+    elif not chosen.overrides:
+        refused = gluon_refused(problem, target)
+    if refused:
+        raise UnsupportedError(
+            f"{problem.describe()} on {target.name}: {refused}",
+            "float8_e4m3fn is multiplied by the prefill template for Hopper alone",
+            "multiply q, k and v by their descales and pass them in bfloat16",
+        )
 
 
 def _mask_class(call: Call) -> str:

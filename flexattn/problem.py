@@ -19,10 +19,17 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
+# Eight bits for q, k and v: what comes out is bfloat16.
+FP8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn"}
 # Lengths up to 2**26 keep index arithmetic such as `31 * q_idx - kv_idx` in 32 bits.
 MAX_LENGTH = 2**26
 MAX_HEADS = 2**16
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what attention of inputs of a dtype gives."""
+    return torch.bfloat16 if dtype in FP8 else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,16 @@ class Structure:
         if self.dtype == "float32":
             barred.add("tilt")
         return split(self.score.mod, ALL - barred - set(self.rules_off))
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v have eight bits, each head with a factor."""
+        return self.dtype == "float8_e4m3fn"
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of what comes out."""
+        return "bfloat16" if self.fp8 else self.dtype
 
     @property
     def itemsize(self) -> int:
@@ -242,12 +259,16 @@ def _stable(value: object) -> str:
     return repr(value)
 
 
-def kind_for(q_len: int, kv_len: int, B: int, Hq: int, num_sms: int) -> tuple[Kind, str]:
+def kind_for(
+    q_len: int, kv_len: int, B: int, Hq: int, num_sms: int, fp8: bool = False
+) -> tuple[Kind, str]:
     """Decode or prefill for these lengths, with the reason in words.
 
     A handful of query rows always decodes: one tile holds them with all heads of a group.
     More rows, up to a tile's worth, decode where prefill's tiles would leave SMs idle.
     """
+    if fp8:
+        return "prefill", "fp8 has no decode template"
     if q_len <= 16:
         return "decode", f"q_len {q_len} is at most 16"
     if q_len <= 128 and B * Hq < num_sms and kv_len >= 1024:

@@ -7,7 +7,6 @@ user's callables run as they are, under nested `torch.vmap`, and never pass flex
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 
+from flexattn.descales import NO_DESCALES, Descales, descaled
 from flexattn.errors import InputError
+from flexattn.rounding import Precision, Rounding
 from flexattn.sinks import add_sinks
 
 __all__ = ["Precision", "Reference", "attention", "dense_blocks"]
@@ -28,19 +29,6 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
-
-
-class Precision(enum.Enum):
-    """How a run rounds: see the accuracy rule.
-
-    ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
-    QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32.
-    WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype.
-    """
-
-    ORACLE = "oracle"
-    ROUNDED = "rounded"
-    WORKING = "working"
 
 
 class Reference(NamedTuple):
@@ -60,13 +48,15 @@ def attention(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    descales: Descales = NO_DESCALES,
     precision: Precision = Precision.WORKING,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
 
     q [B, Hq, L, E], k [Bkv, Hkv, S, E], v [Bkv, Hkv, S, Ev]: Bkv is B or 1, Hkv divides Hq, L and
     S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). sinks [Hq]: a logit of each
-    head in the softmax's sum, without a value; lse has it, max_scores has not. Differentiable in
+    head in the softmax's sum, without a value; lse has it, max_scores has not. descales: factors
+    of q's, k's and v's heads, those of q and k above 0 or their heads are NaN. Differentiable in
     q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
     sink) and max_scores.
@@ -78,7 +68,7 @@ def attention(
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
     scale = 1 / math.sqrt(E) if scale is None else scale
-    run = _Run(score_mod, blocks, scale, _Rounding.of(precision, q, v), sinks)
+    run = _Run(score_mod, blocks, scale, Rounding.of(precision, q, v), sinks, descales)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
@@ -148,14 +138,16 @@ class _Run:
     score_mod: ScoreMod | None
     blocks: _Blocks | None
     scale: float
-    rounding: _Rounding
+    rounding: Rounding
     sinks: Tensor | None
+    descales: Descales
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
         kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
-        q_work = self.rounding.load(q[b, h, m])
-        k_work, v_work = self.rounding.load(k[b, kv_heads]), self.rounding.load(v[b, kv_heads])
+        q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
+        k_work = descaled(self.rounding.load(k[b, kv_heads]), self._factor("k", b, kv_heads))
+        v_work = descaled(self.rounding.load(v[b, kv_heads]), self._factor("v", b, kv_heads))
         scores = self.rounding.scores(_shared(torch.matmul, q_work, k_work.mT) * self.scale)
         if scores.numel() == 0:
             none = scores.new_full(scores.shape[:3], -math.inf)
@@ -165,6 +157,14 @@ class _Run:
             torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
         )
         return self._softmax(self._modified(scores, lanes), v_work, h)
+
+    def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
+        """A slice of q's, k's or v's factors, as kernels take them."""
+        found: Tensor | None = getattr(self.descales, name)
+        if found is None:
+            return None
+        found = found[b if found.shape[0] > 1 else slice(None), h]
+        return found if name == "v" else torch.where(found > 0, found, math.nan)
 
     def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
         kept = None if self.blocks is None else self.blocks.kept(lanes)
@@ -202,53 +202,6 @@ def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
         return p @ v
     met = (p > 0).to(p.dtype) @ (~finite).to(p.dtype) > 0
     return torch.where(met, p @ v, p @ torch.where(finite, v, 0.0))
-
-
-@dataclass(frozen=True)
-class _Rounding:
-    """Which dtype each value is rounded to on its way; `work` is what it is computed in."""
-
-    work: torch.dtype
-    score: torch.dtype | None
-    weight: torch.dtype | None
-    out: torch.dtype
-    tf32: bool = False
-
-    @classmethod
-    def of(cls, precision: Precision, q: Tensor, v: Tensor) -> _Rounding:
-        if precision is Precision.ORACLE:
-            return cls(torch.float64, None, None, torch.float64)
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if precision is Precision.WORKING:
-            return cls(work, None, None, q.dtype)
-        # No kernel keeps scores in eight bits, so fp8 rounds P alone.
-        score = q.dtype if q.dtype.itemsize > 1 else None
-        tf32 = (
-            q.is_cuda
-            and q.dtype == torch.float32
-            and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        )
-        return cls(work, score, v.dtype, q.dtype, tf32)
-
-    def load(self, x: Tensor) -> Tensor:
-        return self._tf32(x.to(self.work))
-
-    def scores(self, x: Tensor) -> Tensor:
-        # The error is relative: rounding after the scale is the same, and fp16 does not overflow.
-        return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
-
-    def weights(self, p: Tensor) -> Tensor:
-        return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
-
-    def store(self, x: Tensor) -> Tensor:
-        return x.to(self.out)
-
-    def _tf32(self, x: Tensor) -> Tensor:
-        if not self.tf32:
-            return x
-        # Veltkamp's split: keeps 11 bits of significand, and autograd can follow it.
-        split = x * (2.0**13 + 1)
-        return split - (split - x)
 
 
 @dataclass(frozen=True)

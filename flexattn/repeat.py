@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import checks
 from flexattn.cache.store import generation
+from flexattn.descales import Descales
 from flexattn.launch import Launch, Outputs
 from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
@@ -44,6 +45,14 @@ class Arguments(NamedTuple):
     kernel_options: Mapping[str, Any] | None
     return_aux: AuxRequest | None
     sinks: Tensor | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+    @property
+    def descales(self) -> Descales:
+        """The factors of fp8 inputs."""
+        return Descales(self.q_descale, self.k_descale, self.v_descale)
 
 
 class _Score(NamedTuple):
@@ -96,7 +105,7 @@ def recall(given: Arguments) -> Outputs | None:
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):
         return None
-    return found.launch.run(*given[:3], found.scale, found.rest, given.sinks)
+    return found.launch.run(*given[:3], found.scale, found.rest, given.sinks, given.descales)
 
 
 def _holds(found: _Seen, given: Arguments) -> bool:
@@ -154,9 +163,13 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     q, k, v = given[:3]
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
-    sinks, options = given.sinks, given.kernel_options
+    sinks, options, factors = given.sinks, given.kernel_options, None
     if sinks is not None and type(sinks) not in (Tensor, Parameter):
         return None
+    if not given.q_descale is given.k_descale is given.v_descale is None:
+        if any(x is not None and type(x) is not Tensor for x in given.descales):
+            return None
+        factors = given.descales.facts()
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(),
@@ -165,6 +178,7 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
         given.return_lse, given.return_aux, repr(options) if options else None,
         None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
         q.dtype == torch.float32 and checks.tf32_allowed(q),
+        factors,
     )  # fmt: skip
 
 
@@ -172,5 +186,7 @@ def _wants_grad(found: _Seen, given: Arguments) -> bool:
     if given.query.requires_grad or given.key.requires_grad or given.value.requires_grad:
         return True
     if given.sinks is not None and given.sinks.requires_grad:
+        return True
+    if given.descales.requires_grad():
         return True
     return found.score is not None and found.score.witness.requires_grad()

@@ -10,7 +10,9 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
+from flexattn.descales import Descales
 from flexattn.measure.gate import judge
+from flexattn.problem import out_dtype
 from flexattn.reference import Precision, Reference, attention
 
 PREFILL, DECODE = {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}
@@ -62,9 +64,12 @@ def assert_accurate(q, k, v, *, kernel_options=None, max_scores=True, **call):
 
 def assert_judged(got, q, k, v, **call):
     """Hold (out, lse, max_scores) to the float64 oracle, within the reference run's budget."""
-    oracle = attention(q, k, v, precision=Precision.ORACLE, **call)
-    rounded = attention(q, k, v, precision=Precision.ROUNDED, **call)
-    verdict = judge(got, oracle, rounded, q.dtype)
+    factors = Descales(*(call.pop(f"{x}_descale", None) for x in "qkv"))
+    oracle, rounded = (
+        attention(q, k, v, descales=factors, precision=precision, **call)
+        for precision in (Precision.ORACLE, Precision.ROUNDED)
+    )
+    verdict = judge(got, oracle, rounded, out_dtype(q.dtype))
     assert verdict.passed, verdict.message()
 
 

@@ -1,8 +1,9 @@
 """The accuracy rule: the tests' tolerance and the tuner's gate are this one function.
 
 An error may be twice that of the reference run plus one unit in the last place of the output's
-dtype, for the maximum and for the root mean square alike. What no tolerance can excuse is a fault:
-a wrong shape or dtype, NaN, a misplaced infinity, a fully masked row that is not zero.
+dtype, for the maximum and for the root mean square alike; rounding.py has how the reference run
+rounds, of e4m3 too. What no tolerance can excuse is a fault: a wrong shape or dtype, NaN, a
+misplaced infinity, a fully masked row that is not zero.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.problem import DTYPES, Problem
+from flexattn.problem import DTYPES, FP8, Problem
 
 __all__ = ["make_inputs", "make_sinks"]
 
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+_TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}
 
 
 def make_inputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,6 +55,7 @@ def _normal(
     width = dim * step + offset
     if aligned:
         width = -(-width // per_line) * per_line
-    rows = torch.empty((*shape[:-1], width), dtype=dtype, device=draw.device)
-    rows.normal_(generator=draw)
+    drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    rows = torch.empty((*shape[:-1], width), dtype=drawn, device=draw.device)
+    rows = rows.normal_(generator=draw).to(dtype)
     return rows[..., offset : offset + dim * step : step]

@@ -13,7 +13,7 @@ from flexattn.launch import Lists
 from flexattn.measure.gate import Triple, Verdict, judge
 from flexattn.measure.slices import MaskMod, ScoreMod, Slices
 from flexattn.mods import Bound
-from flexattn.problem import Sparsity
+from flexattn.problem import Sparsity, out_dtype
 from flexattn.reference import Precision, Reference, attention, dense_blocks
 from flexattn.render.torch_printer import evaluate
 
@@ -60,7 +60,7 @@ def oracle(
 
     with torch.no_grad():
         exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)
-    return lambda got: judge(got, exact, rounded, q.dtype)
+    return lambda got: judge(got, exact, rounded, out_dtype(q.dtype))
 
 
 def score_callable(bound: Bound) -> ScoreMod:

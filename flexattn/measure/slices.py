@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from flexattn.descales import NO_DESCALES, Descales
 from flexattn.measure.gate import Triple, Verdict, judge
+from flexattn.problem import out_dtype
 from flexattn.reference import Precision, Reference, attention
 
 __all__ = ["Slices"]
@@ -68,10 +70,11 @@ class Slices:
         mask_mod: MaskMod | None,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        descales: Descales = NO_DESCALES,
     ) -> Slices:
         """The slices of attention of q [B, Hq, L, E], k [B, Hkv, S, E], v [B, Hkv, S, Ev].
 
-        sinks: [Hq], or None.
+        sinks: [Hq], or None. descales: of fp8's heads.
         """
         runs = []
         group, kv_len = q.shape[1] // k.shape[1], k.shape[2]
@@ -90,12 +93,13 @@ class Slices:
                         block_mask=mask,
                         scale=scale,
                         sinks=None if sinks is None else sinks[place.h : place.h + 1],
+                        descales=_factors(descales, place, kv),
                         precision=precision,
                     )
                     for precision in (Precision.ORACLE, Precision.ROUNDED)
                 )
             runs.append((place, oracle, rounded))
-        return cls((*q.shape[:3], v.shape[-1]), q.dtype, tuple(runs))
+        return cls((*q.shape[:3], v.shape[-1]), out_dtype(q.dtype), tuple(runs))
 
     def judge(self, out: Tensor) -> Verdict:
         """As judge_all, of `out` [B, Hq, L, Ev] alone."""
@@ -115,6 +119,15 @@ class Slices:
             out, lse, maxima = [None if x is None else place.of(x) for x in got]
             verdicts.append(judge((out, lse, maxima), oracle, rounded, self.dtype))
         return max(verdicts, key=_badness)
+
+
+def _factors(descales: Descales, place: _Place, kv: slice) -> Descales:
+    """Those of one head."""
+    heads = (slice(place.h, place.h + 1), kv, kv)
+    b = slice(place.b, place.b + 1)
+    return Descales(
+        *(None if x is None else x[b, h] for x, h in zip(descales, heads, strict=True))
+    )
 
 
 def _badness(verdict: Verdict) -> tuple[int, float]:

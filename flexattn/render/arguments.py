@@ -36,6 +36,7 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
         found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
     found.append(Argument("sm_scale", "fp32"))
     found += _sinks(structure)
+    found += _descales(structure)
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
@@ -104,7 +105,7 @@ def _tensors(structure: Structure, config: Config) -> list[Argument]:
 
 
 def _outputs(structure: Structure) -> list[Argument]:
-    found = [Argument("OUT", f"*{signature_type(structure.dtype)}", 16)]
+    found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
     if structure.lse:
         found.append(Argument("LSE", "*fp32", 16))
     if structure.max_scores:
@@ -125,6 +126,14 @@ def _strides(structure: Structure) -> list[Argument]:
 
 def _sinks(structure: Structure) -> list[Argument]:
     return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
+
+
+def _descales(structure: Structure) -> list[Argument]:
+    """What the heads of q, k and v are multiplied by, each tensor with its strides."""
+    if not structure.fp8:
+        return []
+    found = [Argument(f"{tensor}_DESCALE", "*fp32") for tensor in "QKV"]
+    return found + [Argument(f"{x}_descale_{axis}", "i64") for x in "qkv" for axis in "bh"]
 
 
 def _sparse(structure: Structure, config: Config) -> list[Argument]:

@@ -261,8 +261,9 @@ def make_source(
 
 def traits_of(device: Device, structure: Structure) -> Traits:
     """How a structure's mods are printed for a device."""
-    half = structure.dtype in ("bfloat16", "float16")
-    fast = structure.tanh == "fast" or (structure.tanh == "auto" and structure.dtype == "bfloat16")
+    half = structure.out_dtype in ("bfloat16", "float16")
+    brief = structure.out_dtype == "bfloat16"
+    fast = structure.tanh == "fast" or (structure.tanh == "auto" and brief)
     return Traits(
         head_per_row=structure.kind == "decode",
         interpreted=device.backend == "interpreter",

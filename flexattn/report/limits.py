@@ -12,7 +12,7 @@ class Limits:
     """Dense peak rates in TFLOP/s by the type of the inputs, and memory bandwidth in TB/s.
 
     half: float16 and bfloat16 with fp32 sums. tf32: float32 inputs on matrix units. single:
-    float32 without them.
+    float32 without them. e4m3 is multiplied twice as fast as half, where it is at all.
     """
 
     half: float
@@ -22,6 +22,8 @@ class Limits:
 
     def peak(self, dtype: str, tf32: bool) -> float:
         """TFLOP/s for inputs of a dtype."""
+        if dtype == "float8_e4m3fn":
+            return 2 * self.half
         if dtype != "float32":
             return self.half
         return self.tf32 if tf32 else self.single

@@ -26,6 +26,8 @@ HOPPER_PREFILL: Language = "gluon"
 
 def language_for(structure: Structure, device: Device) -> Language:
     """Whose configs the static defaults start with."""
+    if structure.fp8:
+        return "gluon"
     if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
         return HOPPER_PREFILL if gluon.offered() else "triton"
     return "triton"
@@ -69,7 +71,7 @@ def default(problem: Problem, device: Device, language: Language | None = None) 
 def gluon_refused(problem: Problem, device: Device) -> str:
     """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
     refused = ""
-    if not gluon.offered():
+    if not gluon.offered() and not problem.structure.fp8:
         return f"its loops spill with another Triton than {gluon.KEPT}x"
     for config in preferences(problem, device, "gluon"):
         found = reasons(config, problem.structure, device)

@@ -70,6 +70,8 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     for each in table:
         if each.consumers > 2 and _moves(structure):
             continue  # each walks a part of its own of a run, and then begins no rows early
+        if structure.fp8:
+            each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
         found = replace(suited(each, structure), early_loads=not late)

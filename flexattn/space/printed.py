@@ -16,6 +16,7 @@ SHAPE = (
     ("order", "the order of {config} is none of those there are"),
 )
 FIT = (
+    ("dtype", "float8 is multiplied by the Gluon template alone, on Hopper"),
     ("mask block", "BLOCK_M={BLOCK_M} is wider than the mask's block of {mask_rows}"),
     ("mask block", "BLOCK_N={BLOCK_N} is wider than the mask's block of {mask_keys}"),
     ("tma", "use_tma: {arch} has no TMA"),
@@ -57,8 +58,9 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
 
 def fit(values: Sequence[int]) -> tuple[int, ...]:
     """Which of FIT hold."""
-    BLOCK_M, BLOCK_N, num_warps, _, _, use_tma, _, _, _, _, qk_padded, v_padded, qk_tiles, v_tiles, mask_rows, mask_keys, rows_cover, keys_cover, _, _, _, _, _, dense_layout, shared_limit, sm_registers, thread_registers, warp_size, has_tma, _, _, shared_memory, registers = values
+    BLOCK_M, BLOCK_N, num_warps, _, _, use_tma, _, itemsize, _, _, qk_padded, v_padded, qk_tiles, v_tiles, mask_rows, mask_keys, rows_cover, keys_cover, _, _, _, _, _, dense_layout, shared_limit, sm_registers, thread_registers, warp_size, has_tma, _, _, shared_memory, registers = values
     return (
+        (itemsize >= 2),
         (mask_rows == 0) or (BLOCK_M <= rows_cover),
         (mask_keys == 0) or (BLOCK_N <= keys_cover),
         has_tma or not use_tma,

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from math import floor
 
-NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
+NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
 SHAPE = (
     ("consumers", "consumers={consumers} is not between 1 and 3"),
     ("power of two", "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256"),
@@ -19,7 +19,8 @@ SHAPE = (
 FIT = (
     ("arch", "{arch} has no wgmma: the Gluon template is Hopper's"),
     ("prefill", "the Gluon template is for prefill"),
-    ("dtype", "the Gluon template multiplies float16 and bfloat16"),
+    ("dtype", "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn"),
+    ("fp8", "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and q_registers is 0"),
     ("head dimension", "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256"),
     ("head dimension", "head dimension {v_dim} is not one of 64, 96, 128, 256"),
     ("tma", "q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
@@ -36,9 +37,9 @@ WORTH = (
 
 def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
-    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
+    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, itemsize, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
     return (
-        ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 256*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 256*consumers*qk_padded + 128*consumers*v_padded + 1024) and (persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192))) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
+        ((2*BLOCK_N*num_stages*v_padded + 64*consumers*itemsize*qk_padded + 128*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*v_padded + 16*BLOCK_N + 64*consumers*itemsize*qk_padded + 128*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= 2*BLOCK_N*num_stages*v_padded + 16*BLOCK_N + 128*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)))) else (2*BLOCK_N*num_stages*v_padded + 128*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*v_padded + 16*BLOCK_N + 128*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192))) else (2*BLOCK_N*num_stages*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
         ((8) if scored else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/16)*q_held) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
     )
 
@@ -59,11 +60,12 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
 
 def fit(values: Sequence[int]) -> tuple[int, ...]:
     """Which of FIT hold."""
-    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, half, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
+    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, itemsize, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
     return (
         has_wgmma,
         not decodes,
-        half,
+        (itemsize <= 2),
+        (q_held == 0) and (qk_dim == v_dim) and (qk_dim != 192) or (itemsize > 1),
         (qk_dim == 64) or (qk_dim == 96) or (qk_dim == 128) or (qk_dim == 192) or (qk_dim == 256),
         (v_dim == 64) or (v_dim == 96) or (v_dim == 128) or (v_dim == 256),
         dense_layout,

@@ -63,7 +63,6 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     blocks = (0, 0, False)
     if sparsity is not None:
         blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
-    half = structure.dtype in ("float16", "bfloat16")
     facts = (
         structure.kind == "decode",
         structure.score is not None,
@@ -74,7 +73,7 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
     held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
-    return (half, qk, v, *held, *blocks, *facts, *limits)
+    return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
 
 
 def _columns(head_dim: int) -> int:

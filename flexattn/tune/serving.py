@@ -100,7 +100,11 @@ def serving_task(
     if kv is None:
         raise InputError(f"kv_dtype {kv_dtype!r}", f"it is one of {', '.join(named)}")
     q_lens, kv_lens = batch_lengths(lengths, shape.B, shape.q_len, shape.kv_len)
-    wide = {name: each for each, name in DTYPES.items()}[dtype]
+    widths = {name: each for each, name in DTYPES.items()}
+    if dtype not in widths:
+        rule = f"queries of a plan are {', '.join(widths)}"
+        raise InputError(f"dtype {dtype!r}", rule, "say float8_e4m3fn in kv_dtype, for the cache")
+    wide = widths[dtype]
     maxima = Maxima(
         shape.B, shape.q_len, sum(q_lens) if lengths == "mixed" else 0, shape.kv_len, shape.Hq,
         shape.Hkv, shape.D, shape.Dv, wide, kv, page, layout,

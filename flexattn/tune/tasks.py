@@ -21,7 +21,7 @@ from flexattn.mods import Bound, bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load, role_of
-from flexattn.problem import kind_for, make_problem
+from flexattn.problem import FP8, kind_for, make_problem
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
 
@@ -101,7 +101,9 @@ def task_from(
         name = mask_class(block_mask)
         lists = Lists.of(block_mask)
         sparsity = lists.sparsity(row.block_size, shape.Hq // shape.Hkv)
-    kind = row.kind or kind_for(shape.q_len, shape.kv_len, shape.B, shape.Hq, device.num_sms)[0]
+    sizes = shape.q_len, shape.kv_len, shape.B, shape.Hq
+    fp8 = row.dtype in FP8.values()
+    kind = row.kind or kind_for(*sizes, device.num_sms, fp8)[0]
     scale = checks.check_scale(row.scale, shape.D)
     tf32 = row.dtype == "float32" and device.backend == "cuda"
     problem = make_problem(
@@ -114,7 +116,7 @@ def task_from(
         mask_class=name,
         tf32=tf32 and torch.backends.cuda.matmul.allow_tf32,
         positive_scale=scale > 0,
-        sinks=row.dtype if row.sinks else "",
+        sinks="" if not row.sinks else "bfloat16" if fp8 else row.dtype,
     )
     return Task(
         row.title, problem, device, policy_for(kind, device, row.policy), scale, score, mask, lists

@@ -88,6 +88,26 @@ def test_default_config(D, Dv, mods):
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
 
 
+FP8 = [(D, mods) for D in (64, 96, 128, 256) for mods in MODS if (D, D, mods) != REFUSED]
+
+
+@pytest.mark.parametrize(("D", "mods"), FP8)
+def test_fp8(D, mods):
+    wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
+    assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
+
+
+def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
+    wanted = problem("prefill", 128, dtype="float8_e4m3fn")
+    config = replace(default(wanted, H200, "gluon"), schedule="grid")
+    text = compile_source(render(wanted.structure, config, H200, "test"), H200).asm["ptx"]
+    scores, values = (
+        text.count(f"wgmma.mma_async.sync.aligned.m64n128{what}")
+        for what in ("k32.f32.e4m3.e4m3", "k16.f32.bf16.bf16")
+    )
+    assert scores and scores * 2 == values
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_both_dtypes(dtype):
     wanted = problem("prefill", 128, dtype=dtype)

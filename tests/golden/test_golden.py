@@ -99,6 +99,9 @@ GOLDENS = {
     "gluon_relative_bias": lambda: kernel(
         replace(HOPPER, early_loads=False), score_mod=relative_bias(torch.zeros(32, 64), 32)
     ),
+    "gluon_fp8_causal_sinks": lambda: kernel(
+        TAKEN, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
+    ),
     "decode_noop": lambda: kernel(DECODE, "decode"),
     "decode_alibi_document": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())

@@ -51,12 +51,15 @@ EDGES = {
     "masks": {"lazy_mask"},
     "visual": {"block_kinds"},
     "options": {"space"},
-    "checks": {"problem"},
+    "checks": {"problem", "descales"},
     "dispatch": {"cache", "build", "options"},
-    "launch": {"dispatch", "runs"},
+    # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
+    "descales": set(),
+    "launch": {"dispatch", "runs", "descales"},
     "training": set(),
     "sinks": set(),
-    "reference": {"sinks"},
+    "rounding": {"problem"},
+    "reference": {"sinks", "descales", "rounding"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"launch", "reference", "serving"},
     # What a kernel takes and whose code it shares is known before it is timed.

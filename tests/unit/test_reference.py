@@ -11,6 +11,7 @@ from flexattn import reference
 from flexattn.catalogue import CASES, Built, case, causal, padding
 from flexattn.errors import InputError
 from flexattn.reference import Precision, attention
+from flexattn.rounding import Rounding
 
 B, L, S, E, EV = 2, 37, 53, 16, 24
 EAGER = [c for c in CASES if c.torch_eager]
@@ -245,7 +246,7 @@ def test_scores_reach_the_mod_in_working_precision():
 
 
 def test_tf32_keeps_ten_bits():
-    rounding = reference._Rounding(torch.float32, None, None, torch.float32, tf32=True)
+    rounding = Rounding(torch.float32, None, None, torch.float32, tf32=True)
     x = torch.randn(4001, generator=torch.Generator().manual_seed(0))
     bits = rounding.load(x).view(torch.int32)
     assert not (bits & 0x1FFF).any()

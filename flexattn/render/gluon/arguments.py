@@ -6,7 +6,7 @@ from flexattn.problem import Structure
 from flexattn.render.arguments import Argument
 from flexattn.render.arguments import arguments as triton_arguments
 from flexattn.render.gluon.tiles import tiles_of
-from flexattn.render.triton_ops import signature_type
+from flexattn.render.triton_ops import signature_type, triton_type
 from flexattn.space.config import PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
 
@@ -34,7 +34,9 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
         if argument.name in described:
-            argument = _descriptor(argument.name, structure.dtype, *described[argument.name])
+            # Of fp8, V comes in the output's dtype.
+            dtype = structure.dtype if argument.name in "QK" else structure.out_dtype
+            argument = _descriptor(argument.name, dtype, *described[argument.name])
         found.append(argument)
         if argument.name == "num_tiles":
             found.append(Argument("num_units", "i32"))
@@ -43,12 +45,13 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     return tuple(found)
 
 
-def consumer_arguments(found: tuple[Argument, ...], noted: bool) -> list[str]:
+def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
     """What the consumers take from the kernel beside descriptors and shared memory.
 
-    noted: the loading warp tells them where their unit lies.
+    noted: the loading warp tells them where their unit lies. fp8: they read a head's factors.
     """
-    left = (*_STRIDES, *_LISTS, *(("num_", "group") if noted else ()))
+    told = () if not noted else ("num_",) if fp8 else ("num_", "group")
+    left = (*_STRIDES, *_LISTS, *told)
     return [
         argument.name
         for argument in found
@@ -67,5 +70,5 @@ def _descriptor(name: str, dtype: str, rows: int, width: int) -> Argument:
 
     element = signature_type(dtype)
     shape = [1, 1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, dtype))
+    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, triton_type(dtype)[3:]))
     return Argument(name, f"tensordesc<{element}{shape},{layout!r}>")

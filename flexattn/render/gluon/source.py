@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
@@ -63,7 +63,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
-        "V_TYPE": gluon_text(triton_type(structure.dtype)),
+        "V_TYPE": gluon_text(triton_type(structure.out_dtype)),
     }
     if sparsity is not None:
         settings |= {
@@ -96,7 +96,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     context = {
         **mods,
         "hoisted": hoisted,
-        "hoists_early": chained and bool(used) and not by_row,
+        # Nor what of an fp8 unit depends on its heads' factors.
+        "hoists_early": chained and bool(used) and not by_row and not structure.fp8,
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
@@ -128,10 +129,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "q_registers": config.q_registers,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
+        "v_itemsize": ITEMSIZE[structure.out_dtype],
+        "fp8": structure.fp8,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted),
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
         "producer_arguments": producer_arguments(found),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.problem import Structure
+from flexattn.problem import ITEMSIZE, Structure
 from flexattn.space.gluon_config import GluonPrefillConfig
 from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
@@ -76,7 +76,7 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
     A persistent block then loads the next Q while the last output leaves.
     """
     tiles = tiles_of(structure, config)
-    if tiles.qk_width != tiles.out_width:
+    if structure.fp8 or tiles.qk_width != tiles.out_width:
         return True
     if tiles.out_chunks > 1:
         return False
@@ -94,10 +94,11 @@ def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) ->
 
 def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
-    keys = config.num_stages * config.BLOCK_N * (tiles.qk_padded + tiles.v_width)
+    held = config.num_stages * config.BLOCK_N
     # What a mod reads for keys passes through shared memory to the threads that use it.
     told = 16 * config.BLOCK_N if loads_by_key(structure) or loads_diagonals(structure) else 0
-    return structure.itemsize * (config.BLOCK_M * tiles.qk_padded + keys) + told + _REST
+    keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
+    return keys + ITEMSIZE[structure.out_dtype] * held * tiles.v_width + told + _REST
 
 
 def _query(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -105,7 +106,7 @@ def _query(structure: Structure, config: GluonPrefillConfig) -> int:
 
 
 def _output(structure: Structure, config: GluonPrefillConfig) -> int:
-    return structure.itemsize * config.BLOCK_M * tiles_of(structure, config).v_width
+    return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles_of(structure, config).v_width
 
 
 def _power(value: int) -> int:

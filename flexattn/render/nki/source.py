@@ -81,6 +81,12 @@ def print_mods(problem: Problem, config: NkiConfig, target: str) -> Mods:
             "kernels for Neuron have no sinks",
             "leave them out, and rescale out by sigmoid(lse - sink)",
         )
+    if structure.fp8:
+        raise UnsupportedError(
+            f"float8_e4m3fn on {target}",
+            "kernels for Neuron multiply float16, bfloat16 and float32",
+            "multiply q, k and v by their descales and pass them in bfloat16",
+        )
     packed = structure.kind == "decode"
     lengths = (problem.q_len, problem.kv_len)
     pools = Pools(keys_first=config.form == "st")

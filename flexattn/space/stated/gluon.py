@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Expr, Max, Mod, Not, Or, Piecewise, Rational, Symbol, floor, symbols
+from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Rational, Symbol, floor, symbols
 
 from flexattn.space.stated.inequalities import Inequality
 
@@ -19,13 +19,14 @@ CONFIG = (
     "ping_pong persistent known_words section q_held"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
-# for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
+# for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
+# of v and of the output is 2.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 PROBLEM = (
-    half, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
+    itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout,
 ) = symbols(
-    "half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
+    "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
     "decodes scored loads_keys loads_tile dense_layout"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
@@ -55,18 +56,19 @@ def _shared_memory() -> Expr:
     one is multiplied, if there is room for both.
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
-    keys = num_stages * BLOCK_N * (qk_padded + v_padded)
+    keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
-    shared = ITEMSIZE * (q_tile + keys) + read + SHARED_SLACK
+    shared = itemsize * (q_tile + keys) + ITEMSIZE * values + read + SHARED_SLACK
     apart = shared + ITEMSIZE * out_tile
     # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
     parts = Eq(qk_padded, 192)
-    through_q = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    through_q = And(fits, Eq(itemsize, ITEMSIZE))
     two_parts = And(parts, Eq(v_padded, 128))
     early = And(persistent, apart <= shared_limit, Not(two_parts))
     alone = Or(Not(through_q), early)
-    twice = apart + ITEMSIZE * q_tile
+    twice = apart + itemsize * q_tile
     both = And(alone, persistent, twice <= shared_limit)
     return Piecewise((twice, both), (apart, alone), (shared, True))
 
@@ -149,7 +151,18 @@ SHAPE: tuple[Inequality, ...] = (
 FIT: tuple[Inequality, ...] = (
     Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
     Inequality("prefill", Not(decodes), "the Gluon template is for prefill"),
-    Inequality("dtype", half, "the Gluon template multiplies float16 and bfloat16"),
+    Inequality(
+        "dtype",
+        itemsize <= 2,
+        "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
+    ),
+    # What nobody has run in eight bits: Q in parts, or in registers.
+    Inequality(
+        "fp8",
+        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_held, 0))),
+        "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
+        "and q_registers is 0",
+    ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
     Inequality(

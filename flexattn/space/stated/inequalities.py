@@ -13,6 +13,7 @@ from flexattn.space.stated.symbols import (
     decodes,
     dense_layout,
     has_tma,
+    itemsize,
     keys_cover,
     known_order,
     mask_keys,
@@ -80,6 +81,11 @@ SHAPE: tuple[Inequality, ...] = (
 )
 # A tile never spans two blocks of a mask; it may cover one that no tile divides.
 FIT: tuple[Inequality, ...] = (
+    Inequality(
+        "dtype",
+        itemsize >= 2,
+        "float8 is multiplied by the Gluon template alone, on Hopper",
+    ),
     Inequality(
         "mask block",
         Or(Eq(mask_rows, 0), BLOCK_M <= rows_cover),

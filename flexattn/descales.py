@@ -1,0 +1,47 @@
+"""Descales: what the numbers of each head of q, k and v stand for, where these have 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["NO_DESCALES", "Descales", "descaled"]
+
+
+class Descales(NamedTuple):
+    """Factors fp32, q [B, Hq], k and v [B or 1, Hkv]; None stands for ones."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def facts(self) -> tuple[Any, ...]:
+        """What a launch depends on beside their values."""
+        return tuple(
+            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self
+        )
+
+    def requires_grad(self) -> str:
+        """The name of the first that requires grad, or nothing."""
+        named = zip(self._fields, self, strict=True)
+        return next(
+            (f"{name}_descale" for name, x in named if x is not None and x.requires_grad), ""
+        )
+
+    def strides(self) -> list[int]:
+        """Between batches and heads, 0 where there is one of them."""
+        found = []
+        for x in self:
+            sizes = (1, 1) if x is None else x.shape
+            steps = (0, 0) if x is None else x.stride()
+            found += [0 if n == 1 else step for n, step in zip(sizes, steps, strict=True)]
+        return found
+
+
+NO_DESCALES = Descales()
+
+
+def descaled(x: Tensor, descale: Tensor | None) -> Tensor:
+    """x [B, H, S, D] times its head's factor."""
+    return x if descale is None else x * descale.to(x.dtype)[..., None, None]

@@ -1,0 +1,77 @@
+"""How the oracle, the reference run and the CPU path round: what the accuracy rule is made of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexattn.problem import FP8, out_dtype
+
+__all__ = ["Precision", "Rounding"]
+
+
+class Precision(enum.Enum):
+    """How a run rounds: see the accuracy rule.
+
+    ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
+    QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
+    e4m3 they are rounded to bfloat16, the output's dtype, as for what the numbers stand for.
+    WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
+    bfloat16 for e4m3.
+    """
+
+    ORACLE = "oracle"
+    ROUNDED = "rounded"
+    WORKING = "working"
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Which dtype each value is rounded to on its way; `work` is what it is computed in."""
+
+    work: torch.dtype
+    score: torch.dtype | None
+    weight: torch.dtype | None
+    out: torch.dtype
+    tf32: bool = False
+
+    @classmethod
+    def of(cls, precision: Precision, q: Tensor, v: Tensor) -> Rounding:
+        if precision is Precision.ORACLE:
+            return cls(torch.float64, None, None, torch.float64)
+        work = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if precision is Precision.WORKING:
+            return cls(work, None, None, out_dtype(q.dtype))
+        # No kernel keeps scores in eight bits.
+        score = out_dtype(q.dtype) if q.dtype.itemsize > 1 or q.dtype in FP8 else None
+        tf32 = (
+            q.is_cuda
+            and q.dtype == torch.float32
+            and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        )
+        return cls(work, score, out_dtype(v.dtype), out_dtype(q.dtype), tf32)
+
+    def load(self, x: Tensor) -> Tensor:
+        if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere
+            x = x.float()
+        return self._tf32(x.to(self.work))
+
+    def scores(self, x: Tensor) -> Tensor:
+        # The error is relative: rounding after the scale is the same, and fp16 does not overflow.
+        return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
+
+    def weights(self, p: Tensor) -> Tensor:
+        return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
+
+    def store(self, x: Tensor) -> Tensor:
+        return x.to(self.out)
+
+    def _tf32(self, x: Tensor) -> Tensor:
+        if not self.tf32:
+            return x
+        # Veltkamp's split: keeps 11 bits of significand, and autograd can follow it.
+        split = x * (2.0**13 + 1)
+        return split - (split - x)
