@@ -124,9 +124,10 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
-    parts: tuple[int, ...] = (0, columns // 2, columns) if every and columns >= 128 else (0,)
-    if columns == 256:
-        parts = (0, 128)
+    parts = (0, 128) if columns == 256 else (0,)
+    if every and columns == 128:
+        for each in preferences(structure):
+            yield from (replace(each, q_registers=part) for part in (64, 128))
     early = (True, False) if loads_early(structure) else (True,)
     if loads_tiles(structure):
         early = (False,)
