@@ -74,7 +74,8 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
             each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
-        found = replace(suited(each, structure), early_loads=not late)
+        found = suited(each, structure)
+        found = replace(found, early_loads=not late, watched=not structure.fp8)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
             found = replace(found, q_registers=0)
