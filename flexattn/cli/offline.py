@@ -116,6 +116,7 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
     if config.registers != CONSUMER_REGISTERS.get(config.consumers):
         parts.append(f"r{config.registers}")
+    parts += [f"q{config.q_registers}"] * (config.q_registers > 0)
     parts += ["turns"] * config.ping_pong + [config.schedule] * (config.schedule != "grid")
     if config.order != "last":
         parts.append(config.order + str(config.section) * (config.order == "sections"))

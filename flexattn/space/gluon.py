@@ -45,11 +45,16 @@ def offered() -> bool:
 
 
 def config(
-    consumers: int, width: int, stages: int, schedule: Schedule = "grid"
+    consumers: int, width: int, stages: int, schedule: Schedule = "grid", held: int = 0
 ) -> GluonPrefillConfig:
     """A config with the registers that its number of consumers leaves each of them."""
     return GluonPrefillConfig(
-        consumers, width, stages, CONSUMER_REGISTERS[consumers], schedule=schedule
+        consumers,
+        width,
+        stages,
+        CONSUMER_REGISTERS[consumers],
+        schedule=schedule,
+        q_registers=held,
     )
 
 
@@ -64,6 +69,9 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
         found = replace(suited(each, structure), early_loads=not late)
+        if structure.sparsity is not None and not structure.sparsity.runs:
+            # Walking lists takes the registers that a part of Q would.
+            found = replace(found, q_registers=0)
         if structure.sparsity is not None:
             # A mask makes some tiles longer: the longest start first, and none waits for a block.
             section = EVERY_HEAD if _moves(structure) else found.section
@@ -93,7 +101,7 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
     (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
-    (256, (config(2, 64, 2), config(2, 32, 2))),
+    (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
 )
 
 
@@ -107,11 +115,15 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
+    columns = structure.head_dim_qk
+    parts: tuple[int, ...] = (0, columns // 2, columns) if every and columns >= 128 else (0,)
+    if columns == 256:
+        parts = (0, 128)
     early = (True, False) if loads_early(structure) else (True,)
     if loads_tiles(structure):
         early = (False,)
-    for consumers, width, stages in product(counts, widths, depths):
-        tile = suited(config(consumers, width, stages), structure)
+    for consumers, width, stages, held in product(counts, widths, depths, parts):
+        tile = suited(config(consumers, width, stages, held=held), structure)
         turns = (False, True) if tile.consumers > 1 else (False,)
         schedules: tuple[Schedule, ...] = ("grid", "dynamic")
         if every:

@@ -39,6 +39,8 @@ class GluonPrefillConfig:
     next that is left. order: as in PrefillConfig; "sections": `section` heads at a time, their
     last rows first, so that the keys of a section stay in L2; "alternate": as "last", every other
     head the other way round. early_loads: as in PrefillConfig.
+    q_registers: columns of Q that a consumer keeps in registers, from which its products then read
+    them: what shared memory can hand out in a cycle is the limit where heads are wide.
     """
 
     consumers: int
@@ -50,6 +52,7 @@ class GluonPrefillConfig:
     order: GluonOrder = "last"
     section: int = 8
     early_loads: bool = True
+    q_registers: int = 0
 
     @property
     def BLOCK_M(self) -> int:

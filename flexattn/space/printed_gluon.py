@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from math import floor
 
-NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
+NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held half qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
 SHAPE = (
     ("consumers", "consumers={consumers} is not between 1 and 3"),
     ("power of two", "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256"),
@@ -23,6 +23,7 @@ FIT = (
     ("head dimension", "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256"),
     ("head dimension", "head dimension {v_dim} is not one of 64, 96, 128, 256"),
     ("tma", "q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
+    ("q registers", "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them"),
     ("mask block", "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}"),
     ("mask block", "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}"),
     ("shared memory", "shared memory: about {shared_memory} bytes, {device} has {shared_limit}"),
@@ -35,10 +36,10 @@ WORTH = (
 
 def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
-    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
+    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, _, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
     return (
         ((2*BLOCK_N*num_stages*(qk_padded + v_padded) + 256*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 256*consumers*qk_padded + 128*consumers*v_padded + 1024) and (persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192))) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + 128*consumers*v_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024) if persistent and (shared_limit >= 2*BLOCK_N*num_stages*(qk_padded + v_padded) + 16*BLOCK_N + 128*consumers*qk_padded + 128*consumers*v_padded + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and (qk_padded != 192)) else (2*BLOCK_N*num_stages*(qk_padded + v_padded) + 128*consumers*qk_padded + ((16*BLOCK_N) if loads_keys else (0)) + 1024)),
-        ((8) if scored else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
+        ((8) if scored else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/16)*q_held) + floor((3/4)*BLOCK_N + (1/2)*v_padded) + 28,
     )
 
 
@@ -58,7 +59,7 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
 
 def fit(values: Sequence[int]) -> tuple[int, ...]:
     """Which of FIT hold."""
-    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, half, qk_dim, v_dim, _, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
+    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, half, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
     return (
         has_wgmma,
         not decodes,
@@ -66,6 +67,7 @@ def fit(values: Sequence[int]) -> tuple[int, ...]:
         (qk_dim == 64) or (qk_dim == 96) or (qk_dim == 128) or (qk_dim == 192) or (qk_dim == 256),
         (v_dim == 64) or (v_dim == 96) or (v_dim == 128) or (v_dim == 256),
         dense_layout,
+        ((2*q_held == qk_padded) and (q_held >= 64) or (q_held == qk_padded)) and (qk_padded != 192) or (q_held == 0),
         runs and ((mask_rows == 0) or (mask_rows % 64 == 0)) or (mask_rows == 0) or (mask_rows % max(1, 64*consumers) == 0),
         (mask_keys == 0) or (mask_keys % max(1, BLOCK_N) == 0),
         (shared_memory <= shared_limit),

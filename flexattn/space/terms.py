@@ -52,6 +52,7 @@ def _gluon_numbers(
         config.schedule != "grid",
         config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
         config.section,
+        config.q_registers,
         *_gluon_fixed(structure, device),
     )
 

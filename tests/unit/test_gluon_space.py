@@ -54,6 +54,8 @@ BREAKS = [
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
     ("tma", PLAIN, {"layout": STRIDED}, H200),
+    ("q registers", replace(PLAIN, q_registers=32), {}, H200),
+    ("q registers", replace(PLAIN, q_registers=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (64, 128)}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (128, 192)}, H200),
     ("shared memory", replace(PLAIN, num_stages=4), {}, H200),
@@ -67,6 +69,7 @@ configs = st.builds(
     st.sampled_from([160, 240]),
     st.booleans(),
     st.sampled_from(["grid", "static", "dynamic"]),
+    q_registers=st.sampled_from([0, 64, 128]),
 )
 cases = st.builds(
     problem,

@@ -69,6 +69,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         }
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if config.q_registers:
+        settings["Q_HELD"] = config.q_registers
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
@@ -81,7 +83,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "TURN": free_v - config.num_stages - slots - config.consumers,
     }
     # Consumers that walk different tiles end a unit at different ones.
-    chained = slots > 1 and runs < 2 and tiles.v_width <= 128
+    # What is kept of Q in registers is that of the unit at hand.
+    chained = slots > 1 and runs < 2 and tiles.v_width <= 128 and not config.q_registers
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
@@ -115,6 +118,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "num_stages": config.num_stages,
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
+        "q_registers": config.q_registers,
         "rescale_first": tiles.v_width > 128,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,

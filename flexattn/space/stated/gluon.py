@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Expr, Max, Mod, Not, Or, Piecewise, Symbol, floor, symbols
+from sympy import And, Eq, Expr, Max, Mod, Not, Or, Piecewise, Rational, Symbol, floor, symbols
 
 from flexattn.space.stated.inequalities import Inequality
 
@@ -13,10 +13,10 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section,
+    ping_pong, persistent, known_words, section, q_held,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section"
+    "ping_pong persistent known_words section q_held"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. half: fp16 or bf16.
@@ -39,6 +39,8 @@ ROWS, THREADS, ITEMSIZE = 64, 128, 2
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
+# Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
+HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, what synchronises its own programs is not ours.
@@ -87,7 +89,8 @@ def _registers() -> Expr:
         (0, True),
     )
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
-    return floor(made) + REGISTER_SLACK + mods + gathered
+    held = floor(HELD_REGISTERS * q_held)
+    return floor(made) + REGISTER_SLACK + held + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
@@ -157,6 +160,18 @@ FIT: tuple[Inequality, ...] = (
         "tma",
         dense_layout,
         "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+    ),
+    # Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle.
+    Inequality(
+        "q registers",
+        Or(
+            Eq(q_held, 0),
+            And(
+                Not(Eq(qk_padded, 192)),
+                Or(Eq(q_held, qk_padded), And(Eq(2 * q_held, qk_padded), q_held >= 64)),
+            ),
+        ),
+        "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
