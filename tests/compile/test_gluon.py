@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
 from flexattn.catalogue import CASES as WHOLE
-from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.cuda_launch import RANK
 from flexattn.device import named
 from flexattn.errors import ConfigError
@@ -38,6 +39,7 @@ MODS = {
     "lists": {"mask_mod": causal},
     "window_softcap": {"score_mod": softcap(50.0), "mask_mod": sliding_window(1000), "runs": True},
     "alibi_causal": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
+    "documents": {"mask_mod": and_masks(document(torch.zeros(8).int()), causal), "runs": True},
     "relative_causal": {"score_mod": RELATIVE, "mask_mod": causal, "runs": True},
     "relative_lists": {"score_mod": RELATIVE, "mask_mod": causal},
 }

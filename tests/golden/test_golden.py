@@ -96,6 +96,19 @@ GOLDENS = {
     "gluon_runs_alibi": lambda: kernel(
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
     ),
+    "gluon_runs_document": lambda: kernel(
+        replace(HOPPER, schedule="dynamic"),
+        mask_mod=and_masks(document(torch.zeros(8).int()), causal),
+        runs=True,
+        lse=False,
+    ),
+    "gluon_256_window": lambda: kernel(
+        replace(HOPPER, BLOCK_N=64, schedule="dynamic"),
+        D=256,
+        mask_mod=sliding_window(1024),
+        runs=True,
+        lse=False,
+    ),
     "gluon_relative_bias": lambda: kernel(
         replace(HOPPER, early_loads=False), score_mod=relative_bias(torch.zeros(32, 64), 32)
     ),

@@ -1,5 +1,6 @@
 """The Gluon template's configs: rules that break alone, where it serves, what is said of it."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.problem import Layout
 from flexattn.render.gluon.tiles import shared_memory
+from flexattn.render.kernel import render
 from flexattn.space import gluon
 from flexattn.space.config import GluonPrefillConfig, language_of
 from flexattn.space.defaults import default, gluon_refused, preferences
@@ -131,6 +133,23 @@ def test_the_space_and_the_kernel_count_the_same_shared_memory(case, config):
     if not violated(config, case.structure, H200):
         counted = shared_memory(case.structure, config, H200)
         assert estimates(config, case.structure, H200)[0] == counted
+
+
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
+    """It takes one for all, one to hand out work, and one for each program beside the first."""
+    wanted = problem(D=64, mask_mod=mask, runs=mask is not None)
+    found = {
+        (each.consumers, each.num_stages, each.ping_pong, each.schedule): each
+        for each in space(wanted, H200, "exhaustive")
+        if isinstance(each, GluonPrefillConfig)
+    }
+    assert found
+    for config in found.values():
+        text = render(wanted.structure, config, H200, "test").text
+        ids = dict(re.findall(r"(?m)^(FREE_[KVQ]|TURN) = gl\.constexpr\((\d+)\)", text))
+        lowest = int(ids["TURN" if "def pass_turn" in text else "FREE_Q"])
+        assert lowest >= 2 + config.consumers, config
 
 
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])

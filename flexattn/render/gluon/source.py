@@ -51,6 +51,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
+    persistent, apart = config.schedule != "grid", own_output(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
     # A maximum that is returned is exact, and weights of 8 bits hold no more than 448.
@@ -107,10 +108,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "has_full": sparsity is not None and sparsity.has_full,
         "order": config.order,
         "schedule": config.schedule,
-        "persistent": config.schedule != "grid",
-        "own_output": own_output(structure, config, device),
+        "persistent": persistent,
+        "own_output": apart,
         "q_slots": slots,
         "chained": chained,
+        "released_early": persistent and apart and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,

@@ -22,7 +22,8 @@ class Tiles:
 
     qk_width: head dimensions of one copy of Q or K; a tile is cut into qk_chunks of them where its
     width is no power of two. v_width: of one copy of V.
-    out_chunks: copies of the output, which leaves through tiles like those of Q.
+    out_chunks: copies of the output, which leaves through tiles like those of Q, or through one
+    after the other where a persistent block has no room for more.
     """
 
     qk_width: int
@@ -46,7 +47,7 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
         return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    return Tiles(qk, 1, v, 1)
+    return Tiles(qk, 1, v, 2 if qk == v == 256 and config.schedule != "grid" else 1)
 
 
 def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -106,7 +107,9 @@ def _query(structure: Structure, config: GluonPrefillConfig) -> int:
 
 
 def _output(structure: Structure, config: GluonPrefillConfig) -> int:
-    return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles_of(structure, config).v_width
+    tiles = tiles_of(structure, config)
+    parts = tiles.out_chunks if tiles.qk_chunks == 1 else 1
+    return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles.v_width // parts
 
 
 def _power(value: int) -> int:

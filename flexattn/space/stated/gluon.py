@@ -60,10 +60,12 @@ def _shared_memory() -> Expr:
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
     shared = itemsize * (q_tile + keys) + ITEMSIZE * values + read + SHARED_SLACK
-    apart = shared + ITEMSIZE * out_tile
+    # An output of 256 columns leaves a persistent block in two halves.
+    halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
+    apart = shared + ITEMSIZE * Piecewise((out_tile / 2, halved), (out_tile, True))
     # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
     parts = Eq(qk_padded, 192)
-    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded)))
+    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded), Not(halved)))
     through_q = And(fits, Eq(itemsize, ITEMSIZE))
     two_parts = And(parts, Eq(v_padded, 128))
     early = And(persistent, apart <= shared_limit, Not(two_parts))
