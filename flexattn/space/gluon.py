@@ -16,7 +16,7 @@ from flexattn.space.gluon_config import (
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.space.terms import loads_early, loads_tiles
+from flexattn.space.terms import loads_by_key, loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["grid", "offered", "orders", "preferences", "section_of"]
@@ -75,7 +75,10 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         # What is held from before the scores are there takes registers that they need.
         late = loads_tiles(structure) or diagonal
         found = suited(each, structure)
-        found = replace(found, early_loads=not late, watched=not structure.fp8)
+        # Beside 256 columns what a mod reads leaves watching no registers.
+        reads = loads_by_key(structure) or loads_tiles(structure) or diagonal
+        watched = not structure.fp8 and not (widest > 192 and reads)
+        found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
             found = replace(found, q_registers=0)
