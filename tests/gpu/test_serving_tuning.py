@@ -28,7 +28,7 @@ def test_a_plan_is_served_by_what_was_tuned_for_it(lengths, tmp_path):
         "a plan", shape, "bfloat16", device, Policy(True, True, 8, 0.5), 0.125, None, None,
         page=16, lengths=lengths,
     )  # fmt: skip
-    with override(cache=(), cache_dir=tmp_path), Worker() as worker:
+    with override(cache=(), cache_dir=tmp_path, mode="replay"), Worker() as worker:
         record = tune(
             task, worker, lambda configs: build_task(task, configs),
             Method("quick", budget_s=5.0, rounds=2),
