@@ -72,8 +72,8 @@ def test_decode_that_transformers_compiles_says_the_same(name):
 def test_gradients_reach_every_weight():
     """Training is handed to torch's flex_attention, sinks and all.
 
-    Two of 24,576 gradients once differed by 2 % from the model's own, both in float32: which of the
-    two is off is for a model in float64 to say.
+    Two of 24,576 gradients once differed by 2 % from the model's own, both in float32: which of
+    the two is off is for a model in float64 to say.
     """
     ids, mask = prompts("cuda", 301)
     found = {}
