@@ -35,5 +35,4 @@ def source_lines(wanted: bool) -> Iterator[None]:
             with _lock:
                 _without -= 1
                 if not _without:
-                    # Not to False, which the environment's variable could not turn any more.
-                    del knobs.compilation.disable_line_info
+                    knobs.compilation.disable_line_info = False

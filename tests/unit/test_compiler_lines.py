@@ -8,8 +8,10 @@ from flexattn.compiler_lines import source_lines
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch):
-    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    # Triton writes what is set to the environment too.
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
     with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = False
         yield
 
 
@@ -40,8 +42,8 @@ def test_a_failure_turns_it_back():
     assert not knobs.compilation.disable_line_info
 
 
-def test_what_somebody_else_turned_stays(monkeypatch):
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+def test_what_somebody_else_turned_stays():
+    knobs.compilation.disable_line_info = True
     with source_lines(False):
         assert knobs.compilation.disable_line_info
     assert knobs.compilation.disable_line_info
