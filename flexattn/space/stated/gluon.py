@@ -40,6 +40,7 @@ ROWS, THREADS, ITEMSIZE = 64, 128, 2
 SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
+PARTS_REGISTERS = 16
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
@@ -90,7 +91,9 @@ def _registers() -> Expr:
     )
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
     held = floor(HELD_REGISTERS * q_held)
-    return floor(made) + REGISTER_SLACK + held + mods + gathered
+    # Tiles of 192 columns are three parts, each at an address of its own.
+    parts = Piecewise((PARTS_REGISTERS, Eq(qk_padded, 192)), (0, True))
+    return floor(made) + REGISTER_SLACK + held + parts + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
