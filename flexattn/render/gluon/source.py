@@ -87,8 +87,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "FREE_Q": free_v - config.num_stages - slots,
         "TURN": free_v - config.num_stages - slots - config.consumers,
     }
-    # Consumers that walk different tiles end a unit at different ones.
-    # What is kept of Q in registers is that of the unit at hand.
+    # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
+    # registers is that of the unit at hand.
     chained = slots > 1 and runs < 2 and tiles.v_width <= 128 and not config.q_registers
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
