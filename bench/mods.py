@@ -1,7 +1,8 @@
 """`python -m bench.mods`: what a mod costs, as a share of plain causal attention's rate.
 
-In each row, plain causal attention on the same tensors runs in the same interleaved race, in both of
-our templates and in torch. A share is the rate per useful element with the mod over that without: 1 is free.
+In each row, plain causal attention on the same tensors runs in the same interleaved race, in both
+of our templates and in torch. A share is the rate per useful element with the mod over that
+without: 1 is free.
 """
 
 from __future__ import annotations
