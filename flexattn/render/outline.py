@@ -90,7 +90,7 @@ def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) ->
     stored = [n for n in ast.walk(function) if isinstance(n, ast.Name) and not _loads(n)]
     parameters = {arg.arg for arg in function.args.args}
     local = parameters | {n.id for n in stored}
-    before = parameters | {n.id for n in stored if n.lineno <= loop.lineno}
+    before = _known_at(loop, function.body, parameters)
     assigned = {n.id for n in stored if loop.lineno < n.lineno <= end}
     needed: dict[str, None] = {}
     sure = _flow(loop.body, set(), needed)
@@ -110,6 +110,22 @@ def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) ->
     ]
     arguments += [name for name in results if name not in sure and name not in needed]
     return _Body(tuple(arguments), tuple(results))
+
+
+def _known_at(loop: ast.stmt, statements: Sequence[ast.stmt], known: set[str]) -> set[str]:
+    """What is surely assigned where the loop begins, among statements that hold it."""
+    for each in statements:
+        if each is loop:
+            break
+        if each.lineno < loop.lineno <= (each.end_lineno or 0):
+            assert isinstance(each, (ast.If, ast.For, ast.While))
+            known = known | (_names(each.target) if isinstance(each, ast.For) else set())
+            inner = each.body
+            if isinstance(each, ast.If) and each.orelse and each.orelse[0].lineno <= loop.lineno:
+                inner = each.orelse
+            return _known_at(loop, inner, known)
+        known = _flow([each], known, {})
+    return known
 
 
 def _sees(line: int, loops: Sequence[ast.For | ast.While]) -> bool:

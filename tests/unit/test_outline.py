@@ -56,6 +56,21 @@ def work(n):
         row += 1
     return rows, held
 """,
+    "sometimes": """
+@gluon.jit
+def work(n):
+    total = 0
+    for unit in range(n):  # body: one_unit
+        if unit > 2:
+            bound = unit
+            total += bound
+        for i in range(unit):  # body: one_tile
+            # Of its own: what the unit has is there in some units alone.
+            if i > 1:
+                bound = i
+                total += bound
+    return total
+""",
     "constant": """
 @gluon.jit
 def work(n, PART: gl.constexpr):
