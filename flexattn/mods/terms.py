@@ -21,7 +21,7 @@ from flexattn.mods.rules import (
 )
 from flexattn.mods.simplify import make
 
-__all__ = ["ALL", "Step", "Terms", "split", "whole"]
+__all__ = ["ALL", "SCORE", "Step", "Terms", "split", "whole"]
 
 ALL = frozenset(RULES)
 SCORE = Expr("var", VARS["score"], (), "score")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flexattn.mods.dependence import FREE, Reads, slope_of
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, times
 from flexattn.mods.simplify import make
-from flexattn.mods.terms import Terms
+from flexattn.mods.terms import SCORE, Terms
 from flexattn.problem import Captures, Structure
+from flexattn.render.printed_score import Fused, Limits, PrintedScore, Ramp
 from flexattn.render.triton_printer import Printed, Traits, View, print_mod
 
 __all__ = ["Limits", "PrintedScore", "print_score", "whole_score"]
@@ -18,74 +19,22 @@ __all__ = ["Limits", "PrintedScore", "print_score", "whole_score"]
 LOG2E = const(1.4426950216293335, FLOAT)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Which keys a prefill tile can need, where the score_mod's own mask says so.
-
-    lines: statements on row_start. first, last: the first key, and one past the last.
-    """
-
-    lines: tuple[str, ...]
-    first: str
-    last: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ramp:
-    """A column that rises by the same step from key to key: the tile's first key has `lift`.
-
-    step: a number before the loop. Both in base 2, texts.
-    """
-
-    step: str
-    lift: str
-
-
-@dataclass(frozen=True, slots=True)
-class PrintedScore:
-    """Statements of a score_mod, and of what it leaves for later.
-
-    hoisted: before the loop over keys. early: inside it, on the keys alone. body: after the
-    scores; it turns `qk`, the bare product, into base-2 scores, but for a factor `qk_scale` where
-    `folded`. strip: whether a vector of STRIP diagonals is read. rows: statements after the loop
-    whose last one is `shift`, what each row adds to its scores in base 2. empties: whether -inf
-    may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
-    softmax, instead of body; only with `folded`.
-    """
-
-    hoisted: tuple[str, ...]
-    early: tuple[str, ...]
-    body: tuple[str, ...]
-    folded: bool
-    strip: bool
-    rows: tuple[str, ...]
-    empties: bool
-    limits: Limits | None
-    ramp: Ramp | None = None
-
-    @property
-    def reads_keys(self) -> bool:
-        """Whether the tile's statements name the indices of its keys."""
-        return any("kv_idx" in line for line in (*self.early, *self.body))
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Every statement, in the order of the kernel."""
-        limits = self.limits.lines if self.limits else ()
-        return (*self.hoisted, *limits, *self.early, *self.body, *self.rows)
-
-
 def print_score(
-    structure: Structure, traits: Traits, even_columns: bool = False, ramps: bool = False
+    structure: Structure,
+    traits: Traits,
+    even_columns: bool = False,
+    ramps: bool = False,
+    fuses: bool = False,
 ) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
     even_columns: what is added grows evenly from key to key where it can, which a layout like that
     of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
+    fuses: its softmax adds columns, or caps scores, by itself.
     """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits, even_columns, ramps).run()
+    return _Score(structure, terms, traits, even_columns, ramps, fuses).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -101,10 +50,16 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
 
 class _Score:
     def __init__(
-        self, structure: Structure, terms: Terms, traits: Traits, even_columns: bool, ramps: bool
+        self,
+        structure: Structure,
+        terms: Terms,
+        traits: Traits,
+        even_columns: bool,
+        ramps: bool,
+        fuses: bool,
     ) -> None:
         assert structure.score is not None
-        self.even_columns, self.ramps = even_columns, ramps
+        self.even_columns, self.ramps, self.fuses = even_columns, ramps, fuses
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.reads = Reads()
@@ -120,9 +75,12 @@ class _Score:
         folded = folded and terms.core is not None and terms.positive(terms.outer)
         folded = folded and (structure.positive_scale or not terms.linear)
         ramp = self._ramp(reference) if self.ramps else None
-        folded = folded and (ramp is not None or not terms.added)
-        added = self._added(reference) if ramp is None else []
-        self._scored(folded, added)
+        fused = self._fused(folded) if self.fuses else ""
+        folded = folded and (ramp is not None or fused != "" or not terms.added)
+        if fused:
+            self._fuse(fused, reference)
+        else:
+            self._scored(folded, self._added(reference) if ramp is None else [])
         limits = None
         if terms.keep is not None:
             self._masked(terms.keep)
@@ -139,7 +97,44 @@ class _Score:
             empties=terms.row is not None,
             limits=limits,
             ramp=ramp,
+            fused=fused,
         )
+
+    def _fused(self, folded: bool) -> Fused:
+        """What the softmax can do of it; folded: whether what scales scores keeps their order."""
+        terms = self.terms
+        if not folded or terms.core is None:
+            return ""
+        if terms.linear and terms.column is not None and terms.added == (terms.column,):
+            return "columns" if self._slope() is None else "ramp"
+        if terms.linear and terms.diagonal is not None and terms.added == (terms.diagonal,):
+            return "diagonals"
+        capped = terms.core.op == "tanh" and terms.core.args == (SCORE,) and not terms.added
+        capped = capped and terms.positive(terms.inner) and self.structure.positive_scale
+        return "capped" if capped and self.traits.fast_tanh and terms.keep is None else ""
+
+    def _fuse(self, fused: Fused, reference: str) -> None:
+        terms = self.terms
+        if fused == "capped":
+            self._factor("score", "sm_scale", terms.inner, True)
+            self._factor("qk", "LOG2E", terms.outer, True)
+            return
+        self._factor("qk", "sm_scale * LOG2E", terms.outer, True)
+        if terms.diagonal is not None:
+            self.body.append(f"column = {self._strip(terms.diagonal)}")
+            return
+        assert terms.column is not None
+        slope = self._slope()
+        if slope is None:
+            view = View("column", q_idx=f"({reference})", by_row=False)
+            self.body.append(f"column = {self._place(self._base_2(terms.column), view)}")
+        else:
+            self._even(slope, terms.column, reference)
+
+    def _slope(self) -> Expr | None:
+        """What a column rises by from key to key, where that is always the same."""
+        column = self.terms.column
+        return None if column is None else slope_of(column, "kv_idx", self.reads)
 
     def _ramp(self, reference: str) -> Ramp | None:
         """What is added to the scores, where it rises evenly along the keys of a tile.
@@ -208,7 +203,7 @@ class _Score:
         terms, found = self.terms, []
         if terms.column is not None:
             view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
-            slope = slope_of(terms.column, "kv_idx", self.reads) if self.even_columns else None
+            slope = self._slope() if self.even_columns else None
             if slope is None:
                 found.append(self._place(self._base_2(terms.column), view))
             else:
@@ -253,9 +248,13 @@ class _Score:
         view = View("strip", q_idx="row_start", kv_idx="strip_kv", by_row=False, keys="[STRIP]")
         self.early.append("strip_kv = start_n + (BLOCK_N - 1) - tl.arange(0, STRIP)")
         strip = self._place(self._base_2(expr), view)
-        rows, keys = "tl.arange(0, BLOCK_M)[:, None]", "tl.arange(0, BLOCK_N)[None, :]"
+        # In the layouts of matrix instructions a thread's places differ from another's in row bits
+        # other than 8 and in the key bits of 6: what is left is known when this is compiled, and
+        # two rows share their reads.
         self.body += [
-            f"at = {rows} - {keys} + (BLOCK_N - 1)",
+            "row_at, key_at = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]",
+            "at = (row_at & 8) - (key_at & ~6) + (BLOCK_N - 1)",
+            "at += (row_at & ~8) - (key_at & 6)",
             f"strip = tl.gather({strip}, at.reshape(BLOCK_M * BLOCK_N), 0)",
         ]
         return "strip.reshape(BLOCK_M, BLOCK_N)"

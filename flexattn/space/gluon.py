@@ -62,7 +62,9 @@ def config(
 def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
     """Configs to start from, best first, with tiles cut to the mask's blocks."""
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    diagonal = structure.terms is not None and structure.terms.diagonal is not None
+    terms = structure.terms
+    diagonal = terms is not None and terms.diagonal is not None
+    ramp = 64 < widest <= 128 and terms is not None and terms.step is not None
     table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
         if each.consumers > 2 and _moves(structure):
@@ -88,7 +90,11 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
             # A block that stays begins a tile of rows while it ends the one before.
             found = replace(found, schedule="static")
         # Where exponentials, or a bias, take as long as products, one consumer's fill another's.
-        if diagonal or (widest <= 64 and (structure.sparsity is None or found.consumers > 2)):
+        if (
+            diagonal
+            or ramp
+            or (widest <= 64 and (structure.sparsity is None or found.consumers > 2))
+        ):
             found = replace(found, ping_pong=found.consumers > 1)
         yield found
 

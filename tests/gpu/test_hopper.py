@@ -10,7 +10,15 @@ from torch.nn.attention.flex_attention import and_masks
 import flexattn
 from flexattn.attention import make_call
 from flexattn.build import builder
-from flexattn.catalogue import CASES, alibi, causal, document, sliding_window, softcap
+from flexattn.catalogue import (
+    CASES,
+    alibi,
+    causal,
+    document,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
 from flexattn.device import detect
 from flexattn.dispatch import dispatcher
 from flexattn.errors import ConfigError
@@ -166,6 +174,37 @@ def test_maxima_that_rise_from_tile_to_tile(D, score_mod):
     for dtype in (torch.float16, torch.bfloat16):
         q, k, v = tensors(1, 4, 2, 611, 747, D, dtype=dtype)
         for mask_mod in (None, causal):
+            mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+            call = {"score_mod": score_mod, "block_mask": mask, "kernel_options": GLUON}
+            assert_accurate(q, k, v, **call)
+
+
+@pytest.mark.parametrize("factor", [1.0, 6.0, 40.0, 3000.0])
+def test_scores_below_and_above_their_cap(factor):
+    """Within the polynomial's range, around its end, and where only the instruction reaches."""
+    q, k, v = tensors(1, 4, 2, 611, 747, 128)
+    q *= factor
+    for mask_mod in (None, causal):
+        mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+        call = {"score_mod": softcap(30.0), "block_mask": mask, "kernel_options": GLUON}
+        assert_accurate(q, k, v, **call)
+
+
+@pytest.mark.parametrize("bias", ["alibi", "column", "relative"])
+@pytest.mark.parametrize("factor", [1.0, 30.0, 400.0])
+def test_rows_side_by_side_with_maxima_far_apart(factor, bias):
+    """Two rows of a thread have one maximum as long as theirs are near each other."""
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = tensors(1, 4, 2, 611, 747, 128, dtype=dtype)
+        rows = torch.arange(611, device="cuda")
+        q *= torch.where(rows // 8 % 2 == 0, 1.0, factor).to(dtype)[:, None]
+        keys = torch.randn(747, device="cuda")
+        score_mod = {
+            "alibi": alibi(4, "cuda"),
+            "column": lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx],
+            "relative": relative_bias(torch.randn(4, 2048, device="cuda"), 1024),
+        }[bias]
+        for mask_mod in (None, causal, first_keys_masked):
             mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
             call = {"score_mod": score_mod, "block_mask": mask, "kernel_options": GLUON}
             assert_accurate(q, k, v, **call)

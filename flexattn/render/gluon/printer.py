@@ -64,6 +64,12 @@ class MaskPieces:
         return tuple(each for each in every if each is not None)
 
     @property
+    def holds(self) -> bool:
+        """Whether more than one bound is held over the loop, or what is asked of single keys."""
+        asked = () if self.rest is None else (*self.rest.lines, *self.ahead)
+        return self.low is not None or any("kv_idx" in line for line in asked)
+
+    @property
     def in_line(self) -> tuple[str, ...]:
         """Statements of what is ahead, on key_in_line."""
         lines = () if self.rest is None else self.rest.early
@@ -131,9 +137,12 @@ def print_mod(captures: Captures, traits: Traits) -> Printed:
     return _gluon(triton_mod(captures.mod, captures.contiguous, traits))
 
 
-def print_score(structure: Structure, traits: Traits) -> PrintedScore:
-    """The score_mod of a structure that has one, each consumer's rows for themselves."""
-    found = triton_score(structure, traits, even_columns=True)
+def print_score(structure: Structure, traits: Traits, watched: bool) -> PrintedScore:
+    """The score_mod of a structure that has one, each consumer's rows for themselves.
+
+    watched: the softmax is the one that does what it can of it by itself.
+    """
+    found = triton_score(structure, traits, even_columns=True, fuses=watched)
     return replace(
         found,
         hoisted=_texts(found.hoisted),

@@ -8,6 +8,7 @@ from flexattn.device import Device
 from flexattn.problem import ITEMSIZE, Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
+from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
@@ -30,6 +31,8 @@ HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
 MOST_RESCALED = 64
 THREADS = 32 * WARPS
+# Weights of a thread's tile that it takes before the values of the tile before are summed.
+AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     tiles = tiles_of(structure, config)
     found = arguments(structure, config)
     traits = traits_of(device, structure)
-    score = None if structure.score is None else print_score(structure, traits)
+    # A maximum that is returned is exact.
+    watched = config.watched and not structure.max_scores
+    score = None if structure.score is None else print_score(structure, traits, watched)
     mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
@@ -54,8 +59,6 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     persistent, apart = config.schedule != "grid", own_output(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
-    # A maximum that is returned is exact.
-    watched = config.watched and not structure.max_scores
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -94,6 +97,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
+    per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS
+    half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
+    fused = "" if score is None else score.fused
+    # Beside 128 columns two consumers have registers left for what passes while values are summed.
+    wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
+    ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
     context = {
         **mods,
         "hoisted": hoisted,
@@ -124,10 +133,20 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "worker_warps": list(config.worker_warps),
         "worker_registers": list(config.worker_registers),
         "watched": watched,
+        "fused": fused,
+        "paired": half == "bf16" and fused in ("ramp", "columns", "diagonals"),
+        "exposed_early": fused == "capped" or wide,
+        "ahead": ahead,
+        # All at once where registers are left for scores and exponents side by side.
+        "parts": 1 if wide and (mask is None or not mask.holds) else 2,
+        "out": per_thread * (2 if ahead else 1),
+        "coefficients": COEFFICIENTS,
+        "limit": LIMIT,
+        "float_bits": float_bits,
         "rescale_first": tiles.v_width > 128 and not watched,
-        "per_thread": CONSUMER_ROWS * config.BLOCK_N // THREADS,
+        "per_thread": per_thread,
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
-        "half": "bf16" if structure.dtype == "bfloat16" else "f16",
+        "half": half,
         "q_registers": config.q_registers,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
