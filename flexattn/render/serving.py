@@ -12,6 +12,8 @@ from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
+from flexattn.render.serving_layouts import MERGE_PARTS, serving_layouts
+from flexattn.render.serving_layouts import merge_rows as merge_rows_alone
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -95,6 +97,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
+        **serving_layouts(form, config),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -116,6 +119,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
+        "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
         # Tall tiles have no registers for what every turn of the loop would find again.
         "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
@@ -128,9 +132,17 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.one_line(captures)}")
+    found = serving_arguments(form)
+    if config.walk == "warp":
+        context["constants"] = (*context["constants"], *context["own"])
+        return rendering.make_source(
+            "gluon/serving.py.jinja", device, header, context, found, config.num_warps, 1,
+            "triton" if device.backend == "interpreter" else "gluon",
+            config.registers(form, device),
+        )  # fmt: skip
     return rendering.make_source(
-        "triton/serving.py.jinja", device, header, context, serving_arguments(form),
-        config.num_warps, config.num_stages, registers=config.registers(form, device),
+        "triton/serving.py.jinja", device, header, context, found, config.num_warps,
+        config.num_stages, registers=config.registers(form, device),
     )  # fmt: skip
 
 
@@ -234,8 +246,11 @@ def _shared(
     captured = captures if found else []
     names = _request_names(form)
     rows, parts = _merge_shape(form, config)
+    if config.walk == "warp" and config.combine == "last":
+        rows, parts = merge_rows_alone(form, config), MERGE_PARTS
     slots = config.programs(device) * 2 * config.BLOCK_M
     settings = {
+        "HEAD_DIM": form.head_dim_qk,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "PACKED": form.group,
@@ -258,6 +273,9 @@ def _shared(
 
     return {
         **rendering.mod_context([each.lines for each in used], device),
+        "jit": "triton.jit",
+        "by_lane": "",
+        "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,

@@ -33,6 +33,7 @@ COMBINE_WARPS = 4
 
 
 Combine: TypeAlias = Literal["last", "launch"]
+Walk: TypeAlias = Literal["program", "warp"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -86,7 +87,9 @@ class ServingConfig:
 
     per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
     that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last, or "launch", a second kernel.
+    worked on: "last", the program that finishes last, or "launch", a second kernel. walk: who has
+    a tile of keys: "program", all warps of it together, or "warp", each warp a part of the tile for
+    itself, straight from memory into registers (templates/gluon/serving.py.jinja).
     """
 
     BLOCK_M: int
@@ -96,6 +99,12 @@ class ServingConfig:
     per_sm: int = 2
     least: int = 1
     combine: Combine = "last"
+    walk: Walk = "program"
+
+    @property
+    def own(self) -> int:
+        """Keys of a tile that each warp has for itself."""
+        return self.BLOCK_N // self.num_warps
 
     def programs(self, device: Device) -> int:
         """Programs of a launch on a device."""
@@ -128,6 +137,8 @@ def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
+    if config.walk == "warp":
+        return _reasons_warp(config, form, device)
     found = []
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)
@@ -144,6 +155,27 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     if registers > 32 * config.num_warps * (device.max_registers - 55):
         found.append(f"{registers} accumulators do not fit {config.num_warps} warps' registers")
     return found
+
+
+def _reasons_warp(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """As reasons, where each warp walks alone."""
+    dims = form.head_dim_qk, form.head_dim_v
+    rules = (
+        (
+            device.backend == "interpreter" or 80 <= device.capability <= 90,
+            "warps walk alone on NVIDIA's sm_80 to sm_90",
+        ),
+        (config.BLOCK_M in (8, 16), f"BLOCK_M={config.BLOCK_M} is 8 or 16"),
+        (config.num_warps in (1, 2, 4, 8), "num_warps is 1, 2, 4 or 8"),
+        (config.own in (16, 32, 64), f"each warp has {config.own} of 16, 32 or 64 keys"),
+        (config.BLOCK_N == config.own * config.num_warps, "warps have equal shares of BLOCK_N"),
+        (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
+        (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
+        (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
+        (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
+        (not form.prefix and form.requests <= 1024, "of at most 1024 requests, no shared prefix"),
+    )
+    return [rule for kept, rule in rules if not kept]
 
 
 def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
