@@ -12,7 +12,7 @@ from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
-from flexattn.render.serving_layouts import MERGE_PARTS, serving_layouts
+from flexattn.render.serving_layouts import MERGE_PARTS, serving_layouts, with_layouts
 from flexattn.render.serving_layouts import merge_rows as merge_rows_alone
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
@@ -88,6 +88,8 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
     score = None if form.score is None else whole_score(form.score, _traits(form, device))
+    if score is not None and config.walk == "warp":
+        score = with_layouts(score)
     mask = _printed(form.mask, form, device)
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
+from flexattn.render.score_printer import PrintedScore
 from flexattn.space.serving import ServingConfig, ServingForm
 
-__all__ = ["serving_layouts"]
+__all__ = ["MERGE_PARTS", "merge_rows", "serving_layouts", "with_layouts"]
 
-_NOWHERE = [0, 0, 0]
+# What the Triton printer writes, and the same of a tile of keys x rows, which each warp has alone.
+_LAYOUTS = (
+    (r"tl\.zeros\(\[1, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, 1], \1, MMA)"),
+    (r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)"),
+)
+# Parts that a thread merges at a time.
+MERGE_PARTS = 16
 
 
 def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
@@ -77,13 +86,20 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     }
 
 
-# Parts that a thread merges at a time.
-MERGE_PARTS = 16
+def with_layouts(score: PrintedScore) -> PrintedScore:
+    """A printed score_mod whose new tensors say where they lie."""
+    return replace(score, early=_laid(score.early), body=_laid(score.body))
 
 
 def merge_rows(form: ServingForm, config: ServingConfig) -> int:
     """Rows that a program merges at a time."""
     return min(config.BLOCK_M, form.rows or config.BLOCK_M)
+
+
+def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern, text in _LAYOUTS:
+        lines = tuple(re.sub(pattern, text, line) for line in lines)
+    return lines
 
 
 def _wide(warps: int, rows: int, columns: int, first: int) -> str:
