@@ -78,6 +78,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("V_PAGES", paged(v_registers, v_lanes)),
             ("WARPWISE", _wide(warps, config.BLOCK_M, form.head_dim_v, warps)),
             ("PARTWISE", _wide(warps, merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
+            ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
