@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 
+from flexattn.device import Device
 from flexattn.render.score_printer import PrintedScore
 from flexattn.space.serving import ServingConfig, ServingForm
 
@@ -20,7 +21,7 @@ _LAYOUTS = (
 MERGE_PARTS = 16
 
 
-def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+def serving_layouts(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, object]:
     """What that kernel's template knows beside what all serving templates do.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
@@ -31,6 +32,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     if config.walk == "program":
         return {}
     warps, own = config.num_warps, config.own
+    step = config.programs(device) // form.kv_heads if config.deal == "round" else 1
     inside = math.gcd(form.page, own) & -math.gcd(form.page, own) if form.page else own
     warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
 
@@ -83,7 +85,8 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
-        "own": (("WARPS", warps), ("OWN", own), ("IN", inside)),
+        "deal_round": config.deal == "round",
+        "own": (("WARPS", warps), ("OWN", own), ("IN", inside), ("STEP", step)),
     }
 
 

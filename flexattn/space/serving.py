@@ -34,6 +34,7 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch"]
 Walk: TypeAlias = Literal["program", "warp"]
+Deal: TypeAlias = Literal["even", "round"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -89,7 +90,9 @@ class ServingConfig:
     that a program takes at least. combine: who merges the pieces of a row that several programs
     worked on: "last", the program that finishes last, or "launch", a second kernel. walk: who has
     a tile of keys: "program", all warps of it together, or "warp", each warp a part of the tile for
-    itself, straight from memory into registers (templates/gluon/serving.py.jinja).
+    itself, straight from memory into registers (templates/gluon/serving.py.jinja). deal: "even",
+    each program takes as many tiles, side by side; "round", the tiles of one request alone go round
+    the programs, which then need not know its length to begin.
     """
 
     BLOCK_M: int
@@ -100,6 +103,7 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     walk: Walk = "program"
+    deal: Deal = "even"
 
     @property
     def own(self) -> int:
@@ -139,6 +143,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     """Why a config cannot run for a form on a device; empty where it can."""
     if config.walk == "warp":
         return _reasons_warp(config, form, device)
+    if config.deal == "round":
+        return ["tiles go round the programs where warps walk alone"]
     found = []
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)
@@ -174,8 +180,18 @@ def _reasons_warp(config: ServingConfig, form: ServingForm, device: Device) -> l
         (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
         (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
         (not form.prefix and form.requests <= 1024, "of at most 1024 requests, no shared prefix"),
+        (
+            config.deal == "even" or _goes_round(config, form, device),
+            "tiles of one request and one tile of rows go round, and the last program merges",
+        ),
     )
     return [rule for kept, rule in rules if not kept]
+
+
+def _goes_round(config: ServingConfig, form: ServingForm, device: Device) -> bool:
+    """Whether where a program's first tile lies says nothing of a length."""
+    alone = form.requests == 1 and 0 < form.rows <= config.BLOCK_M and not form.offset
+    return alone and config.combine == "last" and form.kv_heads <= config.programs(device)
 
 
 def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:

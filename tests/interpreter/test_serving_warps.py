@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, causal, sliding_window, softcap
+from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.serving import DecodePlan
 from flexattn.space.serving import ServingConfig
 from tests.serving import assert_right, batch, plan_for, run
 
@@ -67,3 +68,34 @@ def test_every_mod_of_the_catalogue(entry):
     built = entry.make(4, 3, 1, 128, 128)
     mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
     check(requests(2, [53, 0, 17, 128], 3, 1), page=8, **mods)
+
+
+@pytest.mark.parametrize("page", [0, 3, 16])
+@pytest.mark.parametrize("keys", [0, 1, 32, 33, 517])
+def test_tiles_of_one_request_go_round(keys, page):
+    """One plan for every length: what lies behind the last key is read, and counts for nothing."""
+    config = replace(SMALL, deal="round", per_sm=2)
+    plan = DecodePlan(
+        batch=1, kv_len=600, heads=(6, 2), head_dim=64, device="cpu", page_size=page, lse=True,
+        config=config, sinks=True,
+    )  # fmt: skip
+    each, sinks = requests(lengths=[keys], Hq=6), torch.randn(6)
+    for _ in range(2):
+        assert_right(run(plan, each, sinks=sinks), each, sinks=sinks)
+    assert int(plan._count.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("name", ["causal", "tree", "alibi"])
+def test_mods_where_tiles_go_round(name):
+    entry = next(each for each in CASES if name in str(each)) if name != "alibi" else None
+    mods = {"score_mod": alibi(6, "cpu")}
+    if entry is not None:
+        built = entry.make(1, 6, 2, 517, 517)
+        mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
+    config = replace(SMALL, deal="round", per_sm=2)
+    plan = DecodePlan(
+        batch=1, kv_len=517, heads=(6, 2), head_dim=64, q_len=2, device="cpu", page_size=16,
+        lse=True, config=config, **mods,
+    )  # fmt: skip
+    each = requests(2, [517], Hq=6)
+    assert_right(run(plan, each), each, **mods)
