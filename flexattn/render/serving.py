@@ -12,8 +12,7 @@ from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
-from flexattn.render.serving_layouts import MERGE_PARTS, serving_layouts, with_layouts
-from flexattn.render.serving_layouts import merge_rows as merge_rows_alone
+from flexattn.render.serving_layouts import serving_layouts, warp_sizes, with_layouts
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -99,7 +98,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
-        **serving_layouts(form, config, device),
+        **serving_layouts(form, config),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -136,7 +135,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             header.append(f"{name}: {rendering.one_line(captures)}")
     found = serving_arguments(form)
     if config.walk == "warp":
-        context["constants"] = (*context["constants"], *context["own"])
         return rendering.make_source(
             "gluon/serving.py.jinja", device, header, context, found, config.num_warps, 1,
             "triton" if device.backend == "interpreter" else "gluon",
@@ -248,11 +246,8 @@ def _shared(
     captured = captures if found else []
     names = _request_names(form)
     rows, parts = _merge_shape(form, config)
-    if config.walk == "warp" and config.combine == "last":
-        rows, parts = merge_rows_alone(form, config), MERGE_PARTS
     slots = config.programs(device) * 2 * config.BLOCK_M
     settings = {
-        "HEAD_DIM": form.head_dim_qk,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "PACKED": form.group,
@@ -269,6 +264,9 @@ def _shared(
         "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
     }
+
+    if config.walk == "warp":
+        settings |= warp_sizes(form, config, device)
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))

@@ -10,18 +10,21 @@ from flexattn.device import Device
 from flexattn.render.score_printer import PrintedScore
 from flexattn.space.serving import ServingConfig, ServingForm
 
-__all__ = ["MERGE_PARTS", "merge_rows", "serving_layouts", "with_layouts"]
+__all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
 
 # What the Triton printer writes, and the same of a tile of keys x rows, which each warp has alone.
 _LAYOUTS = (
     (r"tl\.zeros\(\[1, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, 1], \1, MMA)"),
-    (r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)"),
+    (
+        r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)",
+        r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
+    ),
 )
 # Parts that a thread merges at a time.
 MERGE_PARTS = 16
 
 
-def serving_layouts(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, object]:
+def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What that kernel's template knows beside what all serving templates do.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
@@ -32,8 +35,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig, device: Device) ->
     if config.walk == "program":
         return {}
     warps, own = config.num_warps, config.own
-    step = config.programs(device) // form.kv_heads if config.deal == "round" else 1
-    inside = math.gcd(form.page, own) & -math.gcd(form.page, own) if form.page else own
+    inside = _inside(form, config)
     warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
 
     def bits(begin: int, end: int, axis: int) -> list[list[int]]:
@@ -79,15 +81,31 @@ def serving_layouts(form: ServingForm, config: ServingConfig, device: Device) ->
             ("K_PAGES", paged(k_registers, by_row)),
             ("V_PAGES", paged(v_registers, v_lanes)),
             ("WARPWISE", _wide(warps, config.BLOCK_M, form.head_dim_v, warps)),
-            ("PARTWISE", _wide(warps, merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
+            ("PARTWISE", _wide(warps, _merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
             ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "deal_round": config.deal == "round",
-        "own": (("WARPS", warps), ("OWN", own), ("IN", inside), ("STEP", step)),
     }
+
+
+def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
+    """Constants of that kernel alone, and those that it has another value for.
+
+    STEP: from a program's tile of a unit to its next.
+    """
+    found = {
+        "HEAD_DIM": form.head_dim_qk,
+        "WARPS": config.num_warps,
+        "OWN": config.own,
+        "IN": _inside(form, config),
+        "STEP": config.programs(device) // form.kv_heads if config.deal == "round" else 1,
+    }
+    if config.combine == "last":
+        found |= {"MERGE_ROWS": _merge_rows(form, config), "MERGE_PARTS": MERGE_PARTS}
+    return found
 
 
 def with_layouts(score: PrintedScore) -> PrintedScore:
@@ -95,7 +113,13 @@ def with_layouts(score: PrintedScore) -> PrintedScore:
     return replace(score, early=_laid(score.early), body=_laid(score.body))
 
 
-def merge_rows(form: ServingForm, config: ServingConfig) -> int:
+def _inside(form: ServingForm, config: ServingConfig) -> int:
+    """Keys of a warp that surely lie side by side in one page: a power of two."""
+    common = math.gcd(form.page, config.own) if form.page else config.own
+    return common & -common
+
+
+def _merge_rows(form: ServingForm, config: ServingConfig) -> int:
     """Rows that a program merges at a time."""
     return min(config.BLOCK_M, form.rows or config.BLOCK_M)
 
