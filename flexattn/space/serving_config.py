@@ -84,11 +84,11 @@ class ServingConfig:
 
     per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
     that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last, or "launch", a second kernel. walk: who has
-    a tile of keys: "program", all warps of it together, or "warp", each warp a part of the tile for
-    itself, straight from memory into registers (templates/gluon/serving.py.jinja). deal: "even",
-    each program takes as many tiles, side by side; "round", the tiles of one request alone go round
-    the programs, which then need not know its length to begin.
+    worked on: "last", the program that finishes last, or "launch", a second kernel.
+    walk: who has a tile of keys: "program", all its warps together, or "warp", each warp a part of
+    the tile for itself, from memory into registers (templates/gluon/serving.py.jinja).
+    deal: "even", each program takes as many tiles, side by side; "round", the tiles of one request
+    alone go round the programs, which then need not know its length to begin.
     """
 
     BLOCK_M: int
