@@ -1,5 +1,7 @@
 """The serving kernels for an H200 without one: they fit, spill nothing, and copy ahead."""
 
+import re
+
 import pytest
 import torch
 
@@ -18,8 +20,8 @@ DEVICE = named("nvidia-h200")
 BF16 = torch.bfloat16
 
 
-def form(*, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_q=0, **options):
-    maxima = Maxima(64, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
+def form(*, B=64, page=16, D=(128, 128), kv=BF16, heads=(32, 8), q_len=1, total_q=0, **options):
+    maxima = Maxima(B, q_len, total_q, 131072, *heads, *D, BF16, kv, page, "NHD")
     mods = [bind(options.pop(name, None), name) for name in ("score", "mask")]
     return form_of(maxima, *mods, **options)
 
@@ -33,6 +35,10 @@ CASES = {
     "mixed": {"total_q": 2048, "mask": causal, "lse": True},
     "prefix": {"prefix": True, "lse": True},
     "odd pages": {"page": 3, "heads": (6, 2), "D": (64, 64)},
+    "one request": {"B": 1},
+    "many requests": {"B": 512, "mask": causal},
+    "sixteen rows": {"q_len": 4, "mask": causal},
+    "thirty-two rows": {"q_len": 8, "mask": causal},
 }
 
 
@@ -50,7 +56,11 @@ def test_the_default_config(name):
     # As the launcher counts: every argument, and Triton's two scratch pointers.
     assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
     copies = compiled.asm["ttgir"].count("async_copy_global_to_local")
-    assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
+    if config.walk == "warp":
+        assert copies == 0 and taken.shared <= 16384, "K and V go to registers"
+        assert not re.search(r"ld\.global\.[a-z0-9.]*b16", compiled.asm["ptx"]), "16 bytes at once"
+    else:
+        assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
 
 
 def test_the_kernels_that_merge():
@@ -71,4 +81,7 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
     wanted = form()
     found = space(wanted, DEVICE)
     assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
-    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 16 * 129
+    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 8 * 129
+    assert {each.walk for each in found} == {"program", "warp"}
+    assert all(each.deal == "even" for each in found), "tiles of many requests do not go round"
+    assert {each.deal for each in space(form(B=1), DEVICE)} == {"even", "round"}
