@@ -18,7 +18,7 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults, best first."""
     height = _height(form)
     if form.requests == 1 and form.mask is None:
-        yield ServingConfig(height, 64, 4, 1, 2, 1, "last", "warp", "round")
+        yield ServingConfig(height, 128, 8, 1, 1, 1, "last", "warp", "round")
     own = 32 if height == 8 else 16
     yield ServingConfig(height, 4 * own, 4, 1, 2, 1, "last", "warp")
 
