@@ -54,7 +54,7 @@ def run(kind: str, import_compiler: bool) -> dict[str, Any]:
         # What make_fx and a compile import: 0 s where a directory makes both needless.
         import torch._dynamo
         import torch._inductor
-        import triton  # noqa: F401
+        import triton.experimental.gluon.language  # noqa: F401
 
     at = step(times, "import tracer and compiler", at)
     from flexattn.attention import make_call

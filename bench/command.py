@@ -141,7 +141,7 @@ def _parser(
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--peers", default="", metavar="A,B",
-        help=f"of {', '.join([*known, *TEMPLATES])}; default: all but the last two")  # fmt: skip
+        help=f"of {', '.join({**known, **TEMPLATES})}; default: {', '.join(known)}")  # fmt: skip
     add("--config", action="append", default=[], metavar="KEY=VALUE,…",
         help="one more variant of ours, with these kernel options, or, where consumers is one of "
         "them, these fields of a Gluon config; may be repeated")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -13,13 +14,15 @@ from typing import Any, Protocol
 
 from flexattn.binary import Binary, binary_of
 from flexattn.binary_store import Binaries
-from flexattn.compiler_lines import source_lines
+from flexattn.compiler_context import source_lines, without_collections
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.lru import Lru
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
+
+DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +114,10 @@ def compile_source(source: Source, device: Device) -> Any:
         for i, argument in enumerate(source.arguments)
         if argument.divisible_by > 1
     }
-    signature = {argument.name: argument.type for argument in source.arguments}
     try:
-        with source_lines(current().debug > 0):
+        with source_lines(current().debug > 0), without_collections():
             return triton.compile(
-                _syntax(source)(load(path), signature, {}, attrs),
+                _syntax(source)(load(path), _signature(source), {}, attrs),
                 target=target,
                 options={
                     "num_warps": source.num_warps,
@@ -133,6 +135,23 @@ def compile_source(source: Source, device: Device) -> Any:
             "a rendered kernel compiles for every arch that its config is offered for",
             "report the file; kernel_options with smaller blocks may avoid it",
         ) from error
+
+
+def _signature(source: Source) -> dict[str, str]:
+    """Argument types for the compiler: Gluon's descriptors say how a tile is laid out."""
+    types = {argument.name: argument.type for argument in source.arguments}
+    if source.language != "gluon":
+        return types
+    from triton.experimental.gluon import language as gl
+
+    for name, described in types.items():
+        found = DESCRIPTOR.match(described)
+        if found:
+            shape = [int(size) for size in found["shape"].split(",")]
+            element = gl.dtype(found["element"])
+            layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+            types[name] = f"{described[:-1]},{layout!r}>"
+    return types
 
 
 def _syntax(source: Source) -> Any:

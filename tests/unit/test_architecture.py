@@ -33,8 +33,8 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    "compiler_lines": set(),
-    "build": {"cuda_launch", "binary_store", "compiler_lines"},
+    "compiler_context": set(),
+    "build": {"cuda_launch", "binary_store", "compiler_context"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},

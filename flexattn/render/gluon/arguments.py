@@ -6,7 +6,7 @@ from flexattn.problem import Structure
 from flexattn.render.arguments import Argument
 from flexattn.render.arguments import arguments as triton_arguments
 from flexattn.render.gluon.tiles import tiles_of
-from flexattn.render.triton_ops import signature_type, triton_type
+from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
 
@@ -66,9 +66,4 @@ def producer_arguments(found: tuple[Argument, ...]) -> list[str]:
 
 
 def _descriptor(name: str, dtype: str, rows: int, width: int) -> Argument:
-    from triton.experimental.gluon import language as gl
-
-    element = signature_type(dtype)
-    shape = [1, 1, rows, width]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, getattr(gl, triton_type(dtype)[3:]))
-    return Argument(name, f"tensordesc<{element}{shape},{layout!r}>")
+    return Argument(name, f"tensordesc<{signature_type(dtype)}{[1, 1, rows, width]}>")

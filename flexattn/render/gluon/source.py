@@ -54,8 +54,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     persistent, apart = config.schedule != "grid", own_output(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
     fold_scale = structure.positive_scale if score is None else score.folded
-    # A maximum that is returned is exact, and weights of 8 bits hold no more than 448.
-    watched = config.watched and not structure.max_scores and not structure.fp8
+    # A maximum that is returned is exact.
+    watched = config.watched and not structure.max_scores
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,

@@ -1,9 +1,11 @@
-"""Triton's switch for the lines of a source is turned for our kernels and stays for others."""
+"""What a compile turns off is turned back, and stays off where somebody else turned it."""
+
+import gc
 
 import pytest
 from triton import knobs
 
-from flexattn.compiler_lines import source_lines
+from flexattn.compiler_context import source_lines, without_collections
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +49,16 @@ def test_what_somebody_else_turned_stays():
     with source_lines(False):
         assert knobs.compilation.disable_line_info
     assert knobs.compilation.disable_line_info
+
+
+def test_nothing_is_collected_meanwhile():
+    with without_collections(), without_collections():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
