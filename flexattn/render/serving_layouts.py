@@ -83,16 +83,11 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("WARPWISE", _wide(warps, config.BLOCK_M, form.head_dim_v, warps)),
             ("PARTWISE", _wide(warps, _merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
             ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
-            ("BY_KEY", f"tl.BlockedLayout([1, 1], [1, 32], [{warps}, 1], [1, 0])"),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "deal_round": config.deal == "round",
-        # Where the lines of a key begin, in words.
-        "k_words": range(0, qk, 32),
-        "v_words": range(0, v, 32),
-        "ahead": __import__("os").environ.get("AHEAD", "cache"),
     }
 
 
