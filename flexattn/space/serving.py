@@ -90,8 +90,9 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
 
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
-    first = next(serving_candidates(form, device))
-    heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
+    candidates = list(serving_candidates(form, device))
+    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.walk == "program")
+    heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
     combines: tuple[Combine, ...] = ("last", "launch")
     grid = (
@@ -108,7 +109,7 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
 
 
 def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
-    if device.capability == 90 and 0 < form.rows <= 16:
+    if device.capability == 90 and 0 < form.rows <= 8:
         yield from serving_warps.preferences(form)
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
