@@ -160,7 +160,7 @@ def test_quick_varies_each_axis_of_the_default():
     first = every[0]
     assert near[0] == first and near[-1] == TWO and len(near) <= 33
     assert dict(left)["left out by quick"] == len(every) - 32
-    for name in ("BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine"):
+    for name in ("BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine", "walk"):
         assert {getattr(each, name) for each in near} > {getattr(first, name)}, name
 
 
