@@ -73,6 +73,18 @@ def test_a_record_is_read_as_it_was_written_and_is_of_its_kind_alone():
         decode_record(encode_record(other).encode())
 
 
+@pytest.mark.parametrize("B", [1, 64])
+def test_each_config_that_is_tuned_can_be_kept(B):
+    """Tiles of 8 rows were once raced, won, and refused by the record that should keep them."""
+    made = task(B=B)
+    offered, _ = serving_configs(made.problem, H200, "full")
+    assert {each.walk for each in offered} == {"program", "warp"}
+    assert min(each.BLOCK_M for each in offered) == 8
+    for config in offered:
+        kept = record(made, config)
+        assert decode_record(encode_record(kept).encode()) == kept
+
+
 def test_the_best_record_is_taken(store):
     assert found(task()) is None
     store.write(record(task(kv_len=32768), ONE))
