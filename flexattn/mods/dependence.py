@@ -6,7 +6,7 @@ from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["FREE", "Reads", "along_diagonals", "slope_of"]
+__all__ = ["FREE", "Reads", "along_diagonals", "same_in_tiles", "slope_of"]
 
 # What does not change over a tile of one head.
 FREE: frozenset[str] = frozenset(("b", "h"))
@@ -31,6 +31,27 @@ class Reads:
                 else:
                     known[node] = _NONE.union(*(known[arg] for arg in node.args))
         return known[expr]
+
+
+def same_in_tiles(expr: Expr, rows: int, keys: int) -> bool:
+    """Whether an Expr is one value in every tile of rows x keys that begins at a multiple of both.
+
+    So it is where positions are only divided by numbers that these divide: tables of blocks.
+    """
+    sizes = {"q_idx": rows, "kv_idx": keys}
+    for node in walk(expr):
+        for place, arg in enumerate(node.args):
+            size = sizes.get(str(arg.value)) if arg.op == "var" else None
+            if size is not None and not (place == 0 and _divides(size, node)):
+                return False
+    return expr.op != "var" or str(expr.value) not in sizes
+
+
+def _divides(size: int, node: Expr) -> bool:
+    if node.op != "floor_div" or node.args[1].op != "const":
+        return False
+    divisor = int(node.args[1].value or 0)
+    return divisor > 0 and divisor % size == 0
 
 
 def slope_of(expr: Expr, name: str, reads: Reads) -> Expr | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from flexattn.mods import Bound
@@ -49,7 +50,7 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
         Argument("WORKSPACE", "*fp32", 16),
         *_outputs(structure),
         *_sinks(structure),
-        *(Argument(f"stride_o{axis}", "i64") for axis in "bhm"),
+        *_output_strides(structure),
         Argument("Hq", "i32"),
         Argument("q_len", "i32"),
         Argument("num_splits", "i32"),
@@ -121,7 +122,13 @@ def _strides(structure: Structure) -> list[Argument]:
     for tensor, axes in (("q", "bhmd"), ("k", "bhnd"), ("v", "bhnd")):
         axes = axes[:3] if inner[tensor] else axes
         found += [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
-    return found + [Argument(f"stride_o{axis}", "i64") for axis in "bhm"]
+    return found + _output_strides(structure)
+
+
+def _output_strides(structure: Structure) -> list[Argument]:
+    """Those of a dense output, all multiples of its rows: a thread stores 16 bytes at once."""
+    divisor = gcd(16, structure.head_dim_v)
+    return [Argument(f"stride_o{axis}", "i64", divisor) for axis in "bhm"]
 
 
 def _sinks(structure: Structure) -> list[Argument]:

@@ -25,6 +25,11 @@ class MaskPart:
     printed: Printed
     needed: str
 
+    @property
+    def names_keys(self) -> bool:
+        """Whether the statements name the indices of the tile's keys."""
+        return any("kv_idx" in line for line in self.printed.lines)
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -87,11 +92,14 @@ def whole(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> Mas
     return MaskParts((MaskPart(printed, needed),))
 
 
-def mask_parts(captures: Captures, traits: Traits, packed_heads: int, segments: bool) -> MaskParts:
+def mask_parts(
+    captures: Captures, traits: Traits, packed_heads: int, segments: bool, columns: bool
+) -> MaskParts:
     """A mask_mod in as many parts as its bounds on the keys make.
 
     packed_heads: how many query heads the rows of a tile are of; bounds hold for one alone.
-    segments: whether the template looks at segments before its loop.
+    segments: whether the template looks at segments before its loop. columns: whether it compares
+    each row's bounds with its keys, by `keys_below`.
     """
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
     if found is None:
@@ -109,15 +117,25 @@ def mask_parts(captures: Captures, traits: Traits, packed_heads: int, segments: 
         ("same", same, "masked & apart"),
         ("rest", rest, "masked"),
     )
-    parts = [
-        MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed)
-        for name, expr, needed in sides
-        if expr is not None
-    ]
+    bounds = {"below": found.low, "above": found.high}
+    parts = []
+    for name, expr, needed in sides:
+        bound = bounds.get(name)
+        if expr is not None and columns and bound is not None:
+            parts.append(MaskPart(_compared(captures, name, bound, traits), needed))
+        elif expr is not None:
+            parts.append(MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed))
     low = _bound(captures, traits, "low", found.low, found.below)
     high = _bound(captures, traits, "high", found.high, found.above)
     looked = None if numbers is None else _segments(captures, traits, numbers)
     return MaskParts(tuple(parts), low, high, looked)
+
+
+def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Printed:
+    """A bound as a column of the rows, on one side of which the keys of a tile are kept."""
+    printed = _printed(captures, bound, traits, View(f"mask_{name}", dtype="int32"))
+    under = f"keys_below({printed.result} - start_n)"
+    return replace(printed, result=under if name == "above" else f"{under} == 0")
 
 
 def _segments(captures: Captures, traits: Traits, numbers: Numbers) -> Segments:

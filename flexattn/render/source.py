@@ -96,13 +96,12 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     if structure.score is not None:
         score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
     mask = None
-    runs = walks_runs(structure, config)
+    runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
     if structure.mask is not None:
         mask = whole(structure.mask, traits)
         if runs:
-            mask = mask_parts(
-                structure.mask, traits, structure.packed_heads, _looks_ahead(structure)
-            )
+            heads = structure.packed_heads
+            mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
@@ -134,6 +133,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "layout": structure.layout,
         "sparse": sparsity is not None,
         "runs": runs,
+        "columns": prefill,
         "has_full": sparsity is not None and sparsity.has_full,
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,

@@ -12,9 +12,8 @@ from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 from flexattn.space import gluon
 from flexattn.space.config import Config, DecodeConfig, Language, Order, PrefillConfig
-from flexattn.space.gluon import RANGES
 from flexattn.space.rules import reasons
-from flexattn.space.terms import loads_by_key, loads_tiles
+from flexattn.space.terms import RANGES, compares_numbers, loads_by_key, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
@@ -140,7 +139,7 @@ def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
     """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
     if loads_tiles(structure):
         yield PrefillConfig(64, 64, 4, 2, True)
-    elif loads_by_key(structure):
+    elif loads_by_key(structure) and not (widest > 64 and compares_numbers(structure)):
         yield PrefillConfig(128 if widest <= 64 else 64, 64, 4, 3, True)
 
 

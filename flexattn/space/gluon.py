@@ -9,14 +9,14 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 
 from flexattn.mods.key_bounds import key_bounds
-from flexattn.problem import MAX_HEADS, MAX_LENGTH, Problem, Structure
+from flexattn.problem import Problem, Structure
 from flexattn.space.gluon_config import (
     CONSUMER_REGISTERS,
     GluonOrder,
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.space.terms import loads_by_key, loads_early, loads_tiles
+from flexattn.space.terms import RANGES, loads_by_key, loads_early, loads_tiles
 from flexattn.space.tiles import suited
 
 __all__ = ["grid", "offered", "orders", "preferences", "section_of"]
@@ -27,9 +27,6 @@ KEPT = "3.6."
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
-RANGES = {
-    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
-}  # fmt: skip
 
 # Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
 L2_BYTES = 32 * 2**20
@@ -73,10 +70,11 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         if structure.fp8:
             each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
-        late = loads_tiles(structure) or diagonal
         found = suited(each, structure)
+        keys = found.BLOCK_N
+        late = loads_tiles(structure, keys) or diagonal
         # Beside 256 columns what a mod reads leaves watching no registers.
-        reads = loads_by_key(structure) or loads_tiles(structure) or diagonal
+        reads = loads_by_key(structure, keys) or late
         watched = not structure.fp8 and not (widest > 192 and reads)
         found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
@@ -133,16 +131,15 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
         for each in preferences(structure):
             yield from (replace(each, q_registers=part) for part in (64, 128))
     early = (True, False) if loads_early(structure) else (True,)
-    if loads_tiles(structure):
-        early = (False,)
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = suited(config(consumers, width, stages, held=held), structure)
+        waits = early if not loads_tiles(structure, tile.BLOCK_N) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
         schedules: tuple[Schedule, ...] = ("grid", "dynamic")
         if every:
             schedules = ("grid", "static", "dynamic")
         for ping_pong, schedule, order, loads in product(
-            turns, schedules, orders(problem, tile, every), early
+            turns, schedules, orders(problem, tile, every), waits
         ):
             found = replace(
                 tile,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flexattn.device import Device
+from flexattn.mods.dependence import same_in_tiles
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.problem import Structure
+from flexattn.mods.key_bounds import key_bounds, numbers_of
+from flexattn.problem import MAX_HEADS, MAX_LENGTH, Structure
 from flexattn.space.config import (
     ORDERS,
     Config,
@@ -16,8 +18,12 @@ from flexattn.space.config import (
     padded,
     pieces,
 )
-from flexattn.space.gluon_config import GLUON_ORDERS, SCHEDULES
+from flexattn.space.gluon_config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
 from flexattn.space.tiles import power_above
+
+RANGES = {
+    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
+}  # fmt: skip
 
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
@@ -53,12 +59,12 @@ def _gluon_numbers(
         config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
         config.section,
         config.q_registers,
-        *_gluon_fixed(structure, device),
+        *_gluon_fixed(structure, device, config.BLOCK_N),
     )
 
 
 @lru_cache(maxsize=1024)
-def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
+def _gluon_fixed(structure: Structure, device: Device, keys: int) -> tuple[int, ...]:
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
     blocks = (0, 0, False)
     if sparsity is not None:
@@ -66,8 +72,8 @@ def _gluon_fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     facts = (
         structure.kind == "decode",
         structure.score is not None,
-        loads_by_key(structure) or loads_diagonals(structure),
-        loads_tiles(structure),
+        loads_by_key(structure, keys) or loads_diagonals(structure),
+        loads_tiles(structure, keys),
         _dense(structure),
     )
     limits = (device.shared_memory, device.has_wgmma)
@@ -99,7 +105,7 @@ def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
     facts = (
         structure.kind == "decode",
         structure.dtype == "float32" and not structure.tf32,
-        loads_by_key(structure),
+        loads_by_key(structure) and not compares_numbers(structure),
         loads_tiles(structure),
         multiplies_ramp(structure, device),
         _dense(structure),
@@ -123,19 +129,45 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
     return structure.terms is not None and structure.terms.step is not None
 
 
-def loads_tiles(structure: Structure) -> bool:
-    """Whether a mod reads a value of its own for every score, which takes a tile to rearrange."""
-    return any(_loads(expr, by_row=True) for expr in _tiles(structure))
+def loads_tiles(structure: Structure, keys: int = 0) -> bool:
+    """Whether a mod reads a value of its own for every score, which takes a tile to rearrange.
+
+    keys: of a tile of the Gluon template, which asks a mask_mod once where its tiles have one
+    answer each; 0 for the others.
+    """
+    return any(_loads(expr, by_row=True) for expr in _tiles(structure, keys))
 
 
-def loads_by_key(structure: Structure) -> bool:
+def loads_by_key(structure: Structure, keys: int = 0) -> bool:
     """Whether a mod reads a value for every key, the same for all rows of a tile."""
     terms = structure.terms
     column = () if terms is None or terms.column is None else (terms.column,)
     # A column's q_idx is one row, so what it loads is the same for all.
-    return any(_loads(expr, by_row=False) for expr in _tiles(structure)) or any(
+    return any(_loads(expr, by_row=False) for expr in _tiles(structure, keys)) or any(
         _loads(expr, by_row=row) for expr in column for row in (False, True)
     )
+
+
+@lru_cache(maxsize=1024)
+def compares_numbers(structure: Structure) -> bool:
+    """Whether all that mods read by key are documents' numbers, which few tiles of runs compare.
+
+    Then they take no registers beside those of the softmax, which are free while they are needed;
+    but numbers of 64 bits, or a bound on the keys before them, spill (128x64, D 128, sm_90).
+    """
+    mask, sparsity, terms = structure.mask, structure.sparsity, structure.terms
+    if mask is None or sparsity is None or not sparsity.runs:
+        return False
+    scored = () if terms is None else (terms.core, terms.column, terms.rest, terms.keep)
+    if (terms is not None and terms.diagonal is not None) or any(
+        _loads(expr, by_row=row) for expr in scored if expr is not None for row in (False, True)
+    ):
+        return False
+    found = key_bounds(mask.mod.expr, RANGES)
+    rest = mask.mod.expr if found is None else found.rest
+    told = None if rest is None else numbers_of(rest)
+    narrow = all(buffer.dtype != "int64" for buffer in mask.mod.buffers)
+    return (found is None or found.low is None) and told is not None and not told.rest and narrow
 
 
 def loads_early(structure: Structure) -> bool:
@@ -161,11 +193,18 @@ def loads_diagonals(structure: Structure) -> bool:
     return any(node.op == "load" for node in walk(terms.diagonal))
 
 
-def _tiles(structure: Structure) -> list[Expr]:
+def asked_once(mask: Expr, keys: int) -> bool:
+    """Whether tiles of the Gluon template that have so many keys have one answer each."""
+    return keys > 0 and same_in_tiles(mask, CONSUMER_ROWS, keys)
+
+
+def _tiles(structure: Structure, keys: int) -> list[Expr]:
     """What is computed for every score of a tile."""
     terms = structure.terms
     found = [] if terms is None else [terms.core, terms.rest, terms.keep]
-    found.append(None if structure.mask is None else structure.mask.mod.expr)
+    mask = None if structure.mask is None else structure.mask.mod.expr
+    if mask is not None and not asked_once(mask, keys):
+        found.append(mask)
     return [expr for expr in found if expr is not None]
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.build import compile_source
-from flexattn.catalogue import alibi, causal, causal_score, relative_bias, softcap
+from flexattn.catalogue import alibi, causal, causal_score, document, relative_bias, softcap
 from flexattn.device import named
 from flexattn.render.kernel import render
 from flexattn.render.source import render_combine
@@ -69,6 +70,19 @@ def test_default_config_of_a_rewritten_score(name, kind):
     taken = resources(compiled, device)
     assert taken.shared <= device.shared_memory, config
     assert not taken.starved, (config, taken)
+
+
+def test_documents_spill_nothing_and_rows_leave_16_bytes_at_once():
+    """Tall tiles of documents have few registers left; two bytes a store took 1,500 more."""
+    device = named(DEVICES["sm_90"])
+    mask_mod = and_masks(document(torch.zeros(8192, dtype=torch.int32)), causal)
+    wanted = problem("prefill", mask_mod=mask_mod, runs=True)
+    config = default(wanted, device, "triton")
+    assert config.BLOCK_M == 128
+    compiled = compile_source(render(wanted.structure, config, device, "documents"), device)
+    taken = resources(compiled, device)
+    assert not taken.starved, (config, taken)
+    assert compiled.asm["ptx"].count("st.global.v4.b32") >= 16
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

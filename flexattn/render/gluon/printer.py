@@ -6,12 +6,13 @@ import re
 from dataclasses import dataclass, replace
 
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import key_bounds
+from flexattn.mods.key_bounds import KeyBounds, key_bounds
 from flexattn.problem import Captures, Structure
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.score_printer import print_score as triton_score
 from flexattn.render.triton_printer import INDEX_RANGES, Printed, Traits, View
 from flexattn.render.triton_printer import print_mod as triton_mod
+from flexattn.space.terms import asked_once
 
 __all__ = ["MaskPieces", "gluon_text", "print_mask", "print_mod", "print_score"]
 
@@ -79,11 +80,11 @@ class MaskPieces:
         return tuple(line for each in self.printed for line in each.lines)
 
 
-def print_mask(captures: Captures, traits: Traits) -> MaskPieces:
-    """A mask_mod in pieces, of which most tiles need one alone."""
+def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
+    """A mask_mod in pieces, of which most tiles need one alone; keys: of a tile."""
     found = key_bounds(captures.mod.expr, INDEX_RANGES)
     if found is None:
-        return _ahead(MaskPieces(print_mod(captures, traits)), captures.mod.expr)
+        found = KeyBounds(None, None, None, None, captures.mod.expr)
 
     def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
         if expr is None:
@@ -95,14 +96,15 @@ def print_mask(captures: Captures, traits: Traits) -> MaskPieces:
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
     last = replace(first, q_idx="(row_start + ROWS - 1)")
+    once = found.rest is not None and asked_once(found.rest, keys)
     pieces = MaskPieces(
-        piece("mask", found.rest, View()),
+        piece("mask", found.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
         piece("low", found.low, column),
         piece("high", found.high, column),
         piece("last_low", found.low, last),
         piece("first_high", found.high, first),
     )
-    return pieces if found.rest is None else _ahead(pieces, found.rest)
+    return pieces if found.rest is None or once else _ahead(pieces, found.rest)
 
 
 def _ahead(pieces: MaskPieces, rest: Expr) -> MaskPieces:

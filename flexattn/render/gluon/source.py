@@ -44,7 +44,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     found = arguments(structure, config)
     traits = traits_of(device, structure)
     score = None if structure.score is None else print_score(structure, traits)
-    mask = None if structure.mask is None else print_mask(structure.mask, traits)
+    mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")

@@ -97,7 +97,8 @@ def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     held = config.num_stages * config.BLOCK_N
     # What a mod reads for keys passes through shared memory to the threads that use it.
-    told = 16 * config.BLOCK_N if loads_by_key(structure) or loads_diagonals(structure) else 0
+    read = loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
+    told = 16 * config.BLOCK_N if read else 0
     keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
     return keys + ITEMSIZE[structure.out_dtype] * held * tiles.v_width + told + _REST
 
