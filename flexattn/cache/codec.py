@@ -320,7 +320,7 @@ def _tagged(classes: tuple[type, ...]) -> Decoder:
     return read
 
 
-_POWERS = {"BLOCK_M": (16, 1024), "BLOCK_N": (16, 2048), "num_warps": (1, 32)}
+_POWERS = {"BLOCK_M": (8, 1024), "BLOCK_N": (16, 2048), "num_warps": (1, 32)}
 _OTHER_RANGE = (0, 65536)
 
 

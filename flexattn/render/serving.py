@@ -12,6 +12,7 @@ from flexattn.render import source as rendering
 from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
+from flexattn.render.serving_layouts import serving_layouts, warp_sizes, with_layouts
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -86,6 +87,8 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
     score = None if form.score is None else whole_score(form.score, _traits(form, device))
+    if score is not None and config.walk == "warp":
+        score = with_layouts(score)
     mask = _printed(form.mask, form, device)
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
@@ -95,6 +98,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
+        **serving_layouts(form, config),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -116,6 +120,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
+        "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
         # Tall tiles have no registers for what every turn of the loop would find again.
         "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
@@ -128,9 +133,16 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.one_line(captures)}")
+    found = serving_arguments(form)
+    if config.walk == "warp":
+        return rendering.make_source(
+            "gluon/serving.py.jinja", device, header, context, found, config.num_warps, 1,
+            "triton" if device.backend == "interpreter" else "gluon",
+            config.registers(form, device),
+        )  # fmt: skip
     return rendering.make_source(
-        "triton/serving.py.jinja", device, header, context, serving_arguments(form),
-        config.num_warps, config.num_stages, registers=config.registers(form, device),
+        "triton/serving.py.jinja", device, header, context, found, config.num_warps,
+        config.num_stages, registers=config.registers(form, device),
     )  # fmt: skip
 
 
@@ -253,11 +265,17 @@ def _shared(
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
     }
 
+    if config.walk == "warp":
+        settings |= warp_sizes(form, config, device)
+
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
 
     return {
         **rendering.mod_context([each.lines for each in used], device),
+        "jit": "triton.jit",
+        "by_lane": "",
+        "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
         "edges": found,

@@ -53,10 +53,11 @@ def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool) -> Cache:
         if tensor.dtype != m.kv_dtype or (m.page and tensor.shape[keys_at] != m.page):
             raise InputError(got, rule, do)
         _check_steps(name, tensor, aligned)
-    if k.shape[:3] != v.shape[:3] or k.shape[0] == 0 or k.device != v.device:
+    empty = k.shape[0] == 0 or k.shape[keys_at] == 0
+    if k.shape[:3] != v.shape[:3] or empty or k.device != v.device:
         raise InputError(
             f"K {list(k.shape)} on {k.device}, V {list(v.shape)} on {v.device}",
-            "K and V have as many pages, on one device, and at least one",
+            "K and V have as many pages and keys, on one device, and at least one",
         )
     steps = [(each.stride(0), each.stride(keys_at), each.stride(heads_at)) for each in (k, v)]
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])

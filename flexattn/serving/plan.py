@@ -47,11 +47,15 @@ class _Ready(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The cache of the last run, and what its shapes are known by."""
+    """Two tensors of the last run, and what their shapes are known by."""
 
-    k: Callable[[], Tensor | None]
-    v: Callable[[], Tensor | None]
+    first: Callable[[], Tensor | None]
+    second: Callable[[], Tensor | None]
     key: tuple[Any, ...]
+
+
+def _nothing() -> None:
+    """In the place of a weak reference to a tensor that was not given."""
 
 
 class DecodePlan:
@@ -141,7 +145,8 @@ class DecodePlan:
                 for name, value in self._owned.items()
             }
         self._ready: dict[Any, _Ready] = {}
-        self._seen: _Seen | None = None
+        self._seen_cache: _Seen | None = None
+        self._seen_batch: _Seen | None = None
 
     def run(
         self,
@@ -173,16 +178,22 @@ class DecodePlan:
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
         """
         k, v = split(kv_cache, self.maxima, self.form.shared_kv)
-        seen, table = self._seen, block_table
-        if seen is None or seen.k() is not k or seen.v() is not v:
-            known = (
+        seen, batch, table = self._seen_cache, self._seen_batch, block_table
+        if seen is None or seen.first() is not k or seen.second() is not v:
+            known: tuple[Any, ...] = (
                 k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, k.device, v.device,
                 (k.data_ptr() | v.data_ptr()) % 16,
             )  # fmt: skip
-            seen = self._seen = _Seen(weakref.ref(k), weakref.ref(v), known)
+            seen = self._seen_cache = _Seen(weakref.ref(k), weakref.ref(v), known)
+        if batch is None or batch.first() is not seq_lens or batch.second() is not table:
+            known = (
+                seq_lens.shape, seq_lens.dtype,
+                None if table is None else (table.shape, table.stride(), table.dtype),
+            )  # fmt: skip
+            other = _nothing if table is None else weakref.ref(table)
+            batch = self._seen_batch = _Seen(weakref.ref(seq_lens), other, known)
         key = (
-            q.shape, q.stride(), q.dtype, q.data_ptr() % 16, seen.key, seq_lens.shape,
-            seq_lens.dtype, None if table is None else (table.shape, table.stride(), table.dtype),
+            q.shape, q.stride(), q.dtype, q.data_ptr() % 16, seen.key, batch.key,
             None if cu_seqlens_q is None else (cu_seqlens_q.shape, cu_seqlens_q.dtype),
             None if k_scale is None or v_scale is None else (k_scale.shape, v_scale.shape),
             None if sinks is None else (sinks.shape, sinks.dtype),

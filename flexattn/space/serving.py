@@ -1,16 +1,25 @@
-"""What a serving kernel's code depends on, the numbers that may vary, and where to start."""
+"""What serving kernels can run, what is worth trying, and where to start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Literal, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.problem import Captures
+from flexattn.space import serving_warps
 from flexattn.space.config import padded
+from flexattn.space.serving_config import (
+    COMBINE_WARPS,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    Combine,
+    ServingConfig,
+    ServingForm,
+    shared_memory,
+)
 
 __all__ = [
     "COMBINE_WARPS",
@@ -25,97 +34,6 @@ __all__ = [
     "workspace",
 ]
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
-# Values that a warp holds of a merge at a time: 64 registers of each thread.
-MERGED = 2048
-# Of the kernel that merges.
-COMBINE_WARPS = 4
-
-
-Combine: TypeAlias = Literal["last", "launch"]
-# Bytes of a line of the L2 cache.
-LINE = 128
-
-
-@dataclass(frozen=True, slots=True)
-class ServingForm:
-    """Everything that decides a serving kernel's source: no length, and of the batch its bound.
-
-    page: keys of a page, 0 for a contiguous cache. requests: a power of two that is at least the
-    largest batch. rows: packed rows (group x query positions) of the longest uniform request, 0
-    where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
-    cache's scales are given. prefix: one cache is shared by the rows of all requests (the first
-    pass of a cascade). offset: a request's keys begin behind a prefix (its second pass).
-    aligned: addresses and strides are multiples of 16 bytes.
-    """
-
-    dtype: str
-    kv_dtype: str
-    head_dim_qk: int
-    head_dim_v: int
-    group: int
-    kv_heads: int
-    page: int
-    requests: int
-    rows: int
-    score: Captures | None = None
-    mask: Captures | None = None
-    shared_kv: bool = False
-    scaled: bool = False
-    sinks: bool = False
-    lse: bool = False
-    prefix: bool = False
-    offset: bool = False
-    aligned: bool = True
-    positive_scale: bool = True
-
-    @property
-    def ragged(self) -> bool:
-        """Whether cu_seqlens_q gives each request's number of queries."""
-        return self.rows == 0
-
-    @property
-    def product_dtype(self) -> str:
-        """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
-        return "float16" if ITEMSIZE[self.kv_dtype] == 1 else self.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class ServingConfig:
-    """BLOCK_M packed rows walk the keys BLOCK_N at a time.
-
-    per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
-    that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last, or "launch", a second kernel.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    per_sm: int = 2
-    least: int = 1
-    combine: Combine = "last"
-
-    def programs(self, device: Device) -> int:
-        """Programs of a launch on a device."""
-        return self.per_sm * device.num_sms
-
-    def registers(self, form: ServingForm, device: Device) -> int:
-        """The most registers of a thread with which an SM holds its programs; 0: no bound.
-
-        Short tiles are told so also where they may have all there are: ptxas else computes again
-        in each turn of the loop what does not change, 438 instructions instead of 367. Tall ones
-        have no registers to keep it in.
-        """
-        if device.backend != "cuda":
-            return 0
-        held = max(1, min(self.per_sm, device.shared_memory // _shared_memory(self, form)))
-        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
-        if found > device.max_registers and self.BLOCK_M >= 64:
-            return 0
-        return max(64, min(found, device.max_registers))
-
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
     """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1).
@@ -128,6 +46,10 @@ def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
+    if config.walk == "warp":
+        return serving_warps.reasons(config, form, device)
+    if config.deal == "round":
+        return ["tiles go round the programs where warps walk alone"]
     found = []
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)
@@ -137,7 +59,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         found.append("num_warps is 1, 2, 4 or 8, and num_stages at least 1")
     if config.per_sm < 1 or config.least < 1:
         found.append("per_sm and least are at least 1")
-    needed = _shared_memory(config, form)
+    needed = shared_memory(config, form)
     if needed > device.shared_memory:
         found.append(f"tiles need about {needed} of {device.shared_memory} bytes of shared memory")
     registers = config.BLOCK_M * (padded(form.head_dim_v) + config.BLOCK_N)
@@ -153,7 +75,7 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
     padding of the rows to 64. Raises ConfigError when nothing can run.
     """
     rejected = []
-    for config in dict.fromkeys(_preferences(form)):
+    for config in dict.fromkeys(_preferences(form, device)):
         found = reasons(config, form, device)
         if not found:
             yield config
@@ -168,8 +90,9 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
 
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
-    first = next(serving_candidates(form, device))
-    heights = {first.BLOCK_M, 16, 64} if form.rows > 16 or form.ragged else {first.BLOCK_M}
+    candidates = list(serving_candidates(form, device))
+    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.walk == "program")
+    heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
     combines: tuple[Combine, ...] = ("last", "launch")
     grid = (
@@ -177,11 +100,17 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
         for numbers in product(*axes)
         for combine in combines
     )
-    able = (config for config in grid if not reasons(config, form, device))
+    able = (
+        config
+        for config in (*serving_warps.space(form), *grid)
+        if not reasons(config, form, device)
+    )
     return tuple(dict.fromkeys((first, *able)))
 
 
-def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
+def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    if device.capability == 90 and 0 < form.rows <= 8:
+        yield from serving_warps.preferences(form)
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
@@ -203,12 +132,3 @@ def _preferences(form: ServingForm) -> Iterator[ServingConfig]:
 def _combine(height: int, widest: int) -> Combine:
     """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
     return "launch" if height >= 64 or widest > 256 else "last"
-
-
-def _shared_memory(config: ServingConfig, form: ServingForm) -> int:
-    """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
-    width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
-    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
-    if ITEMSIZE[form.kv_dtype] == 1:
-        tiles += 2 * config.BLOCK_N * width
-    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]

@@ -20,7 +20,13 @@ from flexattn.render.source import Source
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 from flexattn.space.axes import Effort
-from flexattn.space.serving import ServingConfig, ServingForm, reasons, space
+from flexattn.space.serving import (
+    ServingConfig,
+    ServingForm,
+    reasons,
+    serving_candidates,
+    space,
+)
 
 __all__ = ["serving_configs", "serving_sources", "serving_task"]
 
@@ -34,13 +40,17 @@ def serving_configs(
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, int], ...]]:
     """Configs to choose from, the static default first, and how many others were left out.
 
-    quick: 32 near the default. full and exhaustive: all that can run. seeds that can run join.
+    quick: 32 near the defaults. full and exhaustive: all that can run. seeds that can run join.
     """
     every = space(problem.form, device)
     chosen: Sequence[ServingConfig] = every
     if effort == "quick":
         first = every[0]
-        chosen = sorted(every, key=lambda each: _distance(first, each))[:QUICK]
+        near = sorted(every, key=lambda each: _distance(first, each))
+        # The other kind of kernel is far on many axes: where it starts is raced too.
+        defaults = serving_candidates(problem.form, device)
+        others = [each for each in defaults if each.walk != first.walk][:1]
+        chosen = [*near[: QUICK - len(others)], *others]
     fitting = (
         each for each in seeds
         if isinstance(each, ServingConfig) and not reasons(each, problem.form, device)

@@ -60,6 +60,33 @@ def test_configs(numbers, combine):
     check(each, config=config, sinks=torch.randn(8, device="cuda"))
 
 
+@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize("numbers", [(8, 64, 4, 1, 3), (8, 64, 2, 1, 4), (16, 128, 8, 1, 1, 3)])
+def test_warps_that_walk_alone(numbers, combine):
+    config = ServingConfig(*numbers, combine=combine, walk="warp")
+    q_len = numbers[0] // 8
+    for page in (0, 3, 16, 64):
+        each = batch([q_len] * 7, LENGTHS, 32, 8, 128, **BF16)
+        check(
+            each, config=config, page=page, score_mod=softcap(30.0), mask_mod=sliding_window(700)
+        )
+    each = batch([q_len], [131_071], 8, 1, 64, dtype=torch.float16, device="cuda")
+    check(each, config=config, sinks=torch.randn(8, device="cuda"))
+
+
+@pytest.mark.parametrize("page", [0, 3, 16])
+def test_tiles_of_one_request_go_round(page):
+    """One plan for every length: what lies behind the last key is read, and counts for nothing."""
+    config = ServingConfig(8, 128, 8, 1, 1, walk="warp", deal="round")
+    plan = DecodePlan(
+        batch=1, kv_len=5000, heads=(32, 8), head_dim=128, page_size=page, lse=True, config=config
+    )
+    for keys in (0, 1, 127, 128, 129, 1024, 4097, 5000):
+        each = batch([1], [keys], 32, 8, 128, **BF16)
+        for _ in range(2):
+            assert_right(run(plan, each), each)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 3, 5, 8, 40])
 def test_any_number_of_query_heads_per_key_head(group, dtype):

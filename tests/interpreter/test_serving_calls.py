@@ -96,14 +96,18 @@ def test_a_state_without_keys_adds_nothing():
 
 @pytest.mark.parametrize("page", [0, 4])
 @pytest.mark.parametrize("prefix", [0, 8, 41])
-def test_a_cascade_is_attention_over_prefix_and_own_keys(prefix, page):
+@pytest.mark.parametrize("walk", ["program", "warp"])
+def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, prefix, page):
     """Mods see positions in the whole request, in both passes."""
     own, q_len, Hq, Hkv = [19, 2, 40], 2, 6, 2
+    config, D, dtype = SMALL, 16, torch.float32
+    if walk == "warp":
+        config, D, dtype = ServingConfig(8, 32, 2, 1, walk="warp"), 64, torch.float16
     lengths = [prefix + n for n in own]
-    each = batch([q_len] * 3, lengths, Hq, Hkv)
+    each = batch([q_len] * 3, lengths, Hq, Hkv, D, dtype=dtype)
     for b in (1, 2):
         each.k[b][:prefix], each.v[b][:prefix] = each.k[0][:prefix], each.v[0][:prefix]
-    split = batch([q_len] * 4, [*own, prefix], Hq, Hkv)
+    split = batch([q_len] * 4, [*own, prefix], Hq, Hkv, D, dtype=dtype)
     for name in ("k", "v"):
         for b in range(3):
             getattr(split, name)[b] = getattr(each, name)[b][prefix:]
@@ -111,8 +115,8 @@ def test_a_cascade_is_attention_over_prefix_and_own_keys(prefix, page):
     mods = {"score_mod": alibi(Hq, "cpu"), "mask_mod": sliding_window(35)}
     sinks = torch.randn(Hq)
     plan = CascadePlan(
-        batch=3, prefix_len=50, own_len=44, q_len=q_len, heads=(Hq, Hkv), head_dim=16,
-        dtype=torch.float32, device="cpu", page_size=page, sinks=True, config=SMALL,
+        batch=3, prefix_len=50, own_len=44, q_len=q_len, heads=(Hq, Hkv), head_dim=D,
+        dtype=dtype, device="cpu", page_size=page, sinks=True, config=config,
         prefix_config=SMALL, **mods,
     )  # fmt: skip
     call = {

@@ -57,3 +57,14 @@ def test_strides_are_counted_in_32_bits():
     assert describe(k, k, maxima, True).steps_k == (256, 16, 16)
     with pytest.raises(InputError, match=r"below 2\*\*31"):
         describe(far, far, maxima, True)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 1, 16), (2, 0, 1, 16)], ids=str)
+def test_a_cache_holds_a_key(shape):
+    """Kernels read some key of it, even for requests that have none."""
+    maxima = Maxima(
+        2, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 0, "NHD"
+    )  # fmt: skip
+    k = torch.empty(shape, dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="at least one"):
+        describe(k, k, maxima, True)

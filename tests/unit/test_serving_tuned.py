@@ -73,6 +73,18 @@ def test_a_record_is_read_as_it_was_written_and_is_of_its_kind_alone():
         decode_record(encode_record(other).encode())
 
 
+@pytest.mark.parametrize("B", [1, 64])
+def test_each_config_that_is_tuned_can_be_kept(B):
+    """Tiles of 8 rows were once raced, won, and refused by the record that should keep them."""
+    made = task(B=B)
+    offered, _ = serving_configs(made.problem, H200, "full")
+    assert {each.walk for each in offered} == {"program", "warp"}
+    assert min(each.BLOCK_M for each in offered) == 8
+    for config in offered:
+        kept = record(made, config)
+        assert decode_record(encode_record(kept).encode()) == kept
+
+
 def test_the_best_record_is_taken(store):
     assert found(task()) is None
     store.write(record(task(kv_len=32768), ONE))
@@ -160,7 +172,7 @@ def test_quick_varies_each_axis_of_the_default():
     first = every[0]
     assert near[0] == first and near[-1] == TWO and len(near) <= 33
     assert dict(left)["left out by quick"] == len(every) - 32
-    for name in ("BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine"):
+    for name in ("BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine", "walk"):
         assert {getattr(each, name) for each in near} > {getattr(first, name)}, name
 
 

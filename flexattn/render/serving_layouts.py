@@ -1,0 +1,140 @@
+"""Where each thread's registers lie in the tiles of a serving kernel whose warps walk alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.render.score_printer import PrintedScore
+from flexattn.space.serving import ServingConfig, ServingForm
+
+__all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
+
+# What the Triton printer writes, and the same of a tile of keys x rows, which each warp has alone.
+_LAYOUTS = (
+    (r"tl\.zeros\(\[1, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, 1], \1, MMA)"),
+    (
+        r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)",
+        r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
+    ),
+)
+# Parts that a thread merges at a time.
+MERGE_PARTS = 16
+
+
+def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+    """What that kernel's template knows beside what all serving templates do.
+
+    The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
+    and g + 8 and columns 2 j, 2 j + 1, 2 j + 8, 2 j + 9. K's columns are elements of a head, of
+    which a thread reads 8 side by side; V's rows are. Tensors of K, V and Q hold words of two
+    elements: [warps, keys or rows, words].
+    """
+    if config.walk == "program":
+        return {}
+    warps, own = config.num_warps, config.own
+    inside = _inside(form, config)
+    warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+
+    def bits(begin: int, end: int, axis: int) -> list[list[int]]:
+        """Bases from begin to below end, powers of two, along an axis."""
+        found = []
+        while begin < end:
+            found.append([begin if each == axis else 0 for each in range(3)])
+            begin *= 2
+        return found
+
+    def linear(registers: list[list[int]], lanes: list[list[int]], *shape: int) -> str:
+        return f"tl.DistributedLinearLayout({registers}, {lanes}, {warp}, [], {list(shape)})"
+
+    def paged(registers: list[list[int]], lanes: list[list[int]]) -> str:
+        """The keys of a layout as [warps, pages, keys of a page]."""
+
+        def split(base: list[int]) -> list[int]:
+            return [0, base[1] // inside, base[1] % inside]
+
+        kept = [split(base) for base in registers if base[1]]
+        shape = warps, own // inside, inside
+        return linear(kept, [split(base) for base in lanes], *shape)
+
+    qk, v = form.head_dim_qk // 2, form.head_dim_v // 2
+    by_row = bits(4, 16, 2) + bits(1, 8, 1)
+    k_registers = bits(1, 4, 2) + bits(16, qk, 2) + bits(8, own, 1)
+    v_registers = bits(1, 4, 2) + bits(32, v, 2) + bits(1, 2, 1) + bits(8, own, 1)
+    v_lanes = bits(2, 8, 1) + bits(4, 32, 2)
+    q_registers = bits(1, 4, 2) + bits(16, qk, 2) + bits(8, config.BLOCK_M, 1)
+    mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
+    requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
+    return {
+        "jit": "gluon.jit",
+        "by_lane": ", BY_LANE",
+        "by_request": ", BY_REQUEST",
+        "layouts": (
+            ("MMA", mma),
+            ("A", f"tl.DotOperandLayout(0, {mma}, 2)"),
+            ("B", f"tl.DotOperandLayout(1, {mma}, 2)"),
+            ("K_LOAD", linear(k_registers, by_row, warps, own, qk)),
+            ("V_LOAD", linear(v_registers, v_lanes, warps, own, v)),
+            ("Q_LOAD", linear(q_registers, by_row, warps, config.BLOCK_M, qk)),
+            ("K_PAGES", paged(k_registers, by_row)),
+            ("V_PAGES", paged(v_registers, v_lanes)),
+            ("WARPWISE", _wide(warps, config.BLOCK_M, form.head_dim_v, warps)),
+            ("PARTWISE", _wide(warps, _merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
+            ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
+            ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
+            ("BY_REQUEST", requests),
+            ("WORD", "tl.pointer_type(tl.int32)"),
+        ),
+        "deal_round": config.deal == "round",
+    }
+
+
+def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
+    """Constants of that kernel alone, and those that it has another value for.
+
+    STEP: from a program's tile of a unit to its next.
+    """
+    found = {
+        "HEAD_DIM": form.head_dim_qk,
+        "WARPS": config.num_warps,
+        "OWN": config.own,
+        "IN": _inside(form, config),
+        "STEP": config.programs(device) // form.kv_heads if config.deal == "round" else 1,
+    }
+    if config.combine == "last":
+        found |= {"MERGE_ROWS": _merge_rows(form, config), "MERGE_PARTS": MERGE_PARTS}
+    return found
+
+
+def with_layouts(score: PrintedScore) -> PrintedScore:
+    """A printed score_mod whose new tensors say where they lie."""
+    return replace(score, early=_laid(score.early), body=_laid(score.body))
+
+
+def _inside(form: ServingForm, config: ServingConfig) -> int:
+    """Keys of a warp that surely lie side by side in one page: a power of two."""
+    common = math.gcd(form.page, config.own) if form.page else config.own
+    return common & -common
+
+
+def _merge_rows(form: ServingForm, config: ServingConfig) -> int:
+    """Rows that a program merges at a time."""
+    return min(config.BLOCK_M, form.rows or config.BLOCK_M)
+
+
+def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern, text in _LAYOUTS:
+        lines = tuple(re.sub(pattern, text, line) for line in lines)
+    return lines
+
+
+def _wide(warps: int, rows: int, columns: int, first: int) -> str:
+    """[first, rows, columns] with all of the first dimension in one thread's registers."""
+    by_row = min(warps, rows)
+    vector = max(1, min(4, columns // (32 * (warps // by_row))))
+    return (
+        f"tl.BlockedLayout([{first}, 1, {vector}], [1, 1, 32], "
+        f"[1, {by_row}, {warps // by_row}], [2, 1, 0])"
+    )

@@ -1,0 +1,81 @@
+"""Serving kernels whose warps walk alone: what can run, what is worth trying, where to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from flexattn.device import Device
+from flexattn.space.serving_config import ITEMSIZE, Combine, Deal, ServingConfig, ServingForm
+
+__all__ = ["preferences", "reasons", "space"]
+
+# Of a thread's registers, what addresses and the loop take beside its tile.
+_BESIDE = 48
+
+
+def preferences(form: ServingForm) -> Iterator[ServingConfig]:
+    """The static defaults for at most 8 rows, best first: measured on an H200."""
+    if form.requests == 1 and form.mask is None:
+        yield ServingConfig(8, 128, 8, 1, 1, 1, "last", "warp", "round")
+    yield ServingConfig(8, 128, 4, 1, 2, 1, "last", "warp")
+    yield ServingConfig(8, 64, 4, 1, 2, 1, "last", "warp")
+
+
+def space(form: ServingForm) -> Iterator[ServingConfig]:
+    """Every config of this kind; not all of them can run."""
+    combines: tuple[Combine, ...] = ("last", "launch")
+    deals: tuple[Deal, ...] = ("even", "round")
+    axes = product((2, 4, 8), (16, 32, 64), (1, 2, 3, 4), (1, 2), combines, deals)
+    for warps, own, per_sm, least, combine, deal in axes:
+        yield ServingConfig(
+            _height(form), warps * own, warps, 1, per_sm, least, combine, "warp", deal
+        )
+
+
+def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """Why a config of this kind cannot run for a form on a device; empty where it can."""
+    dims = form.head_dim_qk, form.head_dim_v
+    rules = (
+        (
+            device.backend == "interpreter" or 80 <= device.capability <= 90,
+            "warps walk alone on NVIDIA's sm_80 to sm_90",
+        ),
+        (config.BLOCK_M in (8, 16), f"BLOCK_M={config.BLOCK_M} is 8 or 16"),
+        (config.num_warps in (1, 2, 4, 8), "num_warps is 1, 2, 4 or 8"),
+        (config.own in (16, 32, 64), f"each warp has {config.own} of 16, 32 or 64 keys"),
+        (config.BLOCK_N == config.own * config.num_warps, "warps have equal shares of BLOCK_N"),
+        (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
+        (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
+        (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
+        (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
+        (not form.prefix and form.requests <= 1024, "of at most 1024 requests, no shared prefix"),
+        (
+            device.backend == "interpreter"
+            or _held(config, form) + _BESIDE <= config.registers(form, device),
+            f"{_held(config, form)} registers hold a thread's K, V, Q, scores and output",
+        ),
+        (
+            config.deal == "even" or _goes_round(config, form, device),
+            "tiles of one request and one tile of rows go round, and the last program merges",
+        ),
+    )
+    return [rule for kept, rule in rules if not kept]
+
+
+def _held(config: ServingConfig, form: ServingForm) -> int:
+    """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
+    dims = form.head_dim_qk + form.head_dim_v
+    tiles = config.own * dims // 64 + 2 * config.own * config.BLOCK_M // 32
+    tiles += config.BLOCK_M * (form.head_dim_qk // 2 + form.head_dim_v) // 32
+    return tiles + form.requests // 32 * (1 if form.mask is None else 2)
+
+
+def _goes_round(config: ServingConfig, form: ServingForm, device: Device) -> bool:
+    """Whether where a program's first tile lies says nothing of a length."""
+    alone = form.requests == 1 and 0 < form.rows <= config.BLOCK_M and not form.offset
+    return alone and config.combine == "last" and form.kv_heads <= config.programs(device)
+
+
+def _height(form: ServingForm) -> int:
+    return 8 if 0 < form.rows <= 8 else 16

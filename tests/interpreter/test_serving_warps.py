@@ -1,0 +1,107 @@
+"""Serving kernels whose warps walk alone, interpreted: every cache, mod, and way to merge."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.serving import DecodePlan
+from flexattn.space.serving import ServingConfig
+from tests.serving import assert_right, batch, plan_for, run
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+SMALL = ServingConfig(8, 32, 2, 1, walk="warp")
+LENGTHS = [53, 0, 1, 17, 128, 32]
+
+
+def check(each, *, config=SMALL, page=16, sinks=None, layout="NHD", **mods):
+    plan = plan_for(each, page=page, config=config, sinks=sinks is not None, layout=layout, **mods)
+    call = {} if sinks is None else {"sinks": sinks}
+    got = run(plan, each, layout=layout, **call)
+    assert_right(got, each, **call, **mods)
+
+
+def requests(q_len=1, lengths=LENGTHS, Hq=8, Hkv=2, D=64, Dv=None, dtype=torch.bfloat16):
+    return batch([q_len] * len(lengths), lengths, Hq, Hkv, D, Dv, dtype=dtype)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page", [0, 1, 3, 8, 16, 64, 256])
+def test_caches(page, layout):
+    check(requests(), page=page, layout=layout)
+
+
+@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize("per_sm", [1, 2, 7])
+@pytest.mark.parametrize(("warps", "own"), [(1, 16), (4, 32), (8, 64)])
+def test_pieces_of_any_size_merge(warps, own, per_sm, combine):
+    config = ServingConfig(8, warps * own, warps, 1, per_sm, 1, combine, "warp")
+    each = requests(lengths=[53, 0, 1, 517, 128, 300])
+    check(each, config=config, sinks=torch.randn(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (64, 128), (128, 64)])
+def test_head_dimensions(D, Dv, dtype):
+    check(requests(D=D, Dv=Dv, dtype=dtype), score_mod=softcap(30.0))
+
+
+@pytest.mark.parametrize(("q_len", "group", "rows"), [(1, 1, 8), (1, 3, 8), (3, 4, 16), (2, 5, 8)])
+def test_rows(q_len, group, rows):
+    each = requests(q_len, Hq=2 * group)
+    check(each, config=replace(SMALL, BLOCK_M=rows), mask_mod=causal)
+
+
+@pytest.mark.parametrize("mask", [causal, sliding_window(9)], ids=["causal", "window"])
+def test_windows_skip_pages(mask):
+    check(requests(2, [53, 0, 1, 170, 128, 32]), mask_mod=mask, sinks=torch.randn(8))
+
+
+@pytest.mark.parametrize("entry", CASES, ids=str)
+def test_every_mod_of_the_catalogue(entry):
+    built = entry.make(4, 3, 1, 128, 128)
+    mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
+    check(requests(2, [53, 0, 17, 128], 3, 1), page=8, **mods)
+
+
+@pytest.mark.parametrize("page", [0, 3, 16])
+@pytest.mark.parametrize("keys", [0, 1, 32, 33, 517])
+def test_tiles_of_one_request_go_round(keys, page):
+    """One plan for every length: what lies behind the last key is read, and counts for nothing."""
+    config = replace(SMALL, deal="round", per_sm=2)
+    plan = DecodePlan(
+        batch=1, kv_len=600, heads=(6, 2), head_dim=64, device="cpu", page_size=page, lse=True,
+        config=config, sinks=True,
+    )  # fmt: skip
+    each, sinks = requests(lengths=[keys], Hq=6), torch.randn(6)
+    for _ in range(2):
+        assert_right(run(plan, each, sinks=sinks), each, sinks=sinks)
+    # Without a request there is nothing that a first tile could be read for.
+    nothing = torch.zeros(0, 1, 6, 64, dtype=torch.bfloat16)
+    cache = torch.zeros(2, page or 16, 2, 64, dtype=torch.bfloat16)
+    call = {"block_table": torch.zeros(0, 3, dtype=torch.int32)} if page else {}
+    lens = torch.zeros(0, dtype=torch.int32)
+    out, _ = plan.run(nothing, (cache, cache), seq_lens=lens, sinks=sinks, **call)
+    assert out.shape == (0, 1, 6, 64) and int(plan._count.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("name", ["causal", "tree", "alibi"])
+def test_mods_where_tiles_go_round(name):
+    entry = next(each for each in CASES if name in str(each)) if name != "alibi" else None
+    mods = {"score_mod": alibi(6, "cpu")}
+    if entry is not None:
+        built = entry.make(1, 6, 2, 517, 517)
+        mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
+    config = replace(SMALL, deal="round", per_sm=2)
+    plan = DecodePlan(
+        batch=1, kv_len=517, heads=(6, 2), head_dim=64, q_len=2, device="cpu", page_size=16,
+        lse=True, config=config, **mods,
+    )  # fmt: skip
+    each = requests(2, [517], Hq=6)
+    assert_right(run(plan, each), each, **mods)
