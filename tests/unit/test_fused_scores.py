@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, relative_bias, softcap
+from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.render.gluon.printer import print_score
 from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
+from flexattn.render.kernel import render
 from flexattn.render.source import traits_of
+from flexattn.space import gluon
+from flexattn.space.defaults import default
 from tests.problems import problem
 
 H200 = named("nvidia-h200")
@@ -65,3 +68,35 @@ def test_the_polynomial_is_nearer_than_the_instruction():
 def test_a_float_as_ptx_writes_it(number):
     text = float_bits(number)
     assert text.startswith("0f") and struct.unpack(">f", bytes.fromhex(text[2:]))[0] == number
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": causal, "runs": True},
+        {"mask_mod": sliding_window(1024), "runs": True},
+        {"mask_mod": sliding_window(1024)},
+        {"mask_mod": sliding_window(1024), "runs": True, "score_mod": alibi(32, "cpu")},
+        {"score_mod": key_bias},
+        {},
+    ],
+    ids=str,
+)
+def test_whoever_takes_keys_away_weighs_anew(mods, monkeypatch):
+    """Weights that are taken ahead are those of the exponents before a mask."""
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+    wanted = problem(**mods)
+    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "ahead").text
+    lines = text[text.index("qk, ahead = exponents(") :].splitlines()
+    soften = next(i for i, line in enumerate(lines) if "soften(qk, ahead" in line)
+    taken = [i for i in range(soften) if "qk = stay(" in lines[i]]
+    assert taken
+    for i in taken:
+        # Behind it in its own block, or in one around it.
+        depth = len(lines[i]) - len(lines[i].lstrip())
+        for line in lines[i + 1 : soften]:
+            depth = min(depth, len(line) - len(line.lstrip()))
+            if "ahead = weigh_ahead(qk)" in line and len(line) - len(line.lstrip()) == depth:
+                break
+        else:
+            raise AssertionError(lines[i])
