@@ -193,7 +193,8 @@ def test_scores_below_and_above_their_cap(factor):
 @pytest.mark.parametrize("bias", ["alibi", "column", "relative"])
 @pytest.mark.parametrize("factor", [1.0, 30.0, 400.0])
 def test_rows_side_by_side_with_maxima_far_apart(factor, bias):
-    """Two rows of a thread have one maximum as long as theirs are near each other."""
+    """A thread has two rows. With one maximum for both while theirs were near each other, the one
+    that was left behind while the other rose lost all its weights."""
     for dtype in (torch.float16, torch.bfloat16):
         q, k, v = tensors(1, 4, 2, 611, 747, 128, dtype=dtype)
         rows = torch.arange(611, device="cuda")

@@ -134,7 +134,6 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "worker_registers": list(config.worker_registers),
         "watched": watched,
         "fused": fused,
-        "paired": half == "bf16" and fused in ("ramp", "columns", "diagonals"),
         "exposed_early": fused == "capped" or wide,
         "ahead": ahead,
         # All at once where registers are left for scores and exponents side by side.
