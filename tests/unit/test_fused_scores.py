@@ -80,7 +80,7 @@ def test_a_float_as_ptx_writes_it(number):
         {"score_mod": key_bias},
         {},
     ],
-    ids=str,
+    ids=["causal", "window", "window_without_runs", "window_alibi", "key_bias", "noop"],
 )
 def test_whoever_takes_keys_away_weighs_anew(mods, monkeypatch):
     """Weights that are taken ahead are those of the exponents before a mask."""
