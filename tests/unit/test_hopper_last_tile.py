@@ -6,6 +6,7 @@ guarded at a tensor's end, and keys are never below 0. Once the tile that would 
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -23,9 +24,10 @@ def biased(score, b, h, q_idx, kv_idx):
     return score - 0.5 * kv_idx
 
 
-def source(**mods):
+def source(stages=2, **mods):
     wanted = problem("prefill", 128, **mods)
-    return render(wanted.structure, default(wanted, H200, "gluon"), H200, "test").text
+    config = replace(default(wanted, H200, "gluon"), num_stages=stages)
+    return render(wanted.structure, config, H200, "test").text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,9 @@ def test_the_list_of_no_unit_begins_at_zero():
     last = text[text.index("# No number of tiles ends") : text.index("# What the consumers gave")]
     assert "note(starts.index(slot), 0)" in last
     assert last.index("note(starts.index(slot), 0)") < last.index("mbarrier.arrive(k_full")
+
+
+def test_one_stage_makes_no_chain():
+    """The loading warp waits for the first keys' place before it loads the first values."""
+    assert "def consume_unit(" in source(stages=1)
+    assert "def consume_unit(" not in source(stages=2)
