@@ -78,6 +78,8 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         # Beside 256 columns what a mod reads leaves watching no registers.
         reads = loads_by_key(structure, keys) or late
         watched = not structure.fp8 and not (widest > 192 and reads)
+        if 128 < widest <= 192 and structure.sparsity is not None and structure.sparsity.runs:
+            watched = False  # nor does what walks runs beside three parts of 64 columns
         found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
