@@ -42,7 +42,7 @@ def test_caches(page, layout):
 @pytest.mark.parametrize(("warps", "own"), [(1, 16), (4, 32), (8, 64)])
 def test_pieces_of_any_size_merge(warps, own, per_sm, combine):
     config = ServingConfig(8, warps * own, warps, 1, per_sm, 1, combine, "warp")
-    each = requests(lengths=[53, 0, 1, 517, 128, 300])
+    each = requests(lengths=[53, 0, 1, 170, 128, 96])
     check(each, config=config, sinks=torch.randn(8))
 
 
