@@ -59,6 +59,7 @@ def _gluon_numbers(
         config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
         config.section,
         config.q_registers,
+        config.watched,
         *_gluon_fixed(structure, device, config.BLOCK_N),
     )
 

@@ -13,10 +13,10 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held,
+    ping_pong, persistent, known_words, section, q_held, watched,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held"
+    "ping_pong persistent known_words section q_held watched"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
@@ -41,6 +41,8 @@ SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
+# Of maxima that are watched, beside parts of Q, in shared memory or in registers.
+WATCHED_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
@@ -92,8 +94,10 @@ def _registers() -> Expr:
     mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
     held = floor(HELD_REGISTERS * q_held)
     # Tiles of 192 columns are three parts, each at an address of its own.
-    parts = Piecewise((PARTS_REGISTERS, Eq(qk_padded, 192)), (0, True))
-    return floor(made) + REGISTER_SLACK + held + parts + mods + gathered
+    three = Eq(qk_padded, 192)
+    parts = Piecewise((PARTS_REGISTERS, three), (0, True))
+    watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
+    return floor(made) + REGISTER_SLACK + held + parts + watch + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
