@@ -122,7 +122,8 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     if config.registers != CONSUMER_REGISTERS.get(config.consumers):
         parts.append(f"r{config.registers}")
     parts += [f"q{config.q_registers}"] * (config.q_registers > 0) + ["watched"] * config.watched
-    parts += ["turns"] * config.ping_pong + [config.schedule] * (config.schedule != "grid")
+    parts += ["apart"] * (not config.chained) + ["turns"] * config.ping_pong
+    parts += [config.schedule] * (config.schedule != "grid")
     if config.order != "last":
         parts.append(config.order + str(config.section) * (config.order == "sections"))
     return " ".join(parts + ["late"] * (not config.early_loads))

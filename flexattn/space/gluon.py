@@ -75,19 +75,15 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         found = suited(each, structure)
         keys = found.BLOCK_N
         late = loads_tiles(structure, keys) or diagonal
-        # Beside 256 columns what a mod reads leaves watching no registers.
-        reads = loads_by_key(structure, keys) or late
-        watched = not structure.fp8 and not (widest > 192 and reads)
-        if 128 < widest <= 192 and structure.sparsity is not None and structure.sparsity.runs:
-            watched = False  # nor does what walks runs beside three parts of 64 columns
+        watched = _watches(structure, widest, loads_by_key(structure, keys) or late)
         found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
-            found = replace(found, q_registers=0)
-        if structure.sparsity is not None:
-            # A mask makes some tiles longer: the longest start first, and none waits for a block.
+            # Some tiles are longer: the longest start first, and none waits for a block.
             section = EVERY_HEAD if _moves(structure) else found.section
-            found = replace(found, schedule="dynamic", order="sections", section=section)
+            found = replace(
+                found, q_registers=0, schedule="dynamic", order="sections", section=section
+            )
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before.
             found = replace(found, schedule="static")
@@ -98,7 +94,27 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
             or (widest <= 64 and (structure.sparsity is None or found.consumers > 2))
         ):
             found = replace(found, ping_pong=found.consumers > 1)
-        yield found
+        yield replace(found, chained=_forms(structure, found.schedule)[0])
+
+
+def _watches(structure: Structure, widest: int, reads: bool) -> bool:
+    """Whether registers are left for watching maxima, beside what mods read and a walk keeps."""
+    if structure.fp8 or (widest > 192 and reads):
+        return False
+    sparsity = structure.sparsity
+    return not 128 < widest <= 192 or sparsity is None or not (sparsity.runs or reads)
+
+
+def _forms(structure: Structure, schedule: Schedule) -> tuple[bool, ...]:
+    """Whether one loop walks the tiles of all units, the faster form first where both can run.
+
+    It is one loop for scores as they are. Where keys move, units are short, and their ends, which
+    then stand in the loop, many; what a score_mod holds, it holds there from unit to unit.
+    """
+    if schedule == "grid" or max(structure.head_dim_qk, structure.head_dim_v) > 128:
+        return (True,)
+    one = structure.score is None and not _moves(structure)
+    return (one, not one)
 
 
 def _moves(structure: Structure) -> bool:
@@ -130,6 +146,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     yield from preferences(structure)
     # Scores that rise from tile to tile are weighed twice where maxima are watched.
     yield from (replace(each, watched=False) for each in preferences(structure))
+    for each in preferences(structure):
+        yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
@@ -139,15 +157,17 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
         for each in preferences(structure):
             yield from (replace(each, q_registers=part) for part in (64, 128))
     early = (True, False) if loads_early(structure) else (True,)
+    schedules: tuple[Schedule, ...] = ("grid", "dynamic")
+    if every:
+        schedules = ("grid", "static", "dynamic")
+    kept = None if every else 1
+    walks = [(each, one) for each in schedules for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = suited(config(consumers, width, stages, held=held), structure)
         waits = early if not loads_tiles(structure, tile.BLOCK_N) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
-        schedules: tuple[Schedule, ...] = ("grid", "dynamic")
-        if every:
-            schedules = ("grid", "static", "dynamic")
-        for ping_pong, schedule, order, loads in product(
-            turns, schedules, orders(problem, tile, every), waits
+        for ping_pong, (schedule, chained), order, loads in product(
+            turns, walks, orders(problem, tile, every), waits
         ):
             found = replace(
                 tile,
@@ -155,6 +175,7 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
                 schedule=schedule,
                 order=order,
                 early_loads=loads,
+                chained=chained,
             )
             yield replace(found, section=section_of(problem)) if order == "sections" else found
 

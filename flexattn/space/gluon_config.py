@@ -43,6 +43,9 @@ class GluonPrefillConfig:
     them: what shared memory can hand out in a cycle is the limit where heads are wide.
     watched: weights are taken by the maximum of the tiles before; a row's maximum is looked for
     only where its sum of weights shows that it rose. A maximum that is asked for is still exact.
+    chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
+    beside the last values of the unit before; else they stand before and behind a loop for each
+    unit. A block that stays, with room for a second Q, can do either.
     """
 
     consumers: int
@@ -56,6 +59,7 @@ class GluonPrefillConfig:
     early_loads: bool = True
     q_registers: int = 0
     watched: bool = False
+    chained: bool = True
 
     @property
     def BLOCK_M(self) -> int:

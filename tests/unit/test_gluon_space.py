@@ -75,6 +75,7 @@ configs = st.builds(
     st.booleans(),
     st.sampled_from(["grid", "static", "dynamic"]),
     q_registers=st.sampled_from([0, 64, 128]),
+    watched=st.booleans(),
 )
 cases = st.builds(
     problem,

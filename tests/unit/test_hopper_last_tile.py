@@ -24,9 +24,9 @@ def biased(score, b, h, q_idx, kv_idx):
     return score - 0.5 * kv_idx
 
 
-def source(stages=2, **mods):
+def source(stages=2, chained=True, **mods):
     wanted = problem("prefill", 128, **mods)
-    config = replace(default(wanted, H200, "gluon"), num_stages=stages)
+    config = replace(default(wanted, H200, "gluon"), num_stages=stages, chained=chained)
     return render(wanted.structure, config, H200, "test").text
 
 
@@ -55,3 +55,7 @@ def test_one_stage_makes_no_chain():
     """The loading warp waits for the first keys' place before it loads the first values."""
     assert "def consume_unit(" in source(stages=1)
     assert "def consume_unit(" not in source(stages=2)
+
+
+def test_units_stand_apart_where_they_are_told_to():
+    assert "def consume_unit(" in source(chained=False)

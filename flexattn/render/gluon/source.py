@@ -93,7 +93,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
     # registers is that of the unit at hand. In a chain the first values are waited for before the
     # first keys are given back: with one stage they would not come.
-    chained = slots > 1 and runs < 2 and config.num_stages > 1
+    chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
     chained = chained and tiles.v_width <= 128 and not config.q_registers
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
