@@ -24,8 +24,10 @@ from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem
+from flexattn.render.narrow_values import render_narrow_values
 from flexattn.render.source import Source, render_block_mask
 from flexattn.settings import current, override
+from flexattn.space.gluon_config import GluonPrefillConfig
 from flexattn.tune.progress import SILENT, Progress
 
 __all__ = ["DEFAULT_OUTPUTS", "Exported", "export"]
@@ -105,6 +107,9 @@ class _Writer:
             if self._write(choice.source) <= self._device.shared_memory:
                 if choice.combine is not None:
                     self._write(choice.combine)
+                config, head_dim = choice.config, problem.structure.head_dim_v
+                if isinstance(config, GluonPrefillConfig) and config.narrow:
+                    self._write(render_narrow_values(head_dim, self._device))
                 break
         return len(self._shared) - before
 

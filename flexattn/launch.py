@@ -15,6 +15,7 @@ from flexattn.descales import NO_DESCALES, Descales
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher
 from flexattn.mods import Bound
+from flexattn.narrow_values import NarrowValues
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.render.arguments import captured_values
@@ -81,7 +82,7 @@ class Launch:
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
-    take their tiles from a counter.
+    take their tiles from a counter. narrow: what V of fp8 passes before it.
     """
 
     choice: Choice
@@ -94,6 +95,7 @@ class Launch:
     workspace: int
     runs: bool
     counts: bool = False
+    narrow: NarrowValues | None = None
 
     @property
     def problem(self) -> Problem:
@@ -132,7 +134,7 @@ class Launch:
         lse = torch.empty(rows, device=device) if structure.lse else None
         maxima = torch.empty(rows, device=device) if structure.max_scores else None
         written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
-        if structure.fp8:
+        if structure.fp8 and self.narrow is None:
             v = v.to(dtype, memory_format=torch.contiguous_format)
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
@@ -158,6 +160,8 @@ class Launch:
         return Outputs(out, lse, maxima)
 
     def _launch(self, stream: int, given: list[Any], merged: list[Any]) -> None:
+        if self.narrow is not None:
+            given[2] = self.narrow.run(given[2], stream)
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, merged)
@@ -222,9 +226,12 @@ def prepare(
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)
     fixed += [None] * (len(choice.source.arguments) - len(fixed))
-    boxes = []
+    boxes, narrow = [], None
     if isinstance(config, GluonPrefillConfig):
         values = _dense(v.shape) if structure.fp8 else _box(v)
+        if config.narrow:
+            narrow = NarrowValues.of(v, target, index)
+            values = _dense(narrow.shape)
         boxes = [_box(q), _box(k), values, Box(out_shape, out_strides)]
     elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
@@ -243,6 +250,7 @@ def prepare(
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
         counts,
+        narrow,
     )
 
 
@@ -286,9 +294,9 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _dense(shape: tuple[int, ...]) -> Box:
-    """Of what lies contiguous: fp8's V in bfloat16."""
-    _, heads, length, head_dim = shape
-    strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+    """Of what lies contiguous: fp8's V in bfloat16, or with its keys innermost."""
+    _, heads, rows, width = shape
+    strides = (heads * rows * width, rows * width, width, 1)
     return Box(tuple(shape), strides)
 
 

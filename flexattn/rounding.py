@@ -13,12 +13,17 @@ from flexattn.problem import FP8, out_dtype
 __all__ = ["Precision", "Rounding"]
 
 
+# Weights of e4m3, whose largest number is 448, are held that much larger.
+RAISED = 256.0
+
+
 class Precision(enum.Enum):
     """How a run rounds: see the accuracy rule.
 
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
-    e4m3 they are rounded to bfloat16, the output's dtype, as for what the numbers stand for.
+    e4m3 QK^T is rounded to bfloat16, the output's dtype, for no kernel keeps scores in eight bits,
+    and P, at most 1, takes e4m3's range.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
     bfloat16 for e4m3.
     """
@@ -45,14 +50,14 @@ class Rounding:
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         if precision is Precision.WORKING:
             return cls(work, None, None, out_dtype(q.dtype))
-        # No kernel keeps scores in eight bits.
         score = out_dtype(q.dtype) if q.dtype.itemsize > 1 or q.dtype in FP8 else None
         tf32 = (
             q.is_cuda
             and q.dtype == torch.float32
             and torch.backends.cuda.matmul.fp32_precision == "tf32"
         )
-        return cls(work, score, out_dtype(v.dtype), out_dtype(q.dtype), tf32)
+        weight = q.dtype if q.dtype in FP8 else out_dtype(v.dtype)
+        return cls(work, score, weight, out_dtype(q.dtype), tf32)
 
     def load(self, x: Tensor) -> Tensor:
         if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere
@@ -64,7 +69,10 @@ class Rounding:
         return self._tf32(x if self.score is None else x.to(self.score).to(self.work))
 
     def weights(self, p: Tensor) -> Tensor:
-        return self._tf32(p if self.weight is None else p.to(self.weight).to(self.work))
+        if self.weight is None:
+            return self._tf32(p)
+        raised = RAISED if self.weight in FP8 else 1.0
+        return self._tf32((p * raised).to(self.weight).to(self.work) / raised)
 
     def store(self, x: Tensor) -> Tensor:
         return x.to(self.out)

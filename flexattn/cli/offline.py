@@ -122,7 +122,11 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     if config.registers != CONSUMER_REGISTERS.get(config.consumers):
         parts.append(f"r{config.registers}")
     parts += [f"q{config.q_registers}"] * (config.q_registers > 0) + ["watched"] * config.watched
-    parts += ["apart"] * (not config.chained) + ["turns"] * config.ping_pong
+    parts += (
+        ["narrow"] * config.narrow
+        + ["apart"] * (not config.chained)
+        + ["turns"] * config.ping_pong
+    )
     parts += [config.schedule] * (config.schedule != "grid")
     if config.order != "last":
         parts.append(config.order + str(config.section) * (config.order == "sections"))

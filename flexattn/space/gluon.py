@@ -146,6 +146,12 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     yield from preferences(structure)
     # Scores that rise from tile to tile are weighed twice where maxima are watched.
     yield from (replace(each, watched=False) for each in preferences(structure))
+    if structure.fp8:
+        yield from (
+            replace(each, narrow=True, watched=watched)
+            for each in preferences(structure)
+            for watched in (True, False)
+        )
     for each in preferences(structure):
         yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))

@@ -46,6 +46,8 @@ class GluonPrefillConfig:
     chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
     beside the last values of the unit before; else they stand before and behind a loop for each
     unit. A block that stays, with room for a second Q, can do either.
+    narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
+    becomes bfloat16 before the kernel.
     """
 
     consumers: int
@@ -60,6 +62,7 @@ class GluonPrefillConfig:
     q_registers: int = 0
     watched: bool = False
     chained: bool = True
+    narrow: bool = False
 
     @property
     def BLOCK_M(self) -> int:

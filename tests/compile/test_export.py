@@ -1,7 +1,10 @@
 """A directory for a GPU that is not here: all its kernels, its block masks, and its mods."""
 
+from dataclasses import replace
+
 import pytest
 
+from flexattn import binaries
 from flexattn.binaries import export
 from flexattn.binary import binary_of
 from flexattn.binary_store import Binaries
@@ -14,10 +17,12 @@ from flexattn.errors import UnsupportedError
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
-from flexattn.options import NONE
+from flexattn.options import NONE, Options
 from flexattn.problem import Captures
+from flexattn.render.narrow_values import render_narrow_values
 from flexattn.render.source import render_block_mask, render_combine
 from flexattn.settings import override
+from flexattn.space import gluon
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
@@ -76,6 +81,17 @@ def test_both_kinds_of_calls_by_default_and_nothing_twice(quiet):
     found = export([task(device)] * 2, device, quiet)
     assert (found.kernels, found.block_masks, found.mods) == (2, 0, 0)
     assert len(list((quiet / "kernels").iterdir())) == 2
+
+
+def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
+    device = named("nvidia-h200")
+    wanted = task(device, dtype="float8_e4m3fn")
+    narrow = replace(gluon.config(2, 128, 2), narrow=True)
+    monkeypatch.setattr(
+        binaries, "choices", lambda asked, at, none: choices(asked, at, Options(exact=narrow))
+    )
+    assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 2
+    assert Binaries(quiet).find(render_narrow_values(64, device), device) is not None
 
 
 def test_a_mod_that_nobody_else_can_recognise_is_named(quiet):

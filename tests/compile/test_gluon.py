@@ -110,6 +110,53 @@ def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
     assert scores and scores * 2 == values
 
 
+NARROWED = ("noop", "causal", "lists", "window_softcap")
+NARROW = [(D, mods) for D in (64, 96, 128) for mods in NARROWED]
+
+
+def narrow(wanted, **numbers):
+    start = replace(default(wanted, H200, "gluon"), narrow=True, BLOCK_N=64, consumers=2)
+    return replace(start, registers=240, **numbers)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(("D", "mods"), NARROW)
+def test_fp8_with_values_of_eight_bits(D, mods, watched):
+    wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
+    assert not (fault := wrong(wanted, narrow(wanted, watched=watched))), fault
+
+
+def test_weights_of_eight_bits_are_an_operand_as_they_are():
+    """Nothing is shuffled between threads, and the words of four weights are made as such."""
+    wanted = problem("prefill", 128, dtype="float8_e4m3fn")
+    config = narrow(wanted, watched=True, schedule="grid", BLOCK_N=128)
+    found = compile_source(render(wanted.structure, config, H200, "test"), H200)
+    text, code = found.asm["ptx"], disassembled(found)
+    tile = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
+    # Scores twice, of the first tile and in the loop, and values twice, in it and behind it.
+    assert text.count(tile) == config.consumers * 4 * 4 and "bf16.bf16" not in text
+    # Elements of one word are side by side in the operand; in the layout of scores two are of
+    # another row.
+    words = re.findall(
+        r"packed_element = 4 .* -> tensor<64x128xf8E4M3FN, (.*?)>", found.asm["ttgir"]
+    )
+    assert words and all("dot_op" in layout for layout in words)
+    # Words of weights are packed where they are converted.
+    assert code.count("PRMT") <= config.consumers * 16
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("mods", ["noop", "window_softcap"])
+@pytest.mark.parametrize("D", [64, 96, 128])
+def test_every_narrow_config_offered(D, mods):
+    wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
+    offered = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
+    found = [each for each in offered if each.narrow]
+    assert bool(found) == gluon.offered()
+    faults = list(filter(None, (wrong(wanted, config) for config in found)))
+    assert not faults, "\n".join(faults)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_both_dtypes(dtype):
     wanted = problem("prefill", 128, dtype=dtype)

@@ -19,15 +19,7 @@ from flexattn.plan import plan
 from flexattn.reference import Reference
 from flexattn.space import gluon
 from flexattn.space.config import language_of
-from tests.support import (
-    assert_accurate,
-    assert_judged,
-    block_mask,
-    heads_inside,
-    inputs,
-    run,
-    sinks,
-)
+from tests.support import assert_judged, block_mask, heads_inside, inputs, run, sinks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -40,6 +32,14 @@ E4M3 = torch.float8_e4m3fn
 
 def tensors(*sizes, **more):
     return inputs(*sizes, dtype=E4M3, device="cuda", **more)
+
+
+def assert_accurate(q, k, v, **call):
+    """Held to bfloat16's gate for the numbers that e4m3 stands for: V became bfloat16."""
+    with torch.no_grad():
+        got = run(q, k, v, **call)
+        assert_judged(got, *(x.bfloat16() for x in (q, k, v)), **call)
+    return got
 
 
 def factors(q, k):
@@ -165,8 +165,33 @@ def configs():
     yield replace(gluon.config(3, 64, 2), schedule="dynamic", ping_pong=True)
 
 
+def narrow_configs():
+    """V and weights of eight bits, with maxima that are watched and that are looked for."""
+    for config in (gluon.config(2, 128, 2), gluon.config(2, 64, 3)):
+        for watched in (True, False):
+            for schedule in ("grid", "static", "dynamic"):
+                yield replace(config, narrow=True, watched=watched, schedule=schedule)
+    yield replace(gluon.config(2, 64, 2), narrow=True, ping_pong=True, schedule="static")
+
+
 def brief(config):
-    return f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}-{config.schedule}"
+    words = [f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}", config.schedule]
+    return "-".join([*words, *["watched"] * config.watched, *["turns"] * config.ping_pong])
+
+
+def planned(q, k, v, config, given, max_scores=True, **call):
+    """A call that wants lse, and what it launches with a config of one's own."""
+    aux = AuxRequest(lse=True, max_scores=max_scores)
+    score_mod, mask = call.get("score_mod"), call.get("block_mask")
+    scale, logits = call.get("scale"), call.get("sinks")
+    made = plan(
+        make_call(q, k, v, score_mod, mask, scale, True, False, None, aux, logits, *given.values())
+    )
+    launch = prepare(
+        made.launch.problem, made.launch.choice.device, q.device, dispatcher(),
+        Options(exact=config), q, k, v, made.lists, Descales(*given.values()),
+    )  # fmt: skip
+    return made._replace(launch=launch)
 
 
 @pytest.mark.parametrize("config", list(configs()), ids=brief)
@@ -175,19 +200,71 @@ def test_configs_give_the_same_bits_at_every_run(config):
     given = factors(q, k)
     for mask_mod in (None, causal):
         mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
-        aux = AuxRequest(lse=True, max_scores=True)
-        made = plan(
-            make_call(q, k, v, None, mask, None, True, False, None, aux, None, *given.values())
-        )
-        launch = prepare(
-            made.launch.problem, made.launch.choice.device, q.device, dispatcher(),
-            Options(exact=config), q, k, v, made.lists, Descales(*given.values()),
-        )  # fmt: skip
-        made = made._replace(launch=launch)
+        made = planned(q, k, v, config, given, block_mask=mask)
         first = Reference(*made.run())
-        assert_judged(first, q, k, v, block_mask=mask, **given)
+        assert_judged(first, *(x.bfloat16() for x in (q, k, v)), block_mask=mask, **given)
         for _ in range(20):
             assert all(map(torch.equal, made.run(), first))
+
+
+@pytest.mark.parametrize("config", list(narrow_configs()), ids=brief)
+def test_values_of_eight_bits(config):
+    q, k, v = tensors(2, 16, 4, 1611, 1347, 128)
+    given = factors(q, k)
+    made = planned(q, k, v, config, given, max_scores=False)
+    first = Reference(*made.run())
+    assert_judged(first, q, k, v, **given)
+    for _ in range(20):
+        again = made.run()
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(("D", "mod"), [case for case in CASES if case[0] < 256])
+def test_values_of_eight_bits_with_mods(D, mod, watched):
+    B, Hq, Hkv, L, S = 2, 6, 2, 301, 419
+    q, k, v = tensors(B, Hq, Hkv, L, S, D)
+    score_mod, mask_mod = MODS[mod](Hq, L, S)
+    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    call = {"score_mod": score_mod, "block_mask": block_mask(mask_mod, q, k)}
+    for max_scores in (True, False):
+        made = planned(q, k, v, config, factors(q, k), max_scores, **call)
+        assert_judged(Reference(*made.run()), q, k, v, **call, **factors(q, k))
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_values_of_eight_bits_of_any_length_and_layout(watched):
+    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched, schedule="static")
+    for lengths in ((1, 1), (17, 4099), (129, 128), (64, 1), (5, 300), (131, 16411)):
+        q, k, v = tensors(2, 6, 3, *lengths, 128)
+        v = (v.float() + 1).to(E4M3)  # sums of many values of one sign
+        made = planned(q, k, v, config, factors(q, k), max_scores=False)
+        assert_judged(Reference(*made.run()), q, k, v, **factors(q, k))
+    q, k, v = map(heads_inside, tensors(2, 4, 2, 205, 345, 64))
+    logits = sinks(4, device="cuda")
+    made = planned(q, k, v, config, factors(q, k), sinks=logits)
+    assert_judged(Reference(*made.run()), q, k, v, sinks=logits, **factors(q, k))
+    q, k, v = tensors(3, 8, 2, 211, 345, 128, Bkv=1)
+    made = planned(q, k, v, config, factors(q, k))
+    assert_judged(Reference(*made.run()), q, k, v, **factors(q, k))
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_weights_of_eight_bits_that_rise_and_that_are_all_one(watched):
+    """Scores that rise from tile to tile, by more than e4m3 holds; and rows of equal scores."""
+    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    q, k, v = tensors(1, 2, 1, 131, 1999, 128)
+    given = factors(q, k)
+    # The last keys come first.
+    falls = planned(q, k, v, config, given, False, score_mod=lambda s, b, h, i, j: s - 0.01 * j)
+    assert_judged(
+        Reference(*falls.run()), q, k, v, score_mod=lambda s, b, h, i, j: s - 0.01 * j, **given
+    )
+    equal = planned(torch.zeros_like(q), k, v, config, given, False)
+    assert_judged(Reference(*equal.run()), torch.zeros_like(q), k, v, **given)
+    mask = block_mask(first_keys_masked, q, k)
+    empty = planned(q, k, v, config, given, False, block_mask=mask)
+    assert_judged(Reference(*empty.run()), q, k, v, block_mask=mask, **given)
 
 
 def test_calls_again_with_other_factors():

@@ -55,7 +55,8 @@ EDGES = {
     "dispatch": {"cache", "build", "options"},
     # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
     "descales": set(),
-    "launch": {"dispatch", "runs", "descales"},
+    "narrow_values": {"build"},
+    "launch": {"dispatch", "runs", "descales", "narrow_values"},
     "training": set(),
     "sinks": set(),
     "rounding": {"problem"},

@@ -71,7 +71,7 @@ def test_a_float_as_ptx_writes_it(number):
 
 
 def weighed_anew(lines):
-    """Whether keys are taken away between exponents and softmax, each time followed by new weights."""
+    """Whether keys are taken away before the softmax, each time followed by new weights."""
     soften = next(i for i, line in enumerate(lines) if "soften(qk, ahead" in line)
     taken = [i for i in range(soften) if "qk = stay(" in lines[i]]
     for i in taken:

@@ -56,6 +56,8 @@ BREAKS = [
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 64, "Dv": 128}, H200),
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 192, "Dv": 128}, H200),
     ("fp8", replace(PLAIN, q_registers=64), {"dtype": "float8_e4m3fn"}, H200),
+    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=64), {}, H200),
+    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
     ("tma", PLAIN, {"layout": STRIDED}, H200),
@@ -76,6 +78,7 @@ configs = st.builds(
     st.sampled_from(["grid", "static", "dynamic"]),
     q_registers=st.sampled_from([0, 64, 128]),
     watched=st.booleans(),
+    narrow=st.booleans(),
 )
 cases = st.builds(
     problem,

@@ -25,18 +25,19 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     """
     like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
     tiles = tiles_of(structure, config)
+    given, out = structure.dtype, structure.out_dtype
+    # Of fp8, V comes in the output's dtype, or with its keys innermost.
+    values = (config.BLOCK_N, tiles.v_width)
     described = {
-        "Q": (CONSUMER_ROWS, tiles.qk_width),
-        "K": (config.BLOCK_N, tiles.qk_width),
-        "V": (config.BLOCK_N, tiles.v_width),
-        "OUT": (CONSUMER_ROWS, tiles.out_width),
+        "Q": (given, CONSUMER_ROWS, tiles.qk_width),
+        "K": (given, config.BLOCK_N, tiles.qk_width),
+        "V": (given, *values[::-1]) if config.narrow else (out, *values),
+        "OUT": (out, CONSUMER_ROWS, tiles.out_width),
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
         if argument.name in described:
-            # Of fp8, V comes in the output's dtype.
-            dtype = structure.dtype if argument.name in "QK" else structure.out_dtype
-            argument = _descriptor(argument.name, dtype, *described[argument.name])
+            argument = _descriptor(argument.name, *described[argument.name])
         found.append(argument)
         if argument.name == "num_tiles":
             found.append(Argument("num_units", "i32"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.problem import ITEMSIZE, Structure
+from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of
+from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of, value_bytes
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
@@ -33,6 +33,9 @@ MOST_RESCALED = 64
 THREADS = 32 * WARPS
 # Weights of a thread's tile that it takes before the values of the tile before are summed.
 AHEAD = 32
+# Powers of two by which weights of e4m3 are larger than those of a maximum of 1: what is below
+# 2^-16 of it is lost, not 2^-10, and a watched maximum may rise sevenfold before it is looked for.
+RAISED = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
     if config.q_registers:
         settings["Q_HELD"] = config.q_registers
+    if config.narrow:
+        settings["RAISED"] = RAISED
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
@@ -94,7 +99,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # registers is that of the unit at hand. In a chain the first values are waited for before the
     # first keys are given back: with one stage they would not come.
     chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
-    chained = chained and tiles.v_width <= 128 and not config.q_registers
+    chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
@@ -151,8 +156,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "q_registers": config.q_registers,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
-        "v_itemsize": ITEMSIZE[structure.out_dtype],
+        "v_itemsize": value_bytes(structure, config),
         "fp8": structure.fp8,
+        "narrow": config.narrow,
+        "raised": RAISED,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",

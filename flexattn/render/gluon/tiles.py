@@ -10,7 +10,7 @@ from flexattn.space.gluon_config import GluonPrefillConfig
 from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
-__all__ = ["Tiles", "own_output", "q_slots", "runs_of", "shared_memory", "tiles_of"]
+__all__ = ["Tiles", "own_output", "q_slots", "runs_of", "shared_memory", "tiles_of", "value_bytes"]
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
@@ -48,6 +48,11 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
         return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
     return Tiles(qk, 1, v, 2 if qk == v == 256 and config.schedule != "grid" else 1)
+
+
+def value_bytes(structure: Structure, config: GluonPrefillConfig) -> int:
+    """Bytes of an element of V as the kernel reads it."""
+    return structure.itemsize if config.narrow else ITEMSIZE[structure.out_dtype]
 
 
 def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -100,7 +105,7 @@ def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     read = loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
     told = 16 * config.BLOCK_N if read else 0
     keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
-    return keys + ITEMSIZE[structure.out_dtype] * held * tiles.v_width + told + _REST
+    return keys + value_bytes(structure, config) * held * tiles.v_width + told + _REST
 
 
 def _query(structure: Structure, config: GluonPrefillConfig) -> int:

@@ -13,10 +13,10 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched,
+    ping_pong, persistent, known_words, section, q_held, watched, narrow,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched"
+    "ping_pong persistent known_words section q_held watched narrow"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
@@ -41,8 +41,9 @@ SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
-# Of maxima that are watched, beside parts of Q, in shared memory or in registers.
-WATCHED_REGISTERS = 8
+# Of maxima that are watched, beside parts of Q, in shared memory or in registers; of a walk beside
+# the products of weights of 8 bits.
+WATCHED_REGISTERS = WALK_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
@@ -62,7 +63,8 @@ def _shared_memory() -> Expr:
     keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
-    shared = itemsize * (q_tile + keys) + ITEMSIZE * values + read + SHARED_SLACK
+    wide = Piecewise((1, narrow), (ITEMSIZE, True))
+    shared = itemsize * (q_tile + keys) + wide * values + read + SHARED_SLACK
     # An output of 256 columns leaves a persistent block in two halves.
     halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
     apart = shared + ITEMSIZE * Piecewise((out_tile / 2, halved), (out_tile, True))
@@ -84,7 +86,9 @@ def _registers() -> Expr:
     Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
     """
     scores = ROWS * BLOCK_N / THREADS
-    made = ROWS * v_padded / THREADS + scores + scores / 2
+    values = ROWS * v_padded / THREADS
+    # Weights of 8 bits take half the place, and the product that is added to the sum its own.
+    made = values + scores + Piecewise((scores / 4 + values, narrow), (scores / 2, True))
     lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
     gathered = Piecewise(
         (floor(scores) + 8, loads_tile),
@@ -97,7 +101,8 @@ def _registers() -> Expr:
     three = Eq(qk_padded, 192)
     parts = Piecewise((PARTS_REGISTERS, three), (0, True))
     watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
-    return floor(made) + REGISTER_SLACK + held + parts + watch + mods + gathered
+    walk = Piecewise((WALK_REGISTERS, And(narrow, mask_rows > 0)), (0, True))
+    return floor(made) + REGISTER_SLACK + held + parts + watch + walk + mods + gathered
 
 
 SHARED_MEMORY = _shared_memory()
@@ -171,6 +176,11 @@ FIT: tuple[Inequality, ...] = (
         Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_held, 0))),
         "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
         "and q_registers is 0",
+    ),
+    Inequality(
+        "narrow",
+        Or(Not(narrow), And(Eq(itemsize, 1), BLOCK_N >= 32)),
+        "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
