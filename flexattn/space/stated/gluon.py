@@ -13,14 +13,14 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched, narrow,
+    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched narrow"
+    "ping_pong persistent known_words section q_held watched v_itemsize"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
-# of v and of the output is 2.
+# of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
@@ -32,6 +32,7 @@ PROBLEM = (
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
 SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
+NARROW = Eq(v_itemsize, 1)
 # What a config takes, as the formulas below have it: the last two symbols of every function.
 ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 
@@ -62,9 +63,9 @@ def _shared_memory() -> Expr:
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
     keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
     # What a mod reads for keys or diagonals passes through shared memory to those who use it.
+    # In the comparisons below sympy takes it for its first piece: 2 KiB too much at most.
     read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
-    wide = Piecewise((1, narrow), (ITEMSIZE, True))
-    shared = itemsize * (q_tile + keys) + wide * values + read + SHARED_SLACK
+    shared = itemsize * (q_tile + keys) + v_itemsize * values + read + SHARED_SLACK
     # An output of 256 columns leaves a persistent block in two halves.
     halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
     apart = shared + ITEMSIZE * Piecewise((out_tile / 2, halved), (out_tile, True))
@@ -88,7 +89,7 @@ def _registers() -> Expr:
     scores = ROWS * BLOCK_N / THREADS
     values = ROWS * v_padded / THREADS
     # Weights of 8 bits take half the place, and the product that is added to the sum its own.
-    made = values + scores + Piecewise((scores / 4 + values, narrow), (scores / 2, True))
+    made = values + scores + Piecewise((scores / 4 + values, NARROW), (scores / 2, True))
     lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
     gathered = Piecewise(
         (floor(scores) + 8, loads_tile),
@@ -101,7 +102,7 @@ def _registers() -> Expr:
     three = Eq(qk_padded, 192)
     parts = Piecewise((PARTS_REGISTERS, three), (0, True))
     watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
-    walk = Piecewise((WALK_REGISTERS, And(narrow, mask_rows > 0)), (0, True))
+    walk = Piecewise((WALK_REGISTERS, And(NARROW, mask_rows > 0)), (0, True))
     return floor(made) + REGISTER_SLACK + held + parts + watch + walk + mods + gathered
 
 
@@ -179,7 +180,7 @@ FIT: tuple[Inequality, ...] = (
     ),
     Inequality(
         "narrow",
-        Or(Not(narrow), And(Eq(itemsize, 1), BLOCK_N >= 32)),
+        Or(Not(NARROW), And(Eq(itemsize, 1), BLOCK_N >= 32)),
         "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
     _one_of(qk_dim, QK_DIMS),
