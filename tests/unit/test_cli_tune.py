@@ -173,7 +173,7 @@ def child(pause, tiny, out, *more):
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_path):
     store = Store(tmp_path / "records")
-    process = child(0.03, tiny, tmp_path)
+    process = child(0.1, tiny, tmp_path)
     for _ in range(600):
         if list(store.paths()) or process.poll() is not None:
             break
