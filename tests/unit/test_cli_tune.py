@@ -117,7 +117,10 @@ def test_requests_that_are_refused(flexattn, arguments, words, monkeypatch):
 
 # A child whose measurer is slow, so that Ctrl-C has something to end; the rest is as users run it.
 CHILD = """
-    import math, sys, time
+    import math, signal, sys, time
+
+    # What a shell starts in the background ignores Ctrl-C, and its children with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     from flexattn.cache.record import Gated
     from flexattn.tune import crew
@@ -173,7 +176,7 @@ def child(pause, tiny, out, *more):
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_path):
     store = Store(tmp_path / "records")
-    process = child(0.1, tiny, tmp_path)
+    process = child(0.05, tiny, tmp_path)
     for _ in range(600):
         if list(store.paths()) or process.poll() is not None:
             break
