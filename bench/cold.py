@@ -16,7 +16,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     found: dict[str, dict[str, list[Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind in args.kinds:
-            found[kind] = _samples(kind, args.rounds, Path(folder) / kind)
+        folders = [Path(folder) / kind for kind in args.kinds]
+        # How good the configs are does not matter here: their tunings may disturb each other.
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_export, args.kinds, folders))
+        for kind, own in zip(args.kinds, folders, strict=True):
+            found[kind] = _samples(kind, args.rounds, own)
     if args.out:
         report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,12 +83,15 @@ def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _export(kind: str, folder: Path) -> None:
+    folder.mkdir()
+    own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
+    _child(own, "export", kind, str(folder / "exported"))
+
+
 def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
     """Modes in turns, so that a machine that warms up warms up for all of them."""
     exported = folder / "exported"
-    folder.mkdir()
-    own = {"TRITON_CACHE_DIR": str(folder / "warm"), "FLEXATTN_CACHE_DIR": str(folder / "none")}
-    _child(own, "export", kind, str(exported))
     found: dict[str, list[Any]] = {mode: [] for mode in MODES}
     for _ in range(rounds):
         for mode, (warm, binaries) in MODES.items():
@@ -107,12 +116,15 @@ def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
 def _child(environment: Mapping[str, str], *arguments: str) -> Any:
     ours = ("FLEXATTN_BINARIES", "FLEXATTN_CACHE", "FLEXATTN_MODE")
     kept = {name: value for name, value in os.environ.items() if name not in ours}
+    started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"bench.cold_child {' '.join(arguments)} failed:\n{done.stderr}")
+    took = time.perf_counter() - started
+    print(f"[{took:.1f} s] {' '.join(arguments[:2])}", file=sys.stderr, flush=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
