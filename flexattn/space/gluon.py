@@ -85,7 +85,8 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
             )
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before.
-            found = replace(found, schedule="static")
+            # With products of eight bits some end them sooner: those take what is left.
+            found = replace(found, schedule="dynamic" if structure.fp8 else "static")
         if found.consumers > 1 and (diagonal or _takes_turns(structure, widest)):
             found = replace(found, ping_pong=True)
         yield replace(found, chained=_forms(structure, found.schedule)[0])
@@ -93,7 +94,9 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
 
 def _watches(structure: Structure, widest: int, reads: bool) -> bool:
     """Whether registers are left for watching maxima, beside what mods read and a walk keeps."""
-    if structure.fp8 or (widest > 192 and reads):
+    if structure.fp8:
+        return 64 < widest <= 128 and structure.score is None
+    if widest > 192 and reads:
         return False
     sparsity = structure.sparsity
     return not 128 < widest <= 192 or sparsity is None or not (sparsity.runs or reads)
@@ -117,7 +120,8 @@ def _forms(structure: Structure, schedule: Schedule) -> tuple[bool, ...]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     if schedule == "grid" or widest > 128:
         return (True,)
-    one = 64 < widest and structure.score is None and structure.sparsity is None
+    plain = structure.score is None and structure.sparsity is None
+    one = widest > 64 and plain and not structure.fp8
     return (one, not one)
 
 
