@@ -46,6 +46,7 @@ class GluonPrefillConfig:
     chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
     beside the last values of the unit before; else they stand before and behind a loop for each
     unit. A block that stays, with room for a second Q, can do either.
+    together: the consumers are one program, compiled once; they meet at every tile.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
     """
@@ -63,6 +64,22 @@ class GluonPrefillConfig:
     watched: bool = False
     chained: bool = True
     narrow: bool = False
+    together: bool = False
+
+    @property
+    def programs(self) -> int:
+        """Copies of the consumers' code."""
+        return 1 if self.together else self.consumers
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one of them."""
+        return self.BLOCK_M // self.programs
+
+    @property
+    def program_warps(self) -> int:
+        """Warps of one of them."""
+        return WARPS * self.consumers // self.programs
 
     @property
     def BLOCK_M(self) -> int:
@@ -77,7 +94,7 @@ class GluonPrefillConfig:
     @property
     def worker_warps(self) -> tuple[int, ...]:
         """Warps of the programs beside the first consumer's, last the one that loads."""
-        return (*(WARPS for _ in range(self.consumers - 1)), 1)
+        return (*(WARPS for _ in range(self.programs - 1)), 1)
 
     @property
     def producer_registers(self) -> int:

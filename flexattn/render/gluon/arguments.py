@@ -8,7 +8,7 @@ from flexattn.render.arguments import arguments as triton_arguments
 from flexattn.render.gluon.tiles import tiles_of
 from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
-from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.space.gluon_config import GluonPrefillConfig
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
@@ -29,10 +29,10 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (config.BLOCK_N, tiles.v_width)
     described = {
-        "Q": (given, CONSUMER_ROWS, tiles.qk_width),
+        "Q": (given, config.rows, tiles.qk_width),
         "K": (given, config.BLOCK_N, tiles.qk_width),
         "V": (given, *values[::-1]) if config.narrow else (out, *values),
-        "OUT": (out, CONSUMER_ROWS, tiles.out_width),
+        "OUT": (out, config.rows, tiles.out_width),
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
+from flexattn.lone_waits import ALONE
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
@@ -22,6 +23,7 @@ from flexattn.render.source import (
 from flexattn.render.triton_ops import triton_type
 from flexattn.space.config import describe
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
+from flexattn.space.terms import loads_by_key, loads_diagonals
 
 __all__ = ["render"]
 
@@ -65,7 +67,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": CONSUMER_ROWS,
+        "ROWS": config.rows,
+        "WARPS": config.program_warps,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
@@ -79,7 +82,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
     if score is not None and score.strip:
-        settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+        settings["STRIP"] = 1 << (config.rows + config.BLOCK_N - 1).bit_length()
     if config.q_registers:
         settings["Q_HELD"] = config.q_registers
     if config.narrow:
@@ -110,6 +113,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # Beside 128 columns two consumers have registers left for what passes while values are summed.
     wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
     ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
+    # What threads hand each other through shared memory needs the meetings.
+    read = loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
     context = {
         **mods,
         "hoisted": hoisted,
@@ -132,7 +137,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,
-        "consumers": config.consumers,
+        "programs": config.programs,
+        "together": config.together,
+        "alone": ALONE if config.together and not read else "",
         "noted": noted,
         "listed": sparsity is not None and not runs,
         "runs": runs,
@@ -167,4 +174,4 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "producer_arguments": producer_arguments(found),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+    return make_source(TEMPLATE, device, header, context, found, config.program_warps, config.num_stages, "gluon")
