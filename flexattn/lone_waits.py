@@ -9,6 +9,7 @@ effect, and where nothing is found the kernel is as right, and slower.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,28 +17,35 @@ __all__ = ["ALONE", "alone", "taken_out"]
 
 # What a kernel writes before such a wait, as a comment of its assembly.
 ALONE = "waits alone"
-_MEETING, _WAIT = "bar.sync", "mbarrier.try_wait"
+# A hardware barrier with a number, which no assembly of the templates writes.
+_MEETING = re.compile(r"\s*bar\.sync\s+\d+\s*[,;]")
+_WAIT = "mbarrier.try_wait"
 
 
 def taken_out(ptx: str) -> str:
-    """PTX without the meetings of whole programs between what says ALONE and the wait it is about."""
+    """PTX without the meetings of a whole program between what says ALONE and the wait meant."""
     kept, before_wait = [], False
     for line in ptx.splitlines(keepends=True):
-        words = line.split()
         if ALONE in line:
             before_wait = True
         elif _WAIT in line:
             before_wait = False
-        if not (before_wait and words and words[0] == _MEETING and words[1].rstrip(",").isdigit()):
+        if not (before_wait and _MEETING.match(line)):
             kept.append(line)
     return "".join(kept)
 
 
 def alone(before: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Triton's hook of a compile's stages that takes them out, behind the one there was before."""
+    """Triton's hook of a compile's stages that takes them out, behind the one there was before.
 
-    def inspect(backend: Any, stages: dict[str, Any], *rest: Any) -> Any:
-        found = before(backend, stages, *rest) if before is not None else None
+    Later releases call it without arguments too, for words that belong into the key of a cache.
+    """
+
+    def inspect(*given: Any) -> Any:
+        found = before(*given) if before is not None else None
+        if not given:
+            return tuple(f"{each} {ALONE}" for each in found or ("", ""))
+        stages = given[1]
         make = stages.get("ptx")
         if make is not None:
             stages["ptx"] = lambda source, metadata: taken_out(make(source, metadata))

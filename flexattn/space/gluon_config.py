@@ -46,7 +46,8 @@ class GluonPrefillConfig:
     chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
     beside the last values of the unit before; else they stand before and behind a loop for each
     unit. A block that stays, with room for a second Q, can do either.
-    together: the consumers are one program, compiled once; they meet at every tile.
+    together: two consumers run one program, which halves what is compiled, where threads hand each
+    other nothing of a mask or a score_mod through shared memory; else each runs one of its own.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
     """
@@ -67,21 +68,6 @@ class GluonPrefillConfig:
     together: bool = False
 
     @property
-    def programs(self) -> int:
-        """Copies of the consumers' code."""
-        return 1 if self.together else self.consumers
-
-    @property
-    def rows(self) -> int:
-        """Query rows of one of them."""
-        return self.BLOCK_M // self.programs
-
-    @property
-    def program_warps(self) -> int:
-        """Warps of one of them."""
-        return WARPS * self.consumers // self.programs
-
-    @property
     def BLOCK_M(self) -> int:
         """Query rows of one tile."""
         return CONSUMER_ROWS * self.consumers
@@ -92,16 +78,6 @@ class GluonPrefillConfig:
         return WARPS * (self.consumers + 1)
 
     @property
-    def worker_warps(self) -> tuple[int, ...]:
-        """Warps of the programs beside the first consumer's, last the one that loads."""
-        return (*(WARPS for _ in range(self.programs - 1)), 1)
-
-    @property
     def producer_registers(self) -> int:
         """Registers of a thread of the loading warpgroup."""
         return _PRODUCER_REGISTERS.get(self.consumers, 24)
-
-    @property
-    def worker_registers(self) -> tuple[int, ...]:
-        """Registers of a thread of each of them."""
-        return (*(self.registers for _ in self.worker_warps[1:]), self.producer_registers)
