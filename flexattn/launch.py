@@ -241,10 +241,11 @@ def prepare(
         fixed += [0 if each is None else None for each in descales] + descales.strides()
     reach = None
     if skips_far(structure, config):
-        # Where it would not pay it has address 0, and the same kernel visits all keys.
-        if pays(problem):
-            before = 0 if lists is None else len(lists.read(runs))
-            reach = Reach.of(problem, q, k, before, target, index)
+        # Where it would not pay it has address 0, and the same kernel visits all keys; its own
+        # kernels are built for every length, so that a longer call compiles nothing.
+        before = 0 if lists is None else len(lists.read(runs))
+        reach = Reach.of(problem, q, k, before, target, index)
+        reach = reach if pays(problem) else None
         fixed.append(0 if reach is None else None)
     if lists is not None:
         fixed += [None] * len(lists.read(runs))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
+import flexattn
 from flexattn.catalogue import (
     causal,
     causal_offset,
@@ -189,6 +190,17 @@ def test_slopes_that_change_between_calls():
     slopes[0] = 0.001
     assert reads(16, q, k, v, 0, score_mod=score_mod).all()
     both(q, k, v, score_mod=score_mod, scale=-0.7)
+
+
+def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
+    q, k, v = inputs(1, 4, 2, 43, 97)
+    mod = alibi()
+    call = {"score_mod": mod, "kernel_options": SMALL, "enable_gqa": True}
+    path = flexattn.explain(q, k, v, **call).source
+    monkeypatch.setattr("flexattn.reach.LEAST_KEYS", 98)
+    monkeypatch.setattr("flexattn.plan._launches", Lru(64))
+    assert flexattn.explain(q, k, v, **call).source == path
+    assert reads(16, q, k, v, 0, score_mod=mod).all()
 
 
 def test_a_factor_of_the_scores_counts_and_the_scale_too():
