@@ -62,7 +62,8 @@ class Reach:
         kernel = builder().kernel(render_norms(structure, target), target, index)
         norms = kernel.prepare(q_programs + k_programs, fixed, ())
         batch = 0 if k.shape[0] == 1 else problem.Hkv
-        fixed = [None, problem.Hq, problem.Hq // problem.Hkv, batch, q_parts, k_parts]
+        fixed = [None, problem.Hq, problem.Hq // problem.Hkv, batch]
+        fixed += [problem.q_len, problem.kv_len, q_parts, k_parts]
         fixed += [heads, heads + q_programs, None]
         captured = len(captured_arguments(structure.score))
         kernel = builder().kernel(render_reach(structure, target), target, index)

@@ -35,7 +35,7 @@ def rewrites(structure: Structure) -> list[Rewrite]:
         for step in terms.steps
     ]
     if terms.rise is not None and reaches(structure):
-        text = pretty(terms.rise).replace("\n", "; ")
+        text = pretty(terms.rise.step).replace("\n", "; ")
         found.append({"what": "rule", "name": "reach", "says": RULES["reach"], "to": text})
     for name, place in _PLACES.items():
         expr = getattr(terms, name)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexattn.mods.dependence import FREE, Reads, along_diagonals, slope_of
-from flexattn.mods.expr import Expr, const
+from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.simplify import make
 
 __all__ = [
-    "FLOAT", "ONE", "RULES", "Note", "Place", "Term", "Tilted", "diagonal", "masked", "place",
-    "reciprocal", "rise", "spread", "tilt", "times",
+    "FLOAT", "ONE", "RULES", "Note", "Place", "Rise", "Term", "Tilted", "diagonal", "masked",
+    "place", "reciprocal", "rise", "spread", "tilt", "times",
 ]  # fmt: skip
 
 FLOAT = "float32"
@@ -58,6 +58,17 @@ class Tilted:
 
     column: Expr
     slope: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Rise:
+    """What each key adds more than the one before; span: no number on the way to it is larger.
+
+    Of span, q_idx and kv_idx are the lengths.
+    """
+
+    step: Expr
+    span: Expr
 
 
 def times(x: Expr, y: Expr) -> Expr:
@@ -180,7 +191,7 @@ def tilt(term: Expr, reads: Reads) -> Tilted | None:
     return None if slope is None else Tilted(term, make("cast", FLOAT, (slope,)))
 
 
-def rise(terms: Iterable[Expr], reads: Reads) -> Expr | None:
+def rise(terms: Iterable[Expr], reads: Reads) -> Rise | None:
     """Rule "reach": how much more each key adds to its row's score than the key before it.
 
     Where it is above 0, as ALiBi's slope is, keys far behind one that the row keeps count nothing.
@@ -193,15 +204,34 @@ def rise(terms: Iterable[Expr], reads: Reads) -> Expr | None:
     not be visited. N is measured in each call, for each head, with one percent for rounding; a NaN
     or an infinity in q, k or d, and d <= 0, leave every key where it is. What is not visited is
     not read: NaN and infinities of V there do not reach the output.
+
+    Terms are rounded, too: where their span is below 2^24 by less than 2^5, which leaves 2^-86 of
+    the bound. For that they are affine in both positions.
     """
-    slopes = [slope_of(term, "kv_idx", reads) for term in terms]
-    total: Expr | None = None
-    for slope in slopes:
-        if slope is None:
+    step: Expr | None = None
+    span: Expr | None = None
+    for term in terms:
+        slope = slope_of(term, "kv_idx", reads)
+        if slope is None or slope_of(term, "q_idx", reads) is None:
             return None
-        slope = make("cast", FLOAT, (slope,))
-        total = slope if total is None else make("add", FLOAT, (total, slope))
-    return total
+        slope, wide = make("cast", FLOAT, (slope,)), _span(term, reads)
+        step = slope if step is None else make("add", FLOAT, (step, slope))
+        span = wide if span is None else make("add", FLOAT, (span, wide))
+    return None if step is None or span is None else Rise(step, span)
+
+
+def _span(term: Expr, reads: Reads) -> Expr:
+    """An affine term as a sum of what is added on the way to it, none of which is larger."""
+    done: dict[Expr, Expr] = {}
+    for node in walk(term):
+        args = tuple(done[arg] for arg in node.args)
+        if node.op == "var" or not reads(node) & {"q_idx", "kv_idx"}:
+            done[node] = make("abs", FLOAT, (make("cast", FLOAT, (node,)),))
+        elif node.op in ("neg", "cast"):
+            (done[node],) = args
+        else:
+            done[node] = make("add" if node.op == "sub" else node.op, FLOAT, args)
+    return done[term]
 
 
 def diagonal(term: Expr, reads: Reads) -> bool:

@@ -12,6 +12,7 @@ from flexattn.mods.rules import (
     FLOAT,
     ONE,
     RULES,
+    Rise,
     Term,
     masked,
     place,
@@ -85,8 +86,8 @@ class Terms:
         return slope_of(self.column, "kv_idx", Reads()) if self.positive(self.outer) else None
 
     @property
-    def rise(self) -> Expr | None:
-        """What each key of a row adds more than the one before, where a score is else only scaled.
+    def rise(self) -> Rise | None:
+        """How scores rise from each key of a row to the next, where they are else only scaled.
 
         None too where that is known not to be above 0, and where the score_mod masks keys.
         """
@@ -95,7 +96,7 @@ class Terms:
         if not self.positive(self.outer):
             return None
         found = rise(self.added, Reads())
-        if found is None or (found.op == "const" and not self.positive(found)):
+        if found is None or (found.step.op == "const" and not self.positive(found.step)):
             return None
         return found
 

@@ -22,7 +22,9 @@ ELEMENTS, PARTS = 8192, 256
 VANISHES = 150
 # Twice a bound on the scores, with one percent for what is rounded.
 TWICE = 2.02
-# Past all keys; and past all numbers whose product with a length is one of float32.
+# Up to here the numbers that are added are rounded by less than the bound has room for.
+ROUNDED = 2**24
+# Past all keys; and past all bounds that are met before these.
 ALL_KEYS, HUGE = 2 * MAX_LENGTH, 1e18
 
 
@@ -58,27 +60,36 @@ def render_reach(structure: Structure, device: Device) -> Source:
     """The kernel that makes of norms and slopes how many keys may count, float32 [B, Hq]."""
     terms, captures = structure.terms, structure.score
     assert terms is not None and terms.rise is not None and captures is not None
-    step = replace(captures.mod, expr=make("mul", FLOAT, (terms.rise, LOG2E)))
-    view = View("step", by_row=False, by_key=False)
-    printed = print_mod(step, captures.contiguous, traits_of(device, structure), view)
+    step = make("mul", FLOAT, (terms.rise.step, LOG2E))
+    last = View("", "q_len", "kv_len", by_row=False, by_key=False)
+    printed = [
+        print_mod(
+            replace(captures.mod, expr=expr), captures.contiguous, traits_of(device, structure),
+            replace(last, prefix=name),
+        )
+        for name, expr in (("step", step), ("span", terms.rise.span))
+    ]  # fmt: skip
     settings: dict[str, object] = {
         "PARTS": PARTS,
         "SCALE": dict(BASE_2)["LOG2E"] * float(terms.outer.value or 0),
         "TWICE": TWICE,
         "VANISHES": float(VANISHES),
         "HUGE": HUGE,
+        "ROUNDED": float(ROUNDED),
         "ALL_KEYS": float(ALL_KEYS),
     }
     found = [Argument("NORMS", "*fp32", 16)]
-    found += [Argument(name, "i32") for name in ("Hq", "group", "stride_kb", "q_parts", "k_parts")]
+    sizes = ("Hq", "group", "stride_kb", "q_len", "kv_len", "q_parts", "k_parts")
+    found += [Argument(name, "i32") for name in sizes]
     found += [Argument(name, "i64") for name in ("start", "k_start")]
     found.append(Argument("sm_scale", "fp32"))
     found += captured_arguments(captures)
     context = {
-        **mod_context([printed.lines], device),
+        **mod_context([each.lines for each in printed], device),
         "constants": tuple(settings.items()),
-        "lines": (*printed.hoisted, *printed.early, *printed.body),
-        "step": printed.result,
+        "lines": [x for each in printed for x in (*each.hoisted, *each.early, *each.body)],
+        "step": printed[0].result,
+        "span": printed[1].result,
     }
     header = [f"reach of a score_mod for {device.arch}"]
     return make_source("triton/reach.py.jinja", device, header, context, tuple(found), 4, 1)

@@ -203,6 +203,20 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
     assert reads(16, q, k, v, 0, score_mod=mod).all()
 
 
+@pytest.mark.parametrize("offset", [0.0, 3e8, -1e30, math.nan])
+def test_slopes_that_what_is_added_to_them_rounds_away(offset):
+    """As far from 0 as that float32 has no number between the scores of a key and the next."""
+    q, k, v = inputs(1, 4, 2, 43, 97)
+    biases = torch.tensor([offset, 0.0, 0.0, 0.0])
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + (4.0 * (kv_idx - q_idx) + biases[h])
+
+    both(q, k, v, score_mod=score_mod)
+    assert reads(16, q, k, v, 0, score_mod=score_mod).all().item() is not (offset == 0)
+    assert not reads(16, q, k, v, 1, score_mod=score_mod).any()
+
+
 def test_a_factor_of_the_scores_counts_and_the_scale_too():
     q, k, v = inputs(1, 4, 2, 43, 197)
     near = alibi()

@@ -67,6 +67,7 @@ HAVE_NOT = {
     "level": {"score_mod": lambda s, b, h, q, k: s + BIAS[q]},
     "distance": {"score_mod": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs()},
     "by_row": {"score_mod": lambda s, b, h, q, k: s + BIAS[q] * k},
+    "rounded": {"score_mod": lambda s, b, h, q, k: s + (SLOPES[h] * k + BIAS[q])},
     "temperature": {"score_mod": temperature},
     "turned": {"score_mod": lambda s, b, h, q, k: SLOPES[h] * k - s},
 }
