@@ -24,12 +24,11 @@ from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem
+from flexattn.reach import sources
 from flexattn.render.narrow_values import render_narrow_values
-from flexattn.render.reach import render_norms, render_reach
 from flexattn.render.source import Source, render_block_mask
 from flexattn.settings import current, override
 from flexattn.space.gluon_config import GluonPrefillConfig
-from flexattn.space.terms import skips_far
 from flexattn.tune.progress import SILENT, Progress
 
 __all__ = ["DEFAULT_OUTPUTS", "Exported", "export"]
@@ -112,9 +111,8 @@ class _Writer:
                 config, head_dim = choice.config, problem.structure.head_dim_v
                 if isinstance(config, GluonPrefillConfig) and config.narrow:
                     self._write(render_narrow_values(head_dim, self._device))
-                if skips_far(problem.structure, config):
-                    self._write(render_norms(problem.structure, self._device))
-                    self._write(render_reach(problem.structure, self._device))
+                for source in sources(problem.structure, config, self._device):
+                    self._write(source)
                 break
         return len(self._shared) - before
 

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from flexattn.build import Launcher, builder
 from flexattn.device import Device
-from flexattn.problem import Problem
+from flexattn.problem import Problem, Structure
 from flexattn.render.arguments import captured_arguments
 from flexattn.render.reach import render_norms, render_reach, rows_of_part
+from flexattn.render.source import Source
+from flexattn.space.config import Config
+from flexattn.space.terms import skips_far
 
-__all__ = ["Reach", "pays"]
+__all__ = ["Reach", "pays", "sources"]
 
 # Where few keys, or few rows for each of them, are walked, two more kernels cost what they save.
 LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 2**26
@@ -26,6 +29,13 @@ def pays(problem: Problem) -> bool:
     scores = problem.B * problem.Hq * problem.q_len * problem.kv_len
     long = problem.kv_len >= LEAST_KEYS and problem.q_len >= LEAST_ROWS
     return long and scores >= LEAST_SCORES
+
+
+def sources(structure: Structure, config: Config, target: Device) -> tuple[Source, ...]:
+    """The kernels that run before one that leaves keys out: of norms, and of reaches."""
+    if not skips_far(structure, config):
+        return ()
+    return render_norms(structure, target), render_reach(structure, target)
 
 
 @dataclass(frozen=True, slots=True)
