@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.build import builder
 from flexattn.catalogue import alibi, alibi_slopes, causal, causal_offset, document, sliding_window
+from flexattn.lru import Lru
 from tests.support import PREFILL, assert_accurate, block_mask, inputs, run
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -33,44 +34,69 @@ def tensors(*sizes, dtype=torch.bfloat16, **more):
     return inputs(*sizes, dtype=dtype, device="cuda", **more)
 
 
-def both(q, k, v, options, max_scores=False, **call):
-    """A call with the rule and without it, which must be the same bits; the first of them."""
-    with torch.no_grad():
-        found, whole = (
-            run(q, k, v, kernel_options={**options, **rules}, max_scores=max_scores, **call)
-            for rules in ({}, {"RULES_OFF": "reach"})
-        )
+@pytest.fixture
+def both(monkeypatch):
+    """A call that leaves keys out and one by the same kernel that does not: the same bits."""
+
+    def compared(q, k, v, options, max_scores=False, **call):
+        def once():
+            with torch.no_grad():
+                return run(q, k, v, kernel_options=options, max_scores=max_scores, **call)
+
+        found = once()
+        with monkeypatch.context() as here:
+            here.setattr("flexattn.reach.LEAST_KEYS", 2**40)
+            for place in ("plan._launches", "repeat._seen"):
+                here.setattr(f"flexattn.{place}", Lru(8))
+            compiled = builder().compiled
+            assert_same(found, once())
+            assert builder().compiled == compiled
+        return found
+
+    return compared
+
+
+def assert_same(found, whole):
     for name, one, other in zip(found._fields, found, whole, strict=True):
         if one is not None:
             same = torch.equal(one.nan_to_num(77.0), other.nan_to_num(77.0))
             assert same, f"{name}: {(one != other).sum()} differ, by {(one - other).abs().max()}"
-    return found
+
+
+@each_backend
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_the_same_bits_as_without_the_rule(mask, options):
+    q, k, v = tensors(1, 16, 16, 4096, 4096, 128)
+    blocks = block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False)
+    mod = alibi(16, "cuda")
+    with torch.no_grad():
+        assert_same(*(
+            run(
+                q, k, v, score_mod=mod, block_mask=blocks, max_scores=False,
+                kernel_options={**options, "RULES_OFF": rules_off},
+            )
+            for rules_off in ("", "reach")
+        ))  # fmt: skip
 
 
 @each_backend
 @pytest.mark.parametrize("lengths", [(4096, 4096), (4001, 4093), (1023, 8191)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_same_bits_for_every_mask(mask, lengths, options):
+def test_the_same_bits_for_every_mask(mask, lengths, options, both):
     q, k, v = tensors(1, 16, 16, *lengths, 128)
-    mod, blocks = (
-        alibi(16, "cuda"),
-        block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False),
-    )
-    both(q, k, v, options, score_mod=mod, block_mask=blocks)
+    blocks = block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False)
+    both(q, k, v, options, score_mod=alibi(16, "cuda"), block_mask=blocks)
 
 
 @each_backend
 @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["none", "causal"])
-def test_the_same_bits_for_every_head_dimension(mask, D, options):
+def test_the_same_bits_for_every_head_dimension(mask, D, options, both):
     if D == 192 and options != PREFILL:
         pytest.skip("the Gluon template takes 192 beside values of 128")
     q, k, v = tensors(1, 16, 4, 4001, 4093, D, dtype=torch.float16)
-    mod, blocks = (
-        alibi(16, "cuda"),
-        block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False),
-    )
-    both(q, k, v, options, max_scores=True, score_mod=mod, block_mask=blocks)
+    blocks = block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False)
+    both(q, k, v, options, max_scores=True, score_mod=alibi(16, "cuda"), block_mask=blocks)
 
 
 @each_backend
@@ -97,7 +123,7 @@ def test_against_the_oracle(mask, options):
 
 @each_backend
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
-def test_what_is_no_number_is_where_it_was(value, options):
+def test_what_is_no_number_is_where_it_was(value, options, both):
     q, k, v = tensors(1, 16, 16, 2001, 4093, 128)
     q[0, 0, 5, 3] = k[0, 1, 2, 3] = value
     for mask in (None, causal_offset(2092)):
