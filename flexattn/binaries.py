@@ -24,6 +24,7 @@ from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem
+from flexattn.reach import sources
 from flexattn.render.narrow_values import render_narrow_values
 from flexattn.render.source import Source, render_block_mask
 from flexattn.settings import current, override
@@ -110,6 +111,8 @@ class _Writer:
                 config, head_dim = choice.config, problem.structure.head_dim_v
                 if isinstance(config, GluonPrefillConfig) and config.narrow:
                     self._write(render_narrow_values(head_dim, self._device))
+                for source in sources(problem.structure, config, self._device):
+                    self._write(source)
                 break
         return len(self._shared) - before
 

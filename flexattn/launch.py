@@ -18,9 +18,11 @@ from flexattn.mods import Bound
 from flexattn.narrow_values import NarrowValues
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity, out_dtype
+from flexattn.reach import Reach, pays
 from flexattn.render.arguments import captured_values
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
+from flexattn.space.terms import skips_far
 from flexattn.space.tiles import Geometry, geometry, walks_runs
 
 
@@ -82,7 +84,8 @@ class Launch:
 
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
-    take their tiles from a counter. narrow: what V of fp8 passes before it.
+    take their tiles from a counter. narrow: what V of fp8 passes before it. reach: finds which
+    keys are too far to count, where the call is long enough for that.
     """
 
     choice: Choice
@@ -96,6 +99,7 @@ class Launch:
     runs: bool
     counts: bool = False
     narrow: NarrowValues | None = None
+    reach: Reach | None = None
 
     @property
     def problem(self) -> Problem:
@@ -149,19 +153,32 @@ class Launch:
             given.append(sinks)
             merged.append(sinks)
         given += [each for each in descales if each is not None]
+        reaches = None if self.reach is None else self.reach.empty(device)
+        if reaches is not None:
+            given.append(reaches)
         given += rest
         if device.type != "cuda":
-            self._launch(-1, given, merged)
+            self._launch(-1, given, merged, reaches, scale, rest)
         elif device.index == torch._C._cuda_getDevice():
-            self._launch(raw_stream(device.index), given, merged)
+            self._launch(raw_stream(device.index), given, merged, reaches, scale, rest)
         else:
             with torch.cuda.device(device.index):
-                self._launch(raw_stream(device.index), given, merged)
+                self._launch(raw_stream(device.index), given, merged, reaches, scale, rest)
         return Outputs(out, lse, maxima)
 
-    def _launch(self, stream: int, given: list[Any], merged: list[Any]) -> None:
+    def _launch(
+        self,
+        stream: int,
+        given: list[Any],
+        merged: list[Any],
+        reaches: Tensor | None,
+        scale: float,
+        rest: Sequence[Any],
+    ) -> None:
         if self.narrow is not None:
             given[2] = self.narrow.run(given[2], stream)
+        if self.reach is not None and reaches is not None:
+            self.reach.run(given[0], given[1], reaches, scale, rest, stream)
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, merged)
@@ -222,6 +239,14 @@ def prepare(
     if structure.fp8:
         # A factor that is not given has address 0, which the kernel reads as 1.
         fixed += [0 if each is None else None for each in descales] + descales.strides()
+    reach = None
+    if skips_far(structure, config):
+        # Where it would not pay it has address 0, and the same kernel visits all keys; its own
+        # kernels are built for every length, so that a longer call compiles nothing.
+        before = 0 if lists is None else len(lists.read(runs))
+        reach = Reach.of(problem, q, k, before, target, index)
+        reach = reach if pays(problem) else None
+        fixed.append(0 if reach is None else None)
     if lists is not None:
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)
@@ -251,6 +276,7 @@ def prepare(
         runs,
         counts,
         narrow,
+        reach,
     )
 
 

@@ -36,6 +36,7 @@ def warm(
     from flexattn.dispatch import dispatcher
     from flexattn.mods import bind
     from flexattn.options import NONE
+    from flexattn.reach import sources
     from flexattn.tune.tasks import mods_of, task_from
     from flexattn.tune.workload import parse, read
 
@@ -55,7 +56,10 @@ def warm(
         # The blocks of its mask are found on the device, which compiles that kernel too.
         problem = task_from(row, *mods, target, where).problem
         structure = replace(problem.structure, lse=return_lse)
-        dispatcher().kernels(replace(problem, structure=structure), target, index, NONE)
+        asked = replace(problem, structure=structure)
+        choice = dispatcher().kernels(asked, target, index, NONE)[0]
+        for source in sources(structure, choice.config, target):
+            builder().kernel(source, target, index)
         found.append(mods)
     for score_mod, mask_mod in found:
         bind(score_mod, "score")

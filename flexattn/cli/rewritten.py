@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, RULES
 from flexattn.problem import Structure
+from flexattn.space.terms import reaches
 
 __all__ = ["Rewrite", "rewrites"]
 
@@ -33,6 +34,9 @@ def rewrites(structure: Structure) -> list[Rewrite]:
         {"what": "rule", "name": step.rule, "says": RULES[step.rule], "to": step.to}
         for step in terms.steps
     ]
+    if terms.rise is not None and reaches(structure):
+        text = pretty(terms.rise.step).replace("\n", "; ")
+        found.append({"what": "rule", "name": "reach", "says": RULES["reach"], "to": text})
     for name, place in _PLACES.items():
         expr = getattr(terms, name)
         if expr is not None and expr is not ONE:

@@ -12,9 +12,11 @@ from flexattn.mods.rules import (
     FLOAT,
     ONE,
     RULES,
+    Rise,
     Term,
     masked,
     place,
+    rise,
     spread,
     tilt,
     times,
@@ -82,6 +84,21 @@ class Terms:
         if self.column is None or self.added != (self.column,) or not self.linear:
             return None
         return slope_of(self.column, "kv_idx", Reads()) if self.positive(self.outer) else None
+
+    @property
+    def rise(self) -> Rise | None:
+        """How scores rise from each key of a row to the next, where they are else only scaled.
+
+        None too where that is known not to be above 0, and where the score_mod masks keys.
+        """
+        if not self.linear or self.keep is not None or self.diagonal is not None:
+            return None
+        if not self.positive(self.outer):
+            return None
+        found = rise(self.added, Reads())
+        if found is None or (found.step.op == "const" and not self.positive(found.step)):
+            return None
+        return found
 
     def positive(self, number: Expr) -> bool:
         """Whether a factor is known to keep the order of scores."""

@@ -13,6 +13,7 @@ from flexattn.render.bounds_printer import table_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
+from flexattn.space.terms import skips_far
 from flexattn.space.tiles import walks_runs
 
 
@@ -38,6 +39,8 @@ def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
     found.append(Argument("sm_scale", "fp32"))
     found += _sinks(structure)
     found += _descales(structure)
+    if skips_far(structure, config):
+        found.append(Argument("REACH", "*fp32", 4))
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
@@ -115,14 +118,18 @@ def _outputs(structure: Structure) -> list[Argument]:
 
 
 def _strides(structure: Structure) -> list[Argument]:
+    found = [each for tensor in "qkv" for each in strides_of(tensor, structure)]
+    return found + _output_strides(structure)
+
+
+def strides_of(tensor: str, structure: Structure) -> list[Argument]:
+    """Those of "q", "k" or "v": the head dimension's where it is not 1."""
     layout = structure.layout
     divisor = 16 // structure.itemsize if layout.aligned else 1
     inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
-    found = []
-    for tensor, axes in (("q", "bhmd"), ("k", "bhnd"), ("v", "bhnd")):
-        axes = axes[:3] if inner[tensor] else axes
-        found += [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
-    return found + _output_strides(structure)
+    axes = "bhmd" if tensor == "q" else "bhnd"
+    axes = axes[:3] if inner[tensor] else axes
+    return [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
 
 
 def _output_strides(structure: Structure) -> list[Argument]:

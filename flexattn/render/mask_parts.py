@@ -65,12 +65,16 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class MaskParts:
-    """The parts of a mask_mod, and where the keys of a row begin and end, None if unknown."""
+    """The parts of a mask_mod, and where the keys of a row begin and end, None if unknown.
+
+    upto: the mask keeps all keys under `high`, and no others.
+    """
 
     parts: tuple[MaskPart, ...]
     low: Bound | None = None
     high: Bound | None = None
     segments: Segments | None = None
+    upto: bool = False
 
     @property
     def hoisted(self) -> tuple[str, ...]:
@@ -128,7 +132,8 @@ def mask_parts(
     low = _bound(captures, traits, "low", found.low, found.below)
     high = _bound(captures, traits, "high", found.high, found.above)
     looked = None if numbers is None else _segments(captures, traits, numbers)
-    return MaskParts(tuple(parts), low, high, looked)
+    upto = found.high is not None and found.low is None and found.below is found.rest is None
+    return MaskParts(tuple(parts), low, high, looked, upto)
 
 
 def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Printed:

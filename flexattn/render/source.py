@@ -28,7 +28,7 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
 from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
-from flexattn.space.terms import loads_tiles, multiplies_ramp
+from flexattn.space.terms import loads_tiles, multiplies_ramp, skips_far
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
@@ -148,6 +148,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
+        "reach": skips_far(structure, config),
     }
     return make_source(
         name,

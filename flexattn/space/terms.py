@@ -19,7 +19,7 @@ from flexattn.space.config import (
     pieces,
 )
 from flexattn.space.gluon_config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
-from flexattn.space.tiles import power_above
+from flexattn.space.tiles import power_above, walks_runs
 
 RANGES = {
     "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
@@ -129,6 +129,26 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
     if not structure.positive_scale or "scale" in structure.rules_off:
         return False
     return structure.terms is not None and structure.terms.step is not None
+
+
+def reaches(structure: Structure) -> bool:
+    """Whether keys may be proven too far behind to count: rule "reach" of mods/rules.py.
+
+    The key that all rows of a tile are known to keep is the last one of all where there is no
+    mask, and else the last one of the run's full blocks, which every row of theirs keeps whatever
+    mask_mod is.
+    """
+    if structure.kind != "prefill" or structure.fp8 or "reach" in structure.rules_off:
+        return False
+    if structure.sparsity is not None and not structure.sparsity.runs:
+        return False
+    return structure.terms is not None and structure.terms.rise is not None
+
+
+def skips_far(structure: Structure, config: Config) -> bool:
+    """Whether a kernel leaves out such keys: of a mask, one that walks its runs."""
+    walks = structure.sparsity is None or walks_runs(structure, config)
+    return walks and reaches(structure)
 
 
 def loads_tiles(structure: Structure, keys: int = 0) -> bool:

@@ -10,7 +10,7 @@ from flexattn.binary import binary_of
 from flexattn.binary_store import Binaries
 from flexattn.build import compile_source
 from flexattn.cache.record import Policy
-from flexattn.catalogue import causal, softcap
+from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
 from flexattn.dispatch import choices
 from flexattn.errors import UnsupportedError
@@ -20,6 +20,7 @@ from flexattn.mods.bind import clear, stats
 from flexattn.options import NONE, Options
 from flexattn.problem import Captures
 from flexattn.render.narrow_values import render_narrow_values
+from flexattn.render.reach import render_norms, render_reach
 from flexattn.render.source import render_block_mask, render_combine
 from flexattn.settings import override
 from flexattn.space import gluon
@@ -92,6 +93,14 @@ def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
     )
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 2
     assert Binaries(quiet).find(render_narrow_values(64, device), device) is not None
+
+
+def test_what_finds_keys_too_far_to_count_is_there_too(quiet):
+    device = named("nvidia-h200")
+    wanted = task(device, score_mod=alibi(32, "cpu"))
+    assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 3
+    for render in (render_norms, render_reach):
+        assert Binaries(quiet).find(render(wanted.problem.structure, device), device) is not None
 
 
 def test_a_mod_that_nobody_else_can_recognise_is_named(quiet):

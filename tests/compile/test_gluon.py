@@ -40,6 +40,7 @@ MODS = {
     "causal": {"mask_mod": causal, "runs": True},
     "lists": {"mask_mod": causal},
     "window_softcap": {"score_mod": softcap(50.0), "mask_mod": sliding_window(1000), "runs": True},
+    "alibi": {"score_mod": alibi(32, "cpu")},
     "alibi_causal": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
     "documents": {"mask_mod": and_masks(document(torch.zeros(8).int()), causal), "runs": True},
     "relative_causal": {"score_mod": RELATIVE, "mask_mod": causal, "runs": True},

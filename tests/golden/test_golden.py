@@ -24,6 +24,7 @@ from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
 from flexattn.render.kernel import render
+from flexattn.render.reach import render_norms, render_reach
 from flexattn.render.source import render_block_mask, render_combine
 from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
 from tests.problems import problem
@@ -76,6 +77,11 @@ GOLDENS = {
         runs=True,
         lse=False,
     ),
+    "prefill_runs_alibi": lambda: kernel(
+        TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True, lse=False
+    ),
+    "reach_alibi": lambda: render_reach(problem(score_mod=alibi(32, "cpu")).structure, DEVICE),
+    "norms_96": lambda: render_norms(problem(D=96, score_mod=alibi(32, "cpu")).structure, DEVICE),
     "decode_runs_prefix": lambda: kernel(
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
     ),
@@ -95,6 +101,9 @@ GOLDENS = {
     "gluon_dynamic_sinks": lambda: kernel(TAKEN, D=64, sinks="bfloat16"),
     "gluon_runs_alibi": lambda: kernel(
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
+    ),
+    "gluon_alibi": lambda: kernel(
+        replace(HOPPER, schedule="static"), score_mod=alibi(32, "cpu"), lse=False
     ),
     "gluon_runs_document": lambda: kernel(
         replace(HOPPER, schedule="dynamic"),

@@ -5,7 +5,7 @@ import torch
 
 import flexattn
 from flexattn.build import builder
-from flexattn.catalogue.scores import softcap
+from flexattn.catalogue.scores import alibi, softcap
 from flexattn.errors import InputError
 from tests.support import inputs, run
 
@@ -21,8 +21,16 @@ LAYER = {
 }
 
 
-def test_a_call_after_warm_finds_its_kernel(monkeypatch):
-    flexattn.warm({"layers": [LAYER], "dtype": "float32"}, "cpu")
+MODS = {
+    "softcap": (LAYER["score"], softcap(17.0)),
+    "alibi": ({"mod": "flexattn.catalogue.scores:alibi", "args": [6, "cpu"]}, alibi(6, "cpu")),
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_call_after_warm_finds_its_kernel(name, monkeypatch):
+    said, score_mod = MODS[name]
+    flexattn.warm({"layers": [{**LAYER, "score": said}], "dtype": "float32"}, "cpu")
 
     def refused(*args):
         raise AssertionError("a call after warm() builds nothing")
@@ -34,9 +42,7 @@ def test_a_call_after_warm_finds_its_kernel(monkeypatch):
         if L > 1:
             mask = flexattn.create_block_mask(flexattn.catalogue.causal, None, None, L, S, "cpu")
         with torch.no_grad():
-            flexattn.flex_attention(
-                q, k, v, score_mod=softcap(17.0), block_mask=mask, enable_gqa=True
-            )
+            flexattn.flex_attention(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=True)
     q, k, v = inputs(2, 6, 2, 1, 71)
     with pytest.raises(AssertionError, match="builds nothing"):
         run(q, k, v, score_mod=softcap(18.0))

@@ -58,7 +58,8 @@ EDGES = {
     # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
     "descales": set(),
     "narrow_values": {"build"},
-    "launch": {"dispatch", "runs", "descales", "narrow_values"},
+    "reach": {"build"},
+    "launch": {"dispatch", "runs", "descales", "narrow_values", "reach"},
     "training": set(),
     "sinks": set(),
     "rounding": {"problem"},

@@ -13,7 +13,7 @@ from flexattn.space.gluon_config import GluonPrefillConfig
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
 _STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmnd")
-_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER")
+_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "REACH")
 _LOCATION = ("num_tiles", "num_units", "Hq", "group")
 
 
@@ -61,9 +61,13 @@ def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> l
     ]
 
 
-def producer_arguments(found: tuple[Argument, ...]) -> list[str]:
-    """What the loading warp takes from the kernel beside descriptors and shared memory."""
-    taken = (*_LISTS, *_LOCATION, "stride_kb", "q_len", "kv_len")
+def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
+    """What the loading warp takes from the kernel beside descriptors and shared memory.
+
+    masked: it computes something of the mask_mod.
+    """
+    captured = ("mask_buf", "mask_scalar") if masked else ()
+    taken = (*_LISTS, *_LOCATION, "stride_kb", "q_len", "kv_len", *captured)
     return [argument.name for argument in found if argument.name.startswith(taken)]
 
 

@@ -48,6 +48,7 @@ class MaskPieces:
     first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
     and no other's low is higher. ahead: names of what rest computes on the keys alone, each thread
     for a key of its own, which is then told to all of them; empty where rest reads more than that.
+    under: high of first_row, for the loading warp, where the mask keeps all keys below it.
     """
 
     rest: Printed | None
@@ -56,6 +57,7 @@ class MaskPieces:
     last_low: Printed | None = None
     first_high: Printed | None = None
     ahead: tuple[str, ...] = ()
+    under: Printed | None = None
 
     @property
     def printed(self) -> tuple[Printed, ...]:
@@ -83,7 +85,8 @@ class MaskPieces:
     @property
     def lines(self) -> tuple[str, ...]:
         """Every statement, and the results."""
-        return tuple(line for each in self.printed for line in each.lines)
+        every = self.printed if self.under is None else (*self.printed, self.under)
+        return tuple(line for each in every for line in each.lines)
 
 
 def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
@@ -110,6 +113,9 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
         piece("last_low", found.low, last),
         piece("first_high", found.high, first),
     )
+    if found.low is None and found.below is found.rest is None:
+        of_run = replace(first, q_idx="first_row", by_key=False)
+        pieces = replace(pieces, under=piece("under", found.high, of_run))
     return pieces if found.rest is None or once else _ahead(pieces, found.rest)
 
 

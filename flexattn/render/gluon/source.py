@@ -18,6 +18,7 @@ from flexattn.render.gluon.tiles import (
     tiles_of,
     value_bytes,
 )
+from flexattn.render.reach import ALL_KEYS
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
@@ -30,6 +31,7 @@ from flexattn.render.source import (
 from flexattn.render.triton_ops import triton_type
 from flexattn.space.config import describe
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
+from flexattn.space.terms import skips_far
 
 __all__ = ["render"]
 
@@ -68,7 +70,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
     persistent, apart = config.schedule != "grid", own_output(structure, config, device)
-    noted = config.schedule != "grid" or sparsity is not None
+    reach = skips_far(structure, config)
+    noted = config.schedule != "grid" or sparsity is not None or reach
     programs = programs_of(structure, config)
     warps = WARPS * config.consumers // programs
     fold_scale = structure.positive_scale if score is None else score.folded
@@ -89,6 +92,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
             "SPARSE_KV": sparsity.kv_block,
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
+    if reach:
+        settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (config.BLOCK_M // programs + config.BLOCK_N - 1).bit_length()
     if config.q_registers:
@@ -148,6 +153,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "noted": noted,
         "listed": sparsity is not None and not runs,
         "runs": runs,
+        "reach": reach,
         "num_stages": config.num_stages,
         "worker_warps": [*[WARPS] * (programs - 1), 1],
         "worker_registers": [*[config.registers] * (programs - 1), config.producer_registers],
@@ -176,7 +182,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
         "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
-        "producer_arguments": producer_arguments(found),
+        "producer_arguments": producer_arguments(
+            found, reach and mask is not None and mask.under is not None
+        ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(TEMPLATE, device, header, context, found, warps, config.num_stages, "gluon")
