@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from flexattn.binary import Binary, binary_of
 from flexattn.binary_store import Binaries
-from flexattn.compiler_context import source_lines, without_collections
+from flexattn.compiler_context import source_lines, without_collections, without_meetings
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError
+from flexattn.lone_waits import ALONE
 from flexattn.lru import Lru
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
@@ -115,7 +116,11 @@ def compile_source(source: Source, device: Device) -> Any:
         if argument.divisible_by > 1
     }
     try:
-        with source_lines(current().debug > 0), without_collections():
+        with (
+            source_lines(current().debug > 0),
+            without_collections(),
+            without_meetings(ALONE in source.text),
+        ):
             return triton.compile(
                 _syntax(source)(load(path), _signature(source), {}, attrs),
                 target=target,

@@ -1,4 +1,4 @@
-"""What a compile turns off meanwhile: the lines of kernels' sources, and Python's collector."""
+"""What a compile turns off meanwhile: lines of sources, meetings of warps, Python's collector."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-__all__ = ["source_lines", "without_collections"]
+from flexattn.lone_waits import alone
+
+__all__ = ["source_lines", "without_collections", "without_meetings"]
 
 
 class _Switch:
@@ -28,7 +31,8 @@ class _Switch:
             turned = wanted and (self._users > 0 or self._is_on())
             if turned:
                 self._users += 1
-                self._turn(False)
+                if self._users == 1:
+                    self._turn(False)
         try:
             yield
         finally:
@@ -55,6 +59,11 @@ def without_collections() -> AbstractContextManager[None]:
     return _collector.off()
 
 
+def without_meetings(wanted: bool) -> AbstractContextManager[None]:
+    """What is compiled inside has no meetings of its warps where it says so; see lone_waits."""
+    return _meetings.off(wanted)
+
+
 def _lines_on() -> bool:
     from triton import knobs
 
@@ -67,5 +76,20 @@ def _turn_lines(on: bool) -> None:
     knobs.compilation.disable_line_info = not on
 
 
+class _Meetings:
+    """Triton's hook of stages: whose it was before, while it is ours."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+
+    def turn(self, on: bool) -> None:
+        from triton import knobs
+
+        if not on:
+            self._before = knobs.runtime.add_stages_inspection_hook
+        knobs.runtime.add_stages_inspection_hook = self._before if on else alone(self._before)
+
+
 _lines = _Switch(_lines_on, _turn_lines)
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+_meetings = _Switch(lambda: True, _Meetings().turn)

@@ -126,6 +126,7 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
         ["narrow"] * config.narrow
         + ["apart"] * (not config.chained)
         + ["turns"] * config.ping_pong
+        + ["together"] * config.together
     )
     parts += [config.schedule] * (config.schedule != "grid")
     if config.order != "last":

@@ -46,6 +46,8 @@ class GluonPrefillConfig:
     chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
     beside the last values of the unit before; else they stand before and behind a loop for each
     unit. A block that stays, with room for a second Q, can do either.
+    together: two consumers run one program, which halves what is compiled, where threads hand each
+    other nothing of a mask or a score_mod through shared memory; else each runs one of its own.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
     """
@@ -63,6 +65,7 @@ class GluonPrefillConfig:
     watched: bool = False
     chained: bool = True
     narrow: bool = False
+    together: bool = False
 
     @property
     def BLOCK_M(self) -> int:
@@ -75,16 +78,6 @@ class GluonPrefillConfig:
         return WARPS * (self.consumers + 1)
 
     @property
-    def worker_warps(self) -> tuple[int, ...]:
-        """Warps of the programs beside the first consumer's, last the one that loads."""
-        return (*(WARPS for _ in range(self.consumers - 1)), 1)
-
-    @property
     def producer_registers(self) -> int:
         """Registers of a thread of the loading warpgroup."""
         return _PRODUCER_REGISTERS.get(self.consumers, 24)
-
-    @property
-    def worker_registers(self) -> tuple[int, ...]:
-        """Registers of a thread of each of them."""
-        return (*(self.registers for _ in self.worker_warps[1:]), self.producer_registers)

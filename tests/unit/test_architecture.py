@@ -25,7 +25,9 @@ EDGES = {
     "device": {"mods", "neuroncore"},
     "problem": {"mods", "device"},
     "space": {"problem"},
-    "render": {"space"},
+    # What a kernel says to the one who compiles it.
+    "lone_waits": set(),
+    "render": {"space", "lone_waits"},
     "binary": set(),
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
@@ -33,7 +35,7 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    "compiler_context": set(),
+    "compiler_context": {"lone_waits"},
     "build": {"cuda_launch", "binary_store", "compiler_context"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from flexattn.problem import Structure
 from flexattn.render.arguments import Argument
 from flexattn.render.arguments import arguments as triton_arguments
-from flexattn.render.gluon.tiles import tiles_of
+from flexattn.render.gluon.tiles import programs_of, tiles_of
 from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
-from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.space.gluon_config import GluonPrefillConfig
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
@@ -25,14 +25,15 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     """
     like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
     tiles = tiles_of(structure, config)
+    rows = config.BLOCK_M // programs_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (config.BLOCK_N, tiles.v_width)
     described = {
-        "Q": (given, CONSUMER_ROWS, tiles.qk_width),
+        "Q": (given, rows, tiles.qk_width),
         "K": (given, config.BLOCK_N, tiles.qk_width),
         "V": (given, *values[::-1]) if config.narrow else (out, *values),
-        "OUT": (out, CONSUMER_ROWS, tiles.out_width),
+        "OUT": (out, rows, tiles.out_width),
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
+from flexattn.lone_waits import ALONE
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.render.gluon.tiles import own_output, q_slots, runs_of, tiles_of, value_bytes
+from flexattn.render.gluon.tiles import (
+    own_output,
+    programs_of,
+    q_slots,
+    runs_of,
+    tiles_of,
+    value_bytes,
+)
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.source import (
     BASE_2,
@@ -61,11 +69,14 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     slots = q_slots(structure, config, device)
     persistent, apart = config.schedule != "grid", own_output(structure, config, device)
     noted = config.schedule != "grid" or sparsity is not None
+    programs = programs_of(structure, config)
+    warps = WARPS * config.consumers // programs
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": CONSUMER_ROWS,
+        "ROWS": config.BLOCK_M // programs,
+        "WARPS": warps,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
@@ -79,7 +90,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
     if score is not None and score.strip:
-        settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+        settings["STRIP"] = 1 << (config.BLOCK_M // programs + config.BLOCK_N - 1).bit_length()
     if config.q_registers:
         settings["Q_HELD"] = config.q_registers
     if config.narrow:
@@ -132,13 +143,14 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,
-        "consumers": config.consumers,
+        "programs": programs,
+        "alone": ALONE if programs < config.consumers else "",
         "noted": noted,
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "num_stages": config.num_stages,
-        "worker_warps": list(config.worker_warps),
-        "worker_registers": list(config.worker_registers),
+        "worker_warps": [*[WARPS] * (programs - 1), 1],
+        "worker_registers": [*[config.registers] * (programs - 1), config.producer_registers],
         "watched": watched,
         "fused": fused,
         "exposed_early": fused == "capped" or wide,
@@ -167,4 +179,4 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "producer_arguments": producer_arguments(found),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+    return make_source(TEMPLATE, device, header, context, found, warps, config.num_stages, "gluon")

@@ -10,7 +10,17 @@ from flexattn.space.gluon_config import GluonPrefillConfig
 from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
-__all__ = ["Tiles", "own_output", "q_slots", "runs_of", "shared_memory", "tiles_of", "value_bytes"]
+__all__ = [
+    "Tiles",
+    "own_output",
+    "programs_of",
+    "q_slots",
+    "reads_shared",
+    "runs_of",
+    "shared_memory",
+    "tiles_of",
+    "value_bytes",
+]
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
@@ -66,6 +76,21 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
+def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
+    """Whether what a mod reads for keys passes through shared memory to its threads."""
+    return loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
+
+
+def programs_of(structure: Structure, config: GluonPrefillConfig) -> int:
+    """How many programs the consumers run: one, or one each where they walk different tiles.
+
+    So do three, whose rows are no power of two. And where threads hand each other what a mod
+    reads, all of a program meet for it: of one for both consumers, twice as many.
+    """
+    apart = runs_of(structure, config) > 1 or reads_shared(structure, config)
+    return 1 if config.together and config.consumers == 2 and not apart else config.consumers
+
+
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """Bytes of shared memory that the kernel needs, barriers and all."""
     slots = q_slots(structure, config, device)
@@ -101,9 +126,7 @@ def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) ->
 def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     held = config.num_stages * config.BLOCK_N
-    # What a mod reads for keys passes through shared memory to the threads that use it.
-    read = loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
-    told = 16 * config.BLOCK_N if read else 0
+    told = 16 * config.BLOCK_N if reads_shared(structure, config) else 0
     keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
     return keys + value_bytes(structure, config) * held * tiles.v_width + told + _REST
 
