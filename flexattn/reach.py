@@ -20,8 +20,9 @@ from flexattn.space.terms import skips_far
 
 __all__ = ["Reach", "pays", "sources"]
 
-# Where few keys, or few rows for each of them, are walked, two more kernels cost what they save.
-LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 2**26
+# Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
+# save: an estimate, which nothing has measured yet.
+LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
 
 
 def pays(problem: Problem) -> bool:
