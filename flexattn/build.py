@@ -7,8 +7,10 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ from flexattn.binary_store import Binaries
 from flexattn.compiler_context import source_lines, without_collections, without_meetings
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
-from flexattn.errors import BuildError
+from flexattn.errors import BuildError, FlexAttnError
 from flexattn.lone_waits import ALONE
 from flexattn.lru import Lru
 from flexattn.render.source import Source
@@ -203,6 +205,19 @@ class Builder:
                 self._kernels.put(key, found)
         return found
 
+    def begin(self, source: Source, device: Device, index: int) -> None:
+        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
+
+        Half of a compile runs outside Python. What fails does so again where it is asked for.
+        """
+        if self._kernels.get((source.hash, device.arch, index)) is None:
+            run = partial(copy_context().run, self._begun, source, device, index)
+            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=True).start()
+
+    def _begun(self, source: Source, device: Device, index: int) -> None:
+        with suppress(FlexAttnError):
+            self.kernel(source, device, index)
+
     def _build(self, source: Source, device: Device, index: int) -> Kernel:
         if current().debug >= 4:
             log.debug("%s\n%s", source.path(), source.text)
@@ -221,7 +236,8 @@ class Builder:
         except BuildError as error:  # made for a newer driver
             say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
             return None
-        self.loaded += 1
+        with self._guard:
+            self.loaded += 1
         return Kernel(source, None, index, binary)
 
     def _compile(self, source: Source, device: Device, index: int) -> Kernel:
@@ -232,7 +248,8 @@ class Builder:
         binary = binary_of(compiled, device.arch)
         if binary is not None and binary.shared <= device.shared_memory:
             loaded(binary, index)
-        self.compiled += 1
+        with self._guard:
+            self.compiled += 1
         if current().debug >= 5:
             log.debug("%s", compiled.asm["ttgir"])
         if current().debug >= 6 and "ptx" in compiled.asm:

@@ -19,6 +19,7 @@ from flexattn.narrow_values import NarrowValues
 from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.reach import Reach, pays
+from flexattn.reach import begin as begin_reach
 from flexattn.render.arguments import captured_values
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
@@ -209,6 +210,7 @@ def prepare(
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
+    begin_reach(problem.structure, target, index)
     choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
     grid = geometry(problem, config, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from flexattn.render.arguments import captured_arguments
 from flexattn.render.reach import render_norms, render_reach, rows_of_part
 from flexattn.render.source import Source
 from flexattn.space.config import Config
-from flexattn.space.terms import skips_far
+from flexattn.space.terms import reaches, skips_far
 
-__all__ = ["Reach", "pays", "sources"]
+__all__ = ["Reach", "begin", "pays", "sources"]
 
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
 # save: an estimate, which nothing has measured yet.
@@ -36,7 +37,19 @@ def sources(structure: Structure, config: Config, target: Device) -> tuple[Sourc
     """The kernels that run before one that leaves keys out: of norms, and of reaches."""
     if not skips_far(structure, config):
         return ()
+    return _rendered(structure, target)
+
+
+@lru_cache(maxsize=1024)
+def _rendered(structure: Structure, target: Device) -> tuple[Source, Source]:
     return render_norms(structure, target), render_reach(structure, target)
+
+
+def begin(structure: Structure, target: Device, index: int) -> None:
+    """Start building them, while the kernel is built that they run before."""
+    if index >= 0 and reaches(structure):
+        for source in _rendered(structure, target):
+            builder().begin(source, target, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +83,15 @@ class Reach:
         fixed += [*_strides(q, layout.q_contiguous), *_strides(k, layout.k_contiguous)]
         fixed += [problem.Hq, problem.Hkv, problem.q_len, problem.kv_len]
         fixed += [q_parts, k_parts, q_programs, heads]
-        kernel = builder().kernel(render_norms(structure, target), target, index)
+        first, second = _rendered(structure, target)
+        kernel = builder().kernel(first, target, index)
         norms = kernel.prepare(q_programs + k_programs, fixed, ())
         batch = 0 if k.shape[0] == 1 else problem.Hkv
         fixed = [None, problem.Hq, problem.Hq // problem.Hkv, batch]
         fixed += [problem.q_len, problem.kv_len, q_parts, k_parts]
         fixed += [heads, heads + q_programs, None]
         captured = len(captured_arguments(structure.score))
-        kernel = builder().kernel(render_reach(structure, target), target, index)
+        kernel = builder().kernel(second, target, index)
         reach = kernel.prepare(heads, [*fixed, *[None] * captured], ())
         found = slice(before, before + captured)
         return cls(heads + q_programs + k_programs, found, norms, reach)

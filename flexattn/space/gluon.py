@@ -80,7 +80,7 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
             # Some tiles are longer: the longest start first, and none waits for a block.
-            section = EVERY_HEAD if _moves(structure) else found.section
+            section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.section
             found = replace(
                 found, q_registers=0, schedule="dynamic", order="sections", section=section
             )

@@ -71,21 +71,22 @@ def test_times_are_those_of_the_kernels(worker, here, graph):
     for config in CONFIGS:
         gated = worker.gate(config)
         assert isinstance(gated, Gated) and gated.passed, gated
-    theirs = worker.sample(CONFIGS, 8, 2.0)
-    assert all(len(us) == 8 for us in theirs)
     lab = DeviceLab()
     lab.open(task)
-    mine = time_interleaved(
-        {str(config): lab._call(config) for config in CONFIGS},
-        rounds=8,
-        min_ms=2.0,
-        flush_l2=True,
-        graph=graph,
-    )
-    for us, samples in zip(theirs, mine.values(), strict=True):
-        assert samples.failure is None
-        # The shortest: other tests run on this GPU at the same time, and double a median.
-        assert 0.5 < min(us) / min(samples.us) < 2
+    calls = {str(config): lab._call(config) for config in CONFIGS}
+    theirs = [float("inf")] * len(CONFIGS)
+    mine = list(theirs)
+    # The shortest of both by turns: other tests run on this GPU at the same time, and may double
+    # all that is timed for a while.
+    for _ in range(4):
+        sampled = worker.sample(CONFIGS, 8, 2.0)
+        assert all(len(us) == 8 for us in sampled)
+        theirs = [min(least, *us) for least, us in zip(theirs, sampled, strict=True)]
+        timed = time_interleaved(calls, rounds=8, min_ms=2.0, flush_l2=True, graph=graph)
+        assert all(samples.failure is None for samples in timed.values())
+        mine = [min(least, *s.us) for least, s in zip(mine, timed.values(), strict=True)]
+    for one, other in zip(theirs, mine, strict=True):
+        assert 0.5 < one / other < 2
 
 
 def test_a_second_race_goes_on_with_the_same_kernels(worker, here):

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -188,6 +189,28 @@ class TestBuilder:
         with override(cache_dir=root, cache=(root,)):
             Builder().kernel(SOURCE, H200, 0)
         assert len(self.compiles) == 1 and not self.loads
+
+    def test_what_was_begun_is_waited_for_with_the_settings_of_who_began_it(self, root):
+        builder = Builder()
+        with override(binaries=root):
+            builder.begin(SOURCE, H200, 0)
+        for thread in threading.enumerate():
+            if thread.name.startswith("kernel_"):
+                thread.join(10)
+        kernel = builder.kernel(SOURCE, H200, 0)
+        assert told(kernel.binary) == told(BINARY)
+        builder.begin(SOURCE, H200, 0)
+        assert (builder.loaded, self.compiles) == (1, [])
+
+    def test_what_failed_when_it_was_begun_fails_where_it_is_asked_for(self, monkeypatch):
+        def fails(*args):
+            raise BuildError("no", "it compiles", "report it")
+
+        monkeypatch.setattr(Builder, "_compile", fails)
+        builder = Builder()
+        builder.begin(SOURCE, H200, 0)
+        with pytest.raises(BuildError):
+            builder.kernel(SOURCE, H200, 0)
 
     def test_a_driver_that_refuses_is_a_miss(self, root, monkeypatch, caplog):
         def refuse(binary, index):
