@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def _variant(text: str) -> Peer:
 
 def _with_registers(given: dict[str, int | str]) -> dict[str, Any]:
     """Truth values where the config has them, and the registers that its consumers are left."""
-    switches = {"ping_pong", "early_loads", "watched"}
+    switches = {each.name for each in fields(GluonPrefillConfig) if each.type == "bool"}
     found = {key: bool(value) if key in switches else value for key, value in given.items()}
     found.setdefault("registers", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
     return found
