@@ -36,6 +36,8 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        # What is constant in a template is little: looking for it costs more than it saves.
+        optimized=False,
     )
     environment.filters["block"] = block
     environment.filters["outline"] = outline

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = ["outline"]
@@ -72,22 +72,30 @@ def _replace(lines: list[str], head: int) -> list[str]:
 
 def _enclosing(tree: ast.Module, line: int) -> tuple[ast.FunctionDef, list[ast.For | ast.While]]:
     """The function around a loop's head, and the loops around it, itself last."""
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.For, ast.While))
-        and node.lineno <= line <= (node.end_lineno or 0)
-    ]
-    around.sort(key=lambda node: node.lineno)
-    function = around[0]
+    function = next(each for each in tree.body if _holds(each, line))
     assert isinstance(function, ast.FunctionDef)
-    return function, [node for node in around if isinstance(node, (ast.For, ast.While))]
+    return function, list(_loops(function.body, line))
+
+
+def _loops(statements: Sequence[ast.stmt], line: int) -> Iterator[ast.For | ast.While]:
+    """Those among statements that hold a line, the outermost first."""
+    for each in statements:
+        if _holds(each, line):
+            if isinstance(each, (ast.For, ast.While)):
+                yield each
+            if isinstance(each, (ast.For, ast.While, ast.If)):
+                yield from _loops([*each.body, *each.orelse], line)
+
+
+def _holds(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or 0)
 
 
 def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) -> _Body:
     loop = loops[-1]
     end = loop.end_lineno or 0
-    stored = [n for n in ast.walk(function) if isinstance(n, ast.Name) and not _loads(n)]
+    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
+    stored = [n for n in names if not _loads(n)]
     parameters = {arg.arg for arg in function.args.args}
     local = parameters | {n.id for n in stored}
     before = _known_at(loop, function.body, parameters)
@@ -95,11 +103,7 @@ def _analyse(function: ast.FunctionDef, loops: Sequence[ast.For | ast.While]) ->
     needed: dict[str, None] = {}
     sure = _flow(loop.body, set(), needed)
     # Whoever comes after the loop, or round an outer loop again, sees what the body left.
-    elsewhere = {
-        n.id
-        for n in ast.walk(function)
-        if isinstance(n, ast.Name) and _loads(n) and _sees(n.lineno, loops)
-    }
+    elsewhere = {n.id for n in names if _loads(n) and _sees(n.lineno, loops)}
     arguments = [name for name in needed if name in local]
     results = [
         name
