@@ -108,8 +108,10 @@ def test_far_values_are_not_read(mask, dtype):
         assert_accurate(q, k, v, kernel_options=SMALL, **call)
 
 
-@pytest.mark.parametrize("where", ["q", "k", "both"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [(math.nan, "q"), (math.nan, "k"), (math.inf, "k"), (-math.inf, "both"), (3e38, "q")],
+)
 def test_what_is_no_number_in_q_or_k_is_where_it_was(value, where):
     q, k, v = inputs(1, 4, 2, 43, 97)
     if where != "k":
@@ -120,7 +122,7 @@ def test_what_is_no_number_in_q_or_k_is_where_it_was(value, where):
         both(q, k, v, score_mod=alibi(), block_mask=block_mask(mask, q, k, 32))
 
 
-@pytest.mark.parametrize("slope", [math.nan, math.inf, -math.inf, 1e30, -2.0, 0.0, 1e-30])
+@pytest.mark.parametrize("slope", [math.nan, math.inf, 1e30, -2.0, 0.0])
 def test_slopes_that_prove_nothing(slope):
     q, k, v = inputs(1, 4, 2, 43, 97)
     for mask in (None, causal_offset(54)):
