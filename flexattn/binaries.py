@@ -1,8 +1,8 @@
 """export(): a directory from which a fresh process serves tuned problems without compiling.
 
 It works on any machine: kernels are compiled for a named device, which need not be here. What it
-writes is read by `flexattn.binary_store` and `flexattn.mods.recorded`, where FLEXATTN_BINARIES
-names the directory.
+writes is read by `flexattn.binary_store`, `flexattn.source_store` and `flexattn.mods.recorded`,
+where FLEXATTN_BINARIES names the directory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from flexattn.reach import sources
 from flexattn.render.narrow_values import render_narrow_values
 from flexattn.render.source import Source, render_block_mask
 from flexattn.settings import current, override
+from flexattn.source_store import Sources
 from flexattn.space.gluon_config import GluonPrefillConfig
 from flexattn.tune.progress import SILENT, Progress
 
@@ -96,7 +97,7 @@ class _Writer:
     """Compiles each source once."""
 
     def __init__(self, root: Path, device: Device) -> None:
-        self._binaries = Binaries(root)
+        self._binaries, self._sources = Binaries(root), Sources(root)
         self._device = device
         self._shared: dict[str, int] = {}
 
@@ -106,9 +107,12 @@ class _Writer:
         for choice in choices(problem, self._device, NONE):
             # As dispatch: mods that load tiles may need more than was estimated.
             if self._write(choice.source) <= self._device.shared_memory:
+                rendered: tuple[Source, ...] = (choice.source,)
                 if choice.combine is not None:
                     self._write(choice.combine)
+                    rendered += (choice.combine,)
                 config, head_dim = choice.config, problem.structure.head_dim_v
+                self._sources.write(problem.structure, config, self._device, rendered)
                 if isinstance(config, GluonPrefillConfig) and config.narrow:
                     self._write(render_narrow_values(head_dim, self._device))
                 for source in sources(problem.structure, config, self._device):

@@ -19,6 +19,7 @@ from flexattn.problem import Problem, Structure
 from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
+from flexattn.source_store import Sources
 from flexattn.space.config import Config, Language, language_of
 from flexattn.space.triton import candidates, default, reasons, suited
 
@@ -100,6 +101,10 @@ def _choice(problem: Problem, device: Device, config: Config, how: How, origin: 
 def _rendered(
     structure: Structure, config: Config, device: Device, title: str
 ) -> tuple[Source, Source | None]:
+    root = current().binaries
+    stored = None if root is None else Sources(root).find(structure, config, device)
+    if stored is not None:
+        return stored[0], stored[1] if len(stored) > 1 else None
     source = render(structure, config, device, f"{title} for {device.arch}")
     combine = render_combine(structure, device) if structure.kind == "decode" else None
     return source, combine

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flexattn.device import Device
@@ -250,14 +250,19 @@ def make_source(
     # What a macro left out leaves an empty line: none stands inside a function.
     text = re.sub(r"\n+(\n {4})", r"\1", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
+    source = Source(text, "", found, num_warps, num_stages, language, registers)
+    return replace(source, hash=digest_of(source))
+
+
+def digest_of(source: Source) -> str:
+    """The hash of what is compiled, and how: all of a Source but its header."""
     # The header names lengths; kernels that differ in nothing else are one kernel.
-    body = text[text.index("import triton") :]
-    signature = [(argument.name, argument.type, argument.divisible_by) for argument in found]
-    key = f"{body}\n{signature} {num_warps} {num_stages}"
-    if registers:
-        key += f" {registers}"
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return Source(text, digest, found, num_warps, num_stages, language, registers)
+    body = source.text[source.text.find("import triton") :]
+    signature = [(each.name, each.type, each.divisible_by) for each in source.arguments]
+    key = f"{body}\n{signature} {source.num_warps} {source.num_stages}"
+    if source.registers:
+        key += f" {source.registers}"
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def traits_of(device: Device, structure: Structure) -> Traits:

@@ -32,6 +32,7 @@ EDGES = {
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
     "binary_store": {"binary", "cache"},
+    "source_store": {"binary_store"},
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
@@ -54,7 +55,7 @@ EDGES = {
     "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem", "descales"},
-    "dispatch": {"cache", "build", "options"},
+    "dispatch": {"cache", "build", "options", "source_store"},
     # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
     "descales": set(),
     "narrow_values": {"build"},
