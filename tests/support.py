@@ -7,10 +7,11 @@ import functools
 import math
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flexattn
 from flexattn.descales import Descales
+from flexattn.mask_class import mask_class
 from flexattn.measure.gate import judge
 from flexattn.problem import out_dtype
 from flexattn.reference import Precision, Reference, attention
@@ -140,3 +141,24 @@ def lists_of(mask):
         rows = zip(counts.flatten().tolist(), indices.flatten(0, -2).tolist(), strict=True)
         found[name] = [tuple(counts.shape), *(row[:count] for count, row in rows)]
     return found
+
+
+def random_runs(mask_mod, heads, q_len, kv_len, draw):
+    """A BlockMask of batch 2 whose blocks of 16 join up, between ends in any order.
+
+    Some rows have no blocks, or none that are full.
+    """
+    blocks = kv_len // 16
+    ends = torch.randint(0, blocks + 1, (2, heads, q_len // 16, 4), generator=draw).sort(-1).values
+    columns = torch.arange(blocks)
+    full = (columns >= ends[..., 1:2]) & (columns < ends[..., 2:3])
+    listed = (columns >= ends[..., :1]) & (columns < ends[..., 3:])
+    lists = []
+    for dense in (listed & ~full, full):
+        order = torch.argsort(dense.int(), dim=-1, descending=True, stable=True)
+        lists += [dense.sum(-1).int(), order.int()]
+    mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=(16, 16), mask_mod=mask_mod, seq_lengths=(q_len, kv_len)
+    )
+    mask_class(mask)
+    return mask

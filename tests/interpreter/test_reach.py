@@ -24,7 +24,16 @@ from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.reach import Reach
 from flexattn.render.reach import ALL_KEYS
-from tests.support import DTYPES, LAYOUTS, PREFILL, assert_accurate, block_mask, inputs, run
+from tests.support import (
+    DTYPES,
+    LAYOUTS,
+    PREFILL,
+    assert_accurate,
+    block_mask,
+    inputs,
+    random_runs,
+    run,
+)
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -138,19 +147,7 @@ def test_blocks_listed_against_what_the_mask_says(mask_mod):
     draw = torch.Generator().manual_seed(11)
     q, k, v = inputs(2, 4, 2, 64, 128)
     for _ in range(2):
-        # Ends of each row's blocks in any order: some rows have none, or none that are full.
-        ends = torch.randint(0, 9, (2, 4, 4, 4), generator=draw).sort(-1).values
-        columns = torch.arange(8)
-        full = (columns >= ends[..., 1:2]) & (columns < ends[..., 2:3])
-        listed = (columns >= ends[..., :1]) & (columns < ends[..., 3:])
-        lists = []
-        for dense in (listed & ~full, full):
-            order = torch.argsort(dense.int(), dim=-1, descending=True, stable=True)
-            lists += [dense.sum(-1).int(), order.int()]
-        mask = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=(16, 16), mask_mod=mask_mod, seq_lengths=(64, 128)
-        )
-        mask_class(mask)
+        mask = random_runs(mask_mod, 4, 64, 128, draw)
         both(q, k, v, score_mod=alibi(8.0, 4.0, 2.0, 1.0), block_mask=mask)
 
 

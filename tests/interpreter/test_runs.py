@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, and_masks
+from torch.nn.attention.flex_attention import and_masks
 
 import flexattn
 from flexattn.catalogue import (
@@ -19,7 +19,16 @@ from flexattn.catalogue import (
 )
 from flexattn.mask_class import mask_class
 from flexattn.runs import known_runs
-from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs, run
+from tests.support import (
+    DECODE,
+    KINDS,
+    PREFILL,
+    assert_accurate,
+    block_mask,
+    inputs,
+    random_runs,
+    run,
+)
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -73,19 +82,7 @@ def test_blocks_listed_against_what_the_mask_says(name, kind):
     draw = torch.Generator().manual_seed(11)
     q, k, v = inputs(2, 3, 1, 64, 96)
     for _ in range(2):
-        # Ends of each row's blocks in any order: some rows have none, or none that are full.
-        ends = torch.randint(0, 7, (2, 3, 4, 4), generator=draw).sort(-1).values
-        columns = torch.arange(6)
-        full = (columns >= ends[..., 1:2]) & (columns < ends[..., 2:3])
-        listed = (columns >= ends[..., :1]) & (columns < ends[..., 3:])
-        lists = []
-        for dense in (listed & ~full, full):
-            order = torch.argsort(dense.int(), dim=-1, descending=True, stable=True)
-            lists += [dense.sum(-1).int(), order.int()]
-        mask = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=(16, 16), mask_mod=MODS[name], seq_lengths=(64, 96)
-        )
-        mask_class(mask)
+        mask = random_runs(MODS[name], 3, 64, 96, draw)
         assert known_runs(mask) is not None
         assert_accurate(q, k, v, block_mask=mask, kernel_options=KINDS[kind])
 
