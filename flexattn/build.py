@@ -172,6 +172,10 @@ def _syntax(source: Source) -> Any:
     return ASTSource
 
 
+class RenderAnew(Exception):
+    """A source that was read from a directory has no binary there that this process can load."""
+
+
 class Builder:
     """Kernels by source and device, loaded or compiled once, shared by all threads.
 
@@ -208,11 +212,12 @@ class Builder:
     def begin(self, source: Source, device: Device, index: int) -> None:
         """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
 
-        Half of a compile runs outside Python. What fails does so again where it is asked for.
+        Half of a compile runs outside Python. A process that ends waits for it. What fails does so
+        again where it is asked for.
         """
         if self._kernels.get((source.hash, device.arch, index)) is None:
             run = partial(copy_context().run, self._begun, source, device, index)
-            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=True).start()
+            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=False).start()
 
     def _begun(self, source: Source, device: Device, index: int) -> None:
         with suppress(FlexAttnError):
@@ -223,7 +228,10 @@ class Builder:
             log.debug("%s\n%s", source.path(), source.text)
         if index < 0:
             return Kernel(source, load(source.path()), index)
-        return self._load(source, device, index) or self._compile(source, device, index)
+        found = self._load(source, device, index)
+        if found is None and source.stored:
+            raise RenderAnew(source.hash)
+        return found or self._compile(source, device, index)
 
     def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
         """The kernel from the directory that the settings name, if it is there and sound."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
-from flexattn.build import Builder, Kernel, builder
+from flexattn.build import Builder, Kernel, RenderAnew, builder
 from flexattn.cache.layers import Found, find
 from flexattn.cache.store import generation
 from flexattn.device import Device
@@ -43,29 +44,32 @@ class Choice:
     combine: Source | None
 
 
-def choices(problem: Problem, device: Device, options: Options) -> Iterator[Choice]:
+def choices(
+    problem: Problem, device: Device, options: Options, stored: bool = False
+) -> Iterator[Choice]:
     """Configs with their rendered kernels, best first.
 
     The caller's numbers alone where there are any; else the tuned config and static defaults.
+    stored: sources may come from the directory of binaries, for whoever loads those.
     Raises ConfigError when the caller's numbers cannot run, with every reason.
     """
     if options.overrides:
         forced = _forced(problem, device, options)
-        yield _choice(problem, device, forced, "forced", "kernel_options")
+        yield _choice(problem, device, forced, "forced", "kernel_options", stored)
         return
     wanted = options.language
     found = _tuned(problem, device)
     if found is not None and wanted not in (None, language_of(found.config)):
         found = None
     if found is not None:
-        yield _choice(problem, device, found.config, found.how, found.origin)
+        yield _choice(problem, device, found.config, found.how, found.origin, stored)
     for position, config in enumerate(candidates(problem, device, wanted)):
         origin = f"static default for {device.arch}"
         if position:
             origin += f", choice {position + 1}: those before it need too much shared memory"
         if found is not None:
             origin += f"; the {found.how} needs too much shared memory"
-        yield _choice(problem, device, config, "default", origin)
+        yield _choice(problem, device, config, "default", origin, stored)
 
 
 def _tuned(problem: Problem, device: Device) -> Found | None:
@@ -92,19 +96,27 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     return config
 
 
-def _choice(problem: Problem, device: Device, config: Config, how: How, origin: str) -> Choice:
-    source, combine = _rendered(problem.structure, config, device, problem.describe())
+def _choice(
+    problem: Problem, device: Device, config: Config, how: How, origin: str, stored: bool
+) -> Choice:
+    root = current().binaries if stored else None
+    known = None if root is None else _stored(root, problem.structure, config, device)
+    source, combine = known or _rendered(problem.structure, config, device, problem.describe())
     return Choice(problem, device, config, how, origin, source, combine)
+
+
+@lru_cache(maxsize=1024)
+def _stored(
+    root: Path, structure: Structure, config: Config, device: Device
+) -> tuple[Source, Source | None] | None:
+    found = Sources(root).find(structure, config, device)
+    return None if found is None else (found[0], found[1] if len(found) > 1 else None)
 
 
 @lru_cache(maxsize=1024)
 def _rendered(
     structure: Structure, config: Config, device: Device, title: str
 ) -> tuple[Source, Source | None]:
-    root = current().binaries
-    stored = None if root is None else Sources(root).find(structure, config, device)
-    if stored is not None:
-        return stored[0], stored[1] if len(stored) > 1 else None
     source = render(structure, config, device, f"{title} for {device.arch}")
     combine = render_combine(structure, device) if structure.kind == "decode" else None
     return source, combine
@@ -127,10 +139,10 @@ class Dispatcher:
         found = self._table.get(key)
         if found is not None:
             return found
-        choice, kernel = self._first_that_fits(problem, device, index, options)
-        combine = None
-        if choice.combine is not None:
-            combine = self._build.kernel(choice.combine, device, index)
+        try:
+            choice, kernel, combine = self._built(problem, device, index, options, stored=True)
+        except RenderAnew:
+            choice, kernel, combine = self._built(problem, device, index, options, stored=False)
         if current().debug >= 1:
             log.debug("%s -> %s (%s)", problem.describe(), choice.config, choice.origin)
         if current().debug >= 3:
@@ -140,14 +152,17 @@ class Dispatcher:
         self._table.put(key, (choice, kernel, combine))
         return choice, kernel, combine
 
-    def _first_that_fits(
-        self, problem: Problem, device: Device, index: int, options: Options
-    ) -> tuple[Choice, Kernel]:
+    def _built(
+        self, problem: Problem, device: Device, index: int, options: Options, stored: bool
+    ) -> tuple[Choice, Kernel, Kernel | None]:
         """Mods that load tiles of their own may need more shared memory than was estimated."""
-        for choice in choices(problem, device, options):
+        for choice in choices(problem, device, options, stored):
             kernel = self._build.kernel(choice.source, device, index)
             if kernel.shared_memory <= device.shared_memory:
-                return choice, kernel
+                combine = None
+                if choice.combine is not None:
+                    combine = self._build.kernel(choice.combine, device, index)
+                return choice, kernel, combine
         raise ConfigError(
             f"{problem.describe()}: every config needs more shared memory than "
             f"{device.shared_memory} bytes",

@@ -252,7 +252,9 @@ def prepare(
     if lists is not None:
         fixed += [None] * len(lists.read(runs))
         fixed += _mask_strides(lists, runs)
-    fixed += [None] * (len(choice.source.arguments) - len(fixed))
+    captured = len(choice.source.arguments) - len(fixed)
+    assert captured >= 0, "a kernel has every argument that a launch gives it"
+    fixed += [None] * captured
     boxes, narrow = [], None
     if isinstance(config, GluonPrefillConfig):
         values = _dense(v.shape) if structure.fp8 else _box(v)

@@ -4,17 +4,18 @@
     <root>/sources/<hash>.py    its text
 
 A process's first render reads all templates, for 0.1 to 0.3 s. The key hashes the structure, the
-config, the device and all code that renders, so that whoever has changed anything renders anew.
-Only what has its binary in the same directory is served from here: no text is ever run.
+config, the device and all code that they pass through: whoever has changed anything renders anew.
+A source from here is for finding its binary and for people to read. Where the binary is refused,
+`build` raises RenderAnew, and what is compiled is what this process has rendered.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
-from flexattn.binary_store import Binaries
 from flexattn.cache.codec import decode
 from flexattn.cache.environment import source_hash
 from flexattn.device import Device
@@ -29,6 +30,7 @@ from flexattn.space.config import Config, Language
 __all__ = ["Sources"]
 
 SCHEMA = 1
+HEADER = "# from a directory of exported kernels\n"
 MAX_INDEX, MAX_SOURCE = 2**18, 2**22
 
 
@@ -73,12 +75,10 @@ class Sources:
             index: _Index = decode(_Index, unsealed(raw), "sources")
             if (index.schema, index.key) != (SCHEMA, key):
                 raise CacheError("another schema or key", "the name of the file is the key")
-            found = tuple(self._source(each) for each in index.sources)
+            return tuple(self._source(each) for each in index.sources)
         except CacheError as error:
             say_once(f"{path}: not used, the kernel is rendered: {error.line}")
             return None
-        built = Binaries(self._root)
-        return found if all(built.path(each, device.arch).exists() for each in found) else None
 
     def write(
         self, structure: Structure, config: Config, device: Device, sources: tuple[Source, ...]
@@ -102,8 +102,9 @@ class Sources:
         if raw is None:
             raise CacheError(f"no {known.hash}.py", "it lies beside")
         given = {field.name: getattr(known, field.name) for field in fields(known)}
-        found = Source(text=raw.decode(errors="replace"), **given)
-        # The header of a text decides nothing, and is not looked at.
+        # The hash does not cover the header.
+        text = raw.decode(errors="replace")
+        found = Source(HEADER + text[text.find("import triton") :], stored=True, **given)
         if digest_of(found) != known.hash:
             raise CacheError(
                 f"{known.hash}.py", "its text and arguments have the hash of its name"
@@ -116,8 +117,22 @@ def _key(structure: Structure, config: Config, device: Device) -> str:
         f"{field.name}={_told(getattr(structure, field.name))}" for field in fields(structure)
     ]
     parts += [type(config).__name__, repr(config), repr(device)]
-    parts.append(source_hash(structure.kind, device.has_wgmma))
+    parts += [source_hash(structure.kind, device.has_wgmma), _code()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _code() -> str:
+    """A hash of the Python that decides what is rendered, and which arguments a launch gives."""
+    package = Path(__file__).parent
+    parts = [
+        path for name in ("mods", "space", "render") for path in (package / name).rglob("*.py")
+    ]
+    parts += [package / name for name in ("problem.py", "lone_waits.py", "launch.py")]
+    digest = hashlib.sha256()
+    for path in sorted(parts):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\n" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _told(value: object) -> str:

@@ -12,6 +12,8 @@ __all__ = ["FREE", "Reads", "along_diagonals", "same_in_tiles", "slope_of"]
 FREE: frozenset[str] = frozenset(("b", "h"))
 _NONE: frozenset[str] = frozenset()
 _COMPARE = ("eq", "ne", "lt", "le")
+# 32 times the longest length is past int32.
+STEPS = 31
 
 
 class Reads:
@@ -58,7 +60,8 @@ def slope_of(expr: Expr, name: str, reads: Reads) -> Expr | None:
     """The k of expr(x) = expr(x0) + k (x - x0) in the variable `name`; None where there is none.
 
     k reads no position. It has expr's dtype, and is the constant 0 where expr does not read the
-    variable. Exact over the reals: a cast of an integer to a float is taken as its value.
+    variable. Exact over the reals: a cast of an integer to a float32 is taken as its value, and
+    nothing is said of integers that may wrap.
     """
     done: dict[Expr, Expr | None] = {}
     for node in walk(expr):
@@ -67,8 +70,17 @@ def slope_of(expr: Expr, name: str, reads: Reads) -> Expr | None:
         elif node.op == "var":
             done[node] = const(1, node.dtype)
         else:
-            done[node] = _slope(node, [done[arg] for arg in node.args], name, reads)
+            found = _slope(node, [done[arg] for arg in node.args], name, reads)
+            done[node] = found if found is None or _stays(node.dtype, found) else None
     return done[expr]
+
+
+def _stays(dtype: str, slope: Expr) -> bool:
+    """Whether numbers of a dtype that rise by this much at every position are what they say."""
+    if not is_int(dtype):
+        return dtype in ("float32", "float64")
+    steps = abs(int(slope.value or 0)) if slope.op == "const" else None
+    return dtype == "int64" or (dtype == "int32" and steps is not None and steps <= STEPS)
 
 
 def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Reads) -> Expr | None:
@@ -118,7 +130,7 @@ def _diagonal(node: Expr, args: list[tuple[int, int] | bool]) -> tuple[int, int]
             return rest if node.op == "sub" else sum(rest) == 0
         if node.op == "neg":
             return -affine[0][0], -affine[0][1]
-        if node.op == "cast" and is_int(node.dtype):
+        if node.op == "cast" and node.dtype in ("int32", "int64"):  # narrower ones wrap
             return affine[0]
         if node.op == "mul":
             for x, y in (affine, affine[::-1]):

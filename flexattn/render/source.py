@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flexattn.device import Device
@@ -50,7 +50,8 @@ class Source:
     """A rendered kernel: its text, its hash, its arguments, and how to compile it.
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
-    that a thread may have, 0 for what the compiler finds best.
+    that a thread may have, 0 for what the compiler finds best. stored: it was read, not rendered,
+    and is not compiled.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Source:
     num_stages: int
     language: Language = "triton"
     registers: int = 0
+    stored: bool = field(default=False, compare=False)
 
     def path(self) -> Path:
         """The file that holds the text; written on first use, whole or not at all."""

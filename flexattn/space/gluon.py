@@ -173,7 +173,7 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
         )
     for each in preferences(structure):
         yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
-        if each.consumers == 2:
+        if each.consumers == 2 and not structure.fp8:
             yield replace(each, together=not each.together)
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:

@@ -182,13 +182,40 @@ def test_two_consumers_are_one_program_whose_warps_meet_behind_their_tiles_alone
     each = compile_source(render(wanted.structure, apart, H200, "test"), H200)
     assert programs_of(wanted.structure, config) == 1 < programs_of(wanted.structure, apart)
     assert both.asm["ptx"].count("wgmma.mma_async") * 2 == each.asm["ptx"].count("wgmma.mma_async")
-    if gluon.offered():
-        assert 2 * len(both.asm["cubin"]) < 1.4 * len(each.asm["cubin"])
-        waits = both.asm["ptx"].split(ALONE)[1:]
-        assert len(waits) >= 3
-        for wait in waits:
-            before = wait[: wait.index("mbarrier.try_wait")]
-            assert not re.search(r"bar\.sync\s+\d", before)
+    assert 2 * len(both.asm["cubin"]) < 1.4 * len(each.asm["cubin"])
+    waits = both.asm["ptx"].split(ALONE)[1:]
+    assert len(waits) >= 3
+    for wait in waits:
+        assert not re.search(r"bar\.sync\s+\d", wait[: wait.index("mbarrier.try_wait")])
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize(
+    ("D", "mods"),
+    [
+        (128, {"mask_mod": causal, "runs": True, "sinks": "float32"}),
+        (128, {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True}),
+        (128, {"score_mod": softcap(30.0), "mask_mod": sliding_window(100)}),
+        (256, {"mask_mod": causal, "runs": True}),
+    ],
+    ids=["sinks", "ALiBi", "lists", "wide"],
+)
+def test_what_a_program_shares_is_not_told_apart_by_a_meeting_that_was_taken_out(D, mods, watched):
+    """The compiler takes such a meeting for one of all that is in shared memory."""
+    wanted = problem("prefill", D, **mods)
+    config = replace(default(wanted, H200, "gluon"), together=True, watched=watched)
+    assert programs_of(wanted.structure, config) == 1
+    met = True
+    for line in (
+        compile_source(render(wanted.structure, config, H200, "test"), H200)
+        .asm["ptx"]
+        .splitlines()
+    ):
+        if ALONE in line:
+            met = False
+        elif re.match(r"\s*(bar|barrier)\.sync\s+\d", line):
+            met = True
+        assert met or not re.search(r"\bst\.shared|\bstmatrix", line), line
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ EDGES = {
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
     "binary_store": {"binary", "cache"},
-    "source_store": {"binary_store"},
+    "source_store": {"cache"},
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),

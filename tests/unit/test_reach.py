@@ -18,6 +18,8 @@ from flexattn.catalogue import (
 )
 from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
+from flexattn.mods import bind
+from flexattn.mods.terms import ALL, split
 from flexattn.reach import pays
 from flexattn.render.kernel import render
 from flexattn.render.reach import render_norms, render_reach
@@ -141,3 +143,14 @@ def test_norms_are_of_a_layout_and_reaches_of_a_score():
     assert render_reach(plain, DEVICE).hash != render_reach(other, DEVICE).hash
     strided = replace(plain, layout=replace(plain.layout, k_contiguous=False))
     assert "stride_kd" in render_norms(strided, DEVICE).text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+@pytest.mark.parametrize("part", [lambda q, k: k, lambda q, k: k - q], ids=["key", "distance"])
+def test_integers_that_wrap_rise_to_nowhere(dtype, part):
+    """uint8(k) begins again at 256: taken for k, keys were left out that counted most."""
+    mod = bind(lambda s, b, h, q, k: s + part(q, k).to(dtype) * 8.0, "score").mod
+    terms = split(mod, ALL)
+    assert terms.rise is terms.step is None
+    wide = bind(lambda s, b, h, q, k: s + part(q, k).to(torch.int32) * 8.0, "score").mod
+    assert split(wide, ALL).rise is not None

@@ -1,15 +1,19 @@
 """Sources of exported kernels are served whole, for what they were rendered of, or not at all."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from flexattn import dispatch
+from flexattn import build, dispatch, source_store
 from flexattn.binary import Binary
 from flexattn.binary_store import Binaries
+from flexattn.build import Builder
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
-from flexattn.dispatch import choices
+from flexattn.dispatch import Dispatcher, choices
+from flexattn.errors import BuildError
 from flexattn.files import sealed, unsealed
 from flexattn.options import NONE
 from flexattn.settings import override, say_once
@@ -22,10 +26,14 @@ CAPPED = {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True}
 
 @pytest.fixture(autouse=True)
 def fresh():
-    say_once.cache_clear()
-    dispatch._rendered.cache_clear()
+    forget()
     yield
-    dispatch._rendered.cache_clear()
+    forget()
+
+
+def forget():
+    for each in (say_once, dispatch._rendered, dispatch._stored):
+        each.cache_clear()
 
 
 def best(wanted, device=H200):
@@ -51,24 +59,29 @@ def found(root, wanted, config, device=H200):
 def test_what_was_written_is_found(tmp_path, kind):
     wanted = problem(kind, **CAPPED)
     choice, sources = export(tmp_path, wanted)
-    assert found(tmp_path, wanted, choice.config) == sources
+    served = found(tmp_path, wanted, choice.config)
+    assert served == tuple(
+        replace(one, text=other.text) for one, other in zip(sources, served, strict=True)
+    )
     assert len(sources) == (2 if kind == "decode" else 1)
 
 
 def test_dispatch_renders_nothing_that_is_there(tmp_path, monkeypatch):
     wanted = problem(**CAPPED)
     _, (source,) = export(tmp_path, wanted)
-    dispatch._rendered.cache_clear()
+    forget()
 
     def render(*args):
         raise AssertionError("rendered")
 
     monkeypatch.setattr(dispatch, "render", render)
     with override(binaries=tmp_path, mode="off"):
-        assert next(choices(wanted, H200, NONE)).source == source
-    dispatch._rendered.cache_clear()
-    with pytest.raises(AssertionError, match="rendered"):
-        next(choices(wanted, H200, NONE))
+        found = next(choices(wanted, H200, NONE, stored=True)).source
+        assert found == replace(source, text=found.text) and found.stored
+        assert found.text.endswith(source.text[source.text.index("import triton") :])
+        # Who compiles, as a tuner or warm() does, has what was rendered here.
+        with pytest.raises(AssertionError, match="rendered"):
+            next(choices(wanted, H200, NONE))
 
 
 OTHERS = {
@@ -92,16 +105,47 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
     other = replace(choice.config, num_stages=choice.config.num_stages + 1)
     assert found(tmp_path, wanted, other) is None
     assert found(tmp_path, wanted, choice.config, A100) is None
-    monkeypatch.setattr("flexattn.source_store.source_hash", lambda kind, hopper: "changed")
-    assert found(tmp_path, wanted, choice.config) is None
+    with monkeypatch.context() as here:
+        here.setattr("flexattn.source_store.source_hash", lambda kind, hopper: "changed")
+        assert found(tmp_path, wanted, choice.config) is None
+    assert found(tmp_path, wanted, choice.config) is not None
+    # Which arguments a kernel has is decided in space/, and in what order they come in launch.py.
+    read = Path.read_bytes
+    for name in ("space/terms.py", "launch.py", "mods/rules.py", "render/arguments.py"):
+        source_store._code.cache_clear()
+        with monkeypatch.context() as here:
+            here.setattr(Path, "read_bytes", lambda p, n=name: read(p) + b"#" * str(p).endswith(n))
+            assert found(tmp_path, wanted, choice.config) is None, name
+    source_store._code.cache_clear()
 
 
-def test_a_source_without_its_binary_is_rendered(tmp_path):
-    """Its text would have to be compiled, and what is compiled is what this process rendered."""
+@pytest.mark.parametrize("fault", ["no binary", "a changed one", "a newer driver's"])
+def test_a_source_whose_binary_is_refused_is_rendered(tmp_path, fault, monkeypatch):
+    """It would have to be compiled, and what is compiled is what this process rendered."""
     wanted = problem(**CAPPED)
-    choice, (source,) = export(tmp_path, wanted)
-    Binaries(tmp_path).path(source, H200.arch).unlink()
-    assert found(tmp_path, wanted, choice.config) is None
+    _, (source,) = export(tmp_path, wanted)
+    path = Binaries(tmp_path).path(source, H200.arch)
+    compiled = []
+
+    def loaded(binary, index):
+        raise BuildError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    def compiles(self, source, device, index):
+        compiled.append(source)
+        return SimpleNamespace(shared_memory=0)
+
+    monkeypatch.setattr(build, "loaded", loaded)
+    monkeypatch.setattr(Builder, "_compile", compiles)
+    if fault == "no binary":
+        path.unlink()
+    elif fault == "a changed one":
+        path.write_text(path.read_text().replace("num_warps", "num_warts"))
+    text = tmp_path / "sources" / f"{source.hash}.py"
+    text.write_text("raise SystemExit\n" + text.read_text())
+    with override(binaries=tmp_path, mode="off"):
+        choice, _, _ = Dispatcher(Builder()).kernels(wanted, H200, 0, NONE)
+    assert [each.stored for each in compiled] == [False] == [choice.source.stored]
+    assert "SystemExit" not in compiled[0].text
 
 
 @pytest.mark.parametrize("fault", ["text", "no text", "argument", "hash", "schema", "checksum"])
