@@ -92,9 +92,9 @@ def test_the_same_bits_for_every_mask(mask, lengths, options, both):
 @pytest.mark.parametrize("D", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_the_same_bits_for_every_head_dimension(mask, D, options, both):
-    if D == 192 and options != PREFILL:
-        pytest.skip("the Gluon template takes 192 beside values of 128")
     q, k, v = tensors(1, 16, 4, 4001, 4093, D, dtype=torch.float16)
+    # The Gluon template takes 192 beside values of 128, as DeepSeek has them.
+    v = v[..., :128].contiguous() if D == 192 else v
     blocks = block_mask(MASKS[mask](), q, k, per_batch=False, per_head=False)
     both(q, k, v, options, max_scores=True, score_mod=alibi(16, "cuda"), block_mask=blocks)
 
