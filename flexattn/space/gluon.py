@@ -85,10 +85,10 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
                 found, q_registers=0, schedule="dynamic", order="sections", section=section
             )
         elif widest <= 128:
-            # A block that stays begins a tile of rows while it ends the one before.
-            # Of those that are not alike, some take more.
-            alike = not structure.fp8 and found.consumers > 2
-            found = replace(found, schedule="static" if alike else "dynamic")
+            # A block that stays begins a tile of rows while it ends the one before. Two consumers
+            # end no later, in fp8 sooner, where it takes the next that is left.
+            dealt = found.consumers > 2 and not structure.fp8
+            found = replace(found, schedule="static" if dealt else "dynamic")
         together = found.consumers == 2 and _together(structure, reads)
         if together or (found.consumers > 1 and (diagonal or _takes_turns(structure, widest))):
             found = replace(found, ping_pong=True, together=together)
