@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
+from bench.streaming import STREAMING, streaming
 from flexattn.device import detect
 from flexattn.serving import CascadePlan, DecodePlan
 from flexattn.space.serving import space
@@ -153,6 +154,7 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
     EMPTY: empty,
+    STREAMING: streaming,
     "sdpa-cudnn": cudnn,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
