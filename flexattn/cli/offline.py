@@ -125,7 +125,7 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     parts += (
         ["narrow"] * config.narrow
         + ["apart"] * (not config.chained)
-        + ["turns"] * config.ping_pong
+        + ["long turns" if config.long_turns else "turns"] * config.ping_pong
         + ["together"] * config.together
     )
     parts += [config.schedule] * (config.schedule != "grid")

@@ -147,6 +147,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "released_early": persistent and apart and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
+        "long_turns": config.long_turns,
         "free_threads": 128 * config.consumers + 32,
         "programs": programs,
         "alone": ALONE if programs < config.consumers else "",
