@@ -54,6 +54,25 @@ class _Chunk:
     width: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Where a tile's values lie: (row, column) that each bit of a number adds."""
+
+    registers: list[list[int]]
+    lanes: list[list[int]]
+    warps: list[list[int]]
+
+
+def _pieces(width: int, warps: int) -> _Pieces:
+    """Rows as the tensor cores leave them, 16 to a warp, with eight columns in each thread."""
+    further = [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
+    return _Pieces(
+        [[0, 1], [0, 2], [0, 4], *further, [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16 << bit, 0] for bit in range(warps.bit_length() - 1)],
+    )
+
+
 def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
@@ -144,7 +163,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": apart,
         "q_slots": slots,
         "chained": chained,
-        "released_early": persistent and apart and not chained,
+        "direct": config.direct,
+        "pieces": _pieces(tiles.v_width, warps) if config.direct else None,
+        # What of a tile's columns lies behind the last one.
+        "v_columns": structure.head_dim_v if structure.head_dim_v < tiles.v_width else 0,
+        "released_early": persistent and (apart or config.direct) and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
         "free_threads": 128 * config.consumers + 32,
@@ -181,7 +204,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8, config.direct),
         "producer_arguments": producer_arguments(
             found, reach and mask is not None and mask.under is not None
         ),

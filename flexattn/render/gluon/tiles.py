@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.problem import ITEMSIZE, Structure
-from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.gluon_config import WARPS, GluonPrefillConfig
 from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
@@ -24,6 +24,8 @@ __all__ = [
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
+# Of each thread, while the four that have a row exchange its columns.
+_EXCHANGED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,9 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    return Tiles(qk, 1, v, 2 if qk == v == 256 and config.schedule != "grid" else 1)
+        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 and not config.direct else 1)
+    halved = qk == v == 256 and config.schedule != "grid"
+    return Tiles(qk, 1, v, 2 if halved and not config.direct else 1)
 
 
 def value_bytes(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -93,19 +96,17 @@ def programs_of(structure: Structure, config: GluonPrefillConfig) -> int:
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """Bytes of shared memory that the kernel needs, barriers and all."""
-    slots = q_slots(structure, config, device)
-    return (
-        _loaded(structure, config)
-        + (slots - 1) * _query(structure, config)
-        + (_output(structure, config) if own_output(structure, config, device) else 0)
-    )
+    held = _loaded(structure, config) + _written(structure, config, device)
+    return held + (q_slots(structure, config, device) - 1) * _query(structure, config)
 
 
 def own_output(structure: Structure, config: GluonPrefillConfig, device: Device) -> bool:
-    """Whether the output has tiles of its own; else it leaves through those of Q.
+    """Whether the output has tiles of its own; else it leaves through those of Q, or through none.
 
     A persistent block then loads the next Q while the last output leaves.
     """
+    if config.direct:
+        return False
     tiles = tiles_of(structure, config)
     if structure.fp8 or tiles.qk_width != tiles.out_width:
         return True
@@ -117,9 +118,9 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
 
 def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """How many tiles of Q are held: a persistent block has room for the next one, or has not."""
-    if config.schedule == "grid" or not own_output(structure, config, device):
+    if config.schedule == "grid" or not _written(structure, config, device):
         return 1
-    held = _loaded(structure, config) + _output(structure, config)
+    held = _loaded(structure, config) + _written(structure, config, device)
     return 2 if held + _query(structure, config) <= device.shared_memory else 1
 
 
@@ -139,6 +140,13 @@ def _output(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     parts = tiles.out_chunks if tiles.qk_chunks == 1 else 1
     return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles.v_width // parts
+
+
+def _written(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
+    """What an output needs that does not leave through Q's tiles."""
+    if config.direct:
+        return _EXCHANGED * 32 * WARPS * config.consumers
+    return _output(structure, config) if own_output(structure, config, device) else 0
 
 
 def _power(value: int) -> int:
