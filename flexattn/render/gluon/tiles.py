@@ -58,7 +58,9 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 and not config.direct else 1)
+        return Tiles(
+            64, structure.head_dim_qk // 64, v, 2 if v == 128 and not config.direct else 1
+        )
     halved = qk == v == 256 and config.schedule != "grid"
     return Tiles(qk, 1, v, 2 if halved and not config.direct else 1)
 

@@ -39,7 +39,7 @@ ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
-# Where the four threads of a row exchange an output that does not pass through a tile: 16 bytes each.
+# Of each thread, while the four that have a row exchange an output that has no tile.
 EXCHANGED = 16
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
