@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexattn.build import compile_source
-from flexattn.catalogue import causal, document, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.lone_waits import ALONE
 from flexattn.render.gluon.tiles import programs_of
@@ -65,13 +65,13 @@ def test_an_output_is_stored_16_bytes_a_thread_and_no_warp_waits_for_it(case, to
     waits = [i for i in range(first) if "wgmma.wait_group" in lines[i]]
     met = sum(bool(MEETING.search(line)) for line in lines[waits[-1] : first])
     # Behind what all of a program's warps read at the same place, they meet once.
-    assert met <= (programs > 1 and case in ("documents", "64")), case
+    assert met <= (programs > 1 and case == "64"), case
     if programs == 1:
         assert not any(MEETING.search(line) for line in lines[first:last]), case
 
 
 @pytest.mark.parametrize("watched", [True, False])
-@pytest.mark.parametrize("case", ["full", "window", "sinks", "256"])
+@pytest.mark.parametrize("case", ["full", "window", "documents", "sinks", "256"])
 def test_what_warps_of_one_program_exchange_is_no_other_warps(case, watched):
     """Where the meetings before waits are taken out, each warp writes where it alone reads."""
     wanted, config = written(case, together=True)
@@ -92,6 +92,47 @@ def test_what_warps_of_one_program_exchange_is_no_other_warps(case, watched):
         if "warpgroup" in line and "setmaxnreg.dec" in line:
             met = True
     assert len(places) <= 1, places
+
+
+IDS = torch.zeros(2, 8192)
+TOLD = {
+    "int32": (lambda b, h, q, k: IDS32[q] == IDS32[k], {}),
+    "int64": (lambda b, h, q, k: (IDS64[b, q] == IDS64[b, k]) & (q >= k), {}),
+    "lists": (lambda b, h, q, k: PER_HEAD[h % 2, q] <= PER_HEAD[h % 2, k], {"runs": False}),
+    "numbers": (lambda b, h, q, k: IDS[0, q] * 2.0 < IDS[0, k], {}),
+    "alibi": (lambda b, h, q, k: IDS32[q] == IDS32[k], {"score_mod": alibi(32, "cpu")}),
+}
+IDS32, IDS64, PER_HEAD = IDS[0].int(), IDS.long(), IDS.int()
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_the_loading_warp_reads_what_a_mask_compares_with_each_key(case):
+    mask, more = TOLD[case]
+    wanted = problem("prefill", 128, mask_mod=mask, **{"runs": True, **more})
+    config = replace(default(wanted, H200, "gluon"), direct=True, together=True)
+    assert programs_of(wanted.structure, config) == 1
+    assert not (fault := wrong(wanted, config)), fault
+    text = assembly(wanted, config)
+    for write in re.split(r"expect_tx", text)[1:-1]:
+        tail = write[write.rfind("ld.global") :] if "stmatrix" in write else ""
+        if "stmatrix" in tail:
+            assert "bar.warp.sync" in tail[tail.rindex("stmatrix") :], "all have written"
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": lambda b, h, q, k: (IDS32[q] == IDS32[k]) & (IDS32[k] + 1 > h)},
+        {"mask_mod": lambda b, h, q, k: (IDS32[q] == IDS32[k]) & (IDS64[0, k] > h)},
+        {"score_mod": relative_bias(torch.zeros(32, 16384), 8191), "mask_mod": TOLD["int32"][0]},
+    ],
+    ids=["computed", "two", "table"],
+)
+def test_what_else_is_read_by_key_keeps_consumers_apart(mods):
+    wanted = problem("prefill", 128, runs=True, **mods)
+    config = replace(default(wanted, H200, "gluon"), direct=True, together=True)
+    assert programs_of(wanted.structure, config) == 2
+    assert "keyed" not in render(wanted.structure, config, H200, "test").text
 
 
 def test_a_window_is_compiled_once_for_both_consumers():

@@ -16,6 +16,7 @@ from flexattn.render.gluon.tiles import (
     q_slots,
     runs_of,
     tiles_of,
+    told_keys,
     value_bytes,
 )
 from flexattn.render.reach import ALL_KEYS
@@ -85,6 +86,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    told = told_keys(structure, config)
+    assert not told or (mask is not None and len(mask.ahead) == 1), "one number of each key"
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
@@ -135,6 +138,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # first keys are given back: with one stage they would not come.
     chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
     chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
+    chained = chained and not told
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
@@ -174,6 +178,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "programs": programs,
         "alone": ALONE if programs < config.consumers else "",
         "noted": noted,
+        "keyed": gluon_text(triton_type(told)) if told else "",
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "reach": reach,
@@ -206,7 +211,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "sinks": structure.sinks != "",
         "consumer_arguments": consumer_arguments(found, noted, structure.fp8, config.direct),
         "producer_arguments": producer_arguments(
-            found, reach and mask is not None and mask.under is not None
+            found, bool(told) or (reach and mask is not None and mask.under is not None)
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
