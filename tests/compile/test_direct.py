@@ -12,6 +12,7 @@ from flexattn.device import named
 from flexattn.lone_waits import ALONE
 from flexattn.render.gluon.tiles import programs_of
 from flexattn.render.kernel import render
+from flexattn.space import gluon
 from flexattn.space.defaults import default
 from flexattn.space.rules import reasons
 from tests.compile.test_gluon import wrong
@@ -64,8 +65,8 @@ def test_an_output_is_stored_16_bytes_a_thread_and_no_warp_waits_for_it(case, to
     last = max(i for i, line in enumerate(lines) if "st.global.v4.b32" in line)
     waits = [i for i in range(first) if "wgmma.wait_group" in lines[i]]
     met = sum(bool(MEETING.search(line)) for line in lines[waits[-1] : first])
-    # Behind what all of a program's warps read at the same place, they meet once.
-    assert met <= (programs > 1 and case == "64"), case
+    # Three consumers' warps, and those of a later Triton, meet once between two exchanges.
+    assert met <= (case == "64" or not gluon.offered()), case
     if programs == 1:
         assert not any(MEETING.search(line) for line in lines[first:last]), case
 
