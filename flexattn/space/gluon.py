@@ -173,8 +173,10 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
         )
     for each in preferences(structure):
         yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
+        yield replace(each, direct=True)
         if each.consumers == 2 and not structure.fp8:
             yield replace(each, together=not each.together)
+            yield replace(each, together=not each.together, direct=True)
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]

@@ -60,6 +60,7 @@ def wrong(problem, config):
     binary = binary_of(compiled, H200.arch)
     split = {config.registers, config.producer_registers}
     estimate, _ = estimates(config, problem.structure, H200)
+    described = 3 if config.direct else 4
     faults = {
         "spills": taken.starved and gluon.offered(),
         "wgmma waits": taken.serialised,
@@ -67,8 +68,8 @@ def wrong(problem, config):
         "register split": not split <= set(taken.register_split),
         "shared memory": not taken.shared <= min(estimate, H200.shared_memory),
         "warps": binary.num_warps != config.num_warps,
-        "parameters": binary.parameters != len(source.arguments) + 8 * RANK + 2,
-        "descriptors": len(binary.maps) != 4,
+        "parameters": binary.parameters != len(source.arguments) + 2 * RANK * described + 2,
+        "descriptors": len(binary.maps) != described,
     }
     found = [name for name, is_so in faults.items() if is_so]
     return f"{describe(config)}: {', '.join(found)}: {taken}, {estimate} bytes" if found else ""

@@ -79,6 +79,7 @@ configs = st.builds(
     q_registers=st.sampled_from([0, 64, 128]),
     watched=st.booleans(),
     narrow=st.booleans(),
+    direct=st.booleans(),
 )
 cases = st.builds(
     problem,

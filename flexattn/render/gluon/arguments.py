@@ -12,7 +12,7 @@ from flexattn.space.gluon_config import GluonPrefillConfig
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
-_STRIDES = tuple(f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmnd")
+_LOADED = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bhmnd")
 _LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "REACH")
 _LOCATION = ("num_tiles", "num_units", "Hq", "group")
 
@@ -33,8 +33,9 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
         "Q": (given, rows, tiles.qk_width),
         "K": (given, config.BLOCK_N, tiles.qk_width),
         "V": (given, *values[::-1]) if config.narrow else (out, *values),
-        "OUT": (out, rows, tiles.out_width),
     }
+    if not config.direct:
+        described["OUT"] = (out, rows, tiles.out_width)
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
         if argument.name in described:
@@ -47,13 +48,16 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     return tuple(found)
 
 
-def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
-    """What the consumers take from the kernel beside descriptors and shared memory.
+def consumer_arguments(
+    found: tuple[Argument, ...], noted: bool, fp8: bool, direct: bool
+) -> list[str]:
+    """What the consumers take from the kernel beside the output and shared memory.
 
     noted: the loading warp tells them where their unit lies. fp8: they read a head's factors.
+    direct: they compute where in memory the output's rows are.
     """
     told = () if not noted else ("num_",) if fp8 else ("num_", "group")
-    left = (*_STRIDES, *_LISTS, *told)
+    left = ("OUT", *_LOADED, *_LISTS, *told, *(() if direct else ("stride_o",)))
     return [
         argument.name
         for argument in found

@@ -16,6 +16,7 @@ from flexattn.render.gluon.tiles import (
     q_slots,
     runs_of,
     tiles_of,
+    told_keys,
     value_bytes,
 )
 from flexattn.render.reach import ALL_KEYS
@@ -54,6 +55,25 @@ class _Chunk:
     width: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Where a tile's values lie: (row, column) that each bit of a number adds."""
+
+    registers: list[list[int]]
+    lanes: list[list[int]]
+    warps: list[list[int]]
+
+
+def _pieces(width: int, warps: int) -> _Pieces:
+    """Rows as the tensor cores leave them, 16 to a warp, with eight columns in each thread."""
+    further = [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
+    return _Pieces(
+        [[0, 1], [0, 2], [0, 4], *further, [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16 << bit, 0] for bit in range(warps.bit_length() - 1)],
+    )
+
+
 def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
@@ -66,6 +86,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    told = told_keys(structure, config)
+    assert not told or (mask is not None and len(mask.ahead) == 1), "one number of each key"
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
@@ -116,6 +138,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # first keys are given back: with one stage they would not come.
     chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
     chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
+    chained = chained and not told
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
@@ -144,7 +167,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": apart,
         "q_slots": slots,
         "chained": chained,
-        "released_early": persistent and apart and not chained,
+        "direct": config.direct,
+        "pieces": _pieces(tiles.v_width, warps) if config.direct else None,
+        # What of a tile's columns lies behind the last one.
+        "v_columns": structure.head_dim_v if structure.head_dim_v < tiles.v_width else 0,
+        "released_early": persistent and (apart or config.direct) and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
         "long_turns": config.long_turns,
@@ -152,6 +179,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "programs": programs,
         "alone": ALONE if programs < config.consumers else "",
         "noted": noted,
+        "keyed": gluon_text(triton_type(told)) if told else "",
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "reach": reach,
@@ -182,9 +210,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8, config.direct),
         "producer_arguments": producer_arguments(
-            found, reach and mask is not None and mask.under is not None
+            found, bool(told) or (reach and mask is not None and mask.under is not None)
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]

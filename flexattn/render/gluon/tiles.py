@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flexattn.device import Device
+from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import ITEMSIZE, Structure
-from flexattn.space.gluon_config import GluonPrefillConfig
-from flexattn.space.terms import loads_by_key, loads_diagonals
+from flexattn.space.gluon_config import WARPS, GluonPrefillConfig
+from flexattn.space.terms import RANGES, asked_once, loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
 
 __all__ = [
@@ -19,11 +22,16 @@ __all__ = [
     "runs_of",
     "shared_memory",
     "tiles_of",
+    "told_keys",
     "value_bytes",
 ]
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
+# Of each thread, while the four that have a row exchange its columns.
+_EXCHANGED = 16
+# Bytes of a number of each key; for all stages of K there are 16.
+_TOLD = {"int32": 4, "int64": 8, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +64,11 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    return Tiles(qk, 1, v, 2 if qk == v == 256 and config.schedule != "grid" else 1)
+        return Tiles(
+            64, structure.head_dim_qk // 64, v, 2 if v == 128 and not config.direct else 1
+        )
+    halved = qk == v == 256 and config.schedule != "grid"
+    return Tiles(qk, 1, v, 2 if halved and not config.direct else 1)
 
 
 def value_bytes(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -81,31 +92,60 @@ def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
     return loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
 
 
+def told_keys(structure: Structure, config: GluonPrefillConfig) -> str:
+    """Dtype of the number of each key that the loading warp reads for mask_mod; "": it reads none.
+
+    It then lies beside the keys, where all threads find it, and none hands it to another. So it is
+    for documents, in kernels whose warps meet nowhere else.
+    """
+    mask, score = structure.mask, structure.score
+    if not config.direct or mask is None or (score is not None and _keyed(score.mod.expr)):
+        return ""
+    found = key_bounds(mask.mod.expr, RANGES)
+    rest = mask.mod.expr if found is None else found.rest
+    if rest is None or asked_once(rest, config.BLOCK_N):
+        return ""
+    nodes, loads = list(walk(rest)), _keyed(rest)
+    keyed, rowed = depending(nodes, ("kv_idx",)), depending(nodes, ("q_idx",))
+    if len(loads) != 1 or loads[0] in rowed or loads[0].dtype not in _TOLD:
+        return ""
+    within = set(walk(loads[0]))
+    alone = all(node in rowed or node in within for node in keyed)
+    return loads[0].dtype if alone and config.num_stages * _TOLD[loads[0].dtype] <= 16 else ""
+
+
+@lru_cache(maxsize=1024)
+def _keyed(expr: Expr) -> tuple[Expr, ...]:
+    """What an expression loads by key."""
+    nodes = list(walk(expr))
+    keyed = depending(nodes, ("kv_idx",))
+    return tuple(node for node in nodes if node.op == "load" and node in keyed)
+
+
 def programs_of(structure: Structure, config: GluonPrefillConfig) -> int:
     """How many programs the consumers run: one, or one each where they walk different tiles.
 
     So do three, whose rows are no power of two. And where threads hand each other what a mod
     reads, all of a program meet for it: of one for both consumers, twice as many.
     """
-    apart = runs_of(structure, config) > 1 or reads_shared(structure, config)
+    hands = reads_shared(structure, config) and not told_keys(structure, config)
+    apart = runs_of(structure, config) > 1 or hands
     return 1 if config.together and config.consumers == 2 and not apart else config.consumers
 
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """Bytes of shared memory that the kernel needs, barriers and all."""
-    slots = q_slots(structure, config, device)
-    return (
-        _loaded(structure, config)
-        + (slots - 1) * _query(structure, config)
-        + (_output(structure, config) if own_output(structure, config, device) else 0)
-    )
+    held = _loaded(structure, config) + _written(structure, config, device)
+    return held + (q_slots(structure, config, device) - 1) * _query(structure, config)
 
 
 def own_output(structure: Structure, config: GluonPrefillConfig, device: Device) -> bool:
-    """Whether the output has tiles of its own; else it leaves through those of Q.
+    """Whether the output has tiles of its own; else it leaves through those of Q, or through none.
 
     A persistent block then loads the next Q while the last output leaves.
     """
+    if config.direct:
+        return False
     tiles = tiles_of(structure, config)
     if structure.fp8 or tiles.qk_width != tiles.out_width:
         return True
@@ -117,9 +157,9 @@ def own_output(structure: Structure, config: GluonPrefillConfig, device: Device)
 
 def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """How many tiles of Q are held: a persistent block has room for the next one, or has not."""
-    if config.schedule == "grid" or not own_output(structure, config, device):
+    if config.schedule == "grid" or not _written(structure, config, device):
         return 1
-    held = _loaded(structure, config) + _output(structure, config)
+    held = _loaded(structure, config) + _written(structure, config, device)
     return 2 if held + _query(structure, config) <= device.shared_memory else 1
 
 
@@ -139,6 +179,13 @@ def _output(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     parts = tiles.out_chunks if tiles.qk_chunks == 1 else 1
     return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles.v_width // parts
+
+
+def _written(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
+    """What an output needs that does not leave through Q's tiles."""
+    if config.direct:
+        return _EXCHANGED * 32 * WARPS * config.consumers
+    return _output(structure, config) if own_output(structure, config, device) else 0
 
 
 def _power(value: int) -> int:

@@ -13,10 +13,10 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize,
+    ping_pong, persistent, known_words, section, q_held, watched, direct, v_itemsize,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched v_itemsize"
+    "ping_pong persistent known_words section q_held watched direct v_itemsize"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
@@ -39,6 +39,8 @@ ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
+# Of each thread, while the four that have a row exchange an output that has no tile.
+EXCHANGED = 16
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
@@ -58,7 +60,7 @@ def _shared_memory() -> Expr:
     """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
 
     A persistent block loads its next Q while an output leaves, if there is room; and while this
-    one is multiplied, if there is room for both.
+    one is multiplied, if there is room for both. What is written from registers has no tile.
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
     keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
@@ -78,7 +80,15 @@ def _shared_memory() -> Expr:
     alone = Or(Not(through_q), early)
     twice = apart + itemsize * q_tile
     both = And(alone, persistent, twice <= shared_limit)
-    return Piecewise((twice, both), (apart, alone), (shared, True))
+    exchanged = shared + EXCHANGED * THREADS * consumers
+    second = exchanged + itemsize * q_tile
+    return Piecewise(
+        (second, And(direct, persistent, second <= shared_limit)),
+        (exchanged, direct),
+        (twice, both),
+        (apart, alone),
+        (shared, True),
+    )
 
 
 def _registers() -> Expr:

@@ -1,0 +1,128 @@
+"""Outputs that go from registers to memory, on a Hopper GPU: the bits of those through tiles."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks
+
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
+from flexattn.space.rules import reasons
+from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
+from tests.support import assert_judged, block_mask, heads_inside
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(not HOPPER, reason="the Gluon template is Hopper's"),
+]
+LENGTH = 1347
+IDS = (torch.arange(LENGTH) // 211).int()
+BATCHES = torch.stack([torch.arange(LENGTH) // 211, torch.arange(LENGTH) // 77])
+
+
+def of_batch():
+    ids = BATCHES.cuda()
+    return lambda b, h, q_idx, kv_idx: (ids[b, q_idx] == ids[b, kv_idx]) & (q_idx >= kv_idx)
+
+
+MODS = {
+    "noop": lambda: (None, None),
+    "causal": lambda: (None, causal),
+    "softcap": lambda: (softcap(30.0), causal),
+    "alibi": lambda: (alibi(16, "cuda"), causal),
+    "window": lambda: (None, sliding_window(100)),
+    "documents of a batch": lambda: (None, of_batch()),
+    "documents": lambda: (None, and_masks(document(IDS.cuda()), causal)),
+    "relative": lambda: (relative_bias(torch.randn(16, 4096, device="cuda"), 2048), causal),
+}
+# What stands behind an output, and may not change.
+GUARD = 77.0
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """Outputs with rows behind their last one; poisoned as others are."""
+    kept = []
+
+    def guarded(shape, strides, *, dtype, device):
+        size = prod(shape)
+        whole = torch.full((size + 256 * shape[-1],), GUARD, dtype=dtype, device=device)
+        whole[:size] = torch.nan
+        kept.append(whole[size:])
+        return whole.as_strided(shape, strides)
+
+    monkeypatch.setattr(torch, "empty_strided", guarded)
+    return kept
+
+
+def forms(made):
+    """The form through shared memory, then those from registers that can run."""
+    choice = made.launch.choice
+    for each in _forms(choice.config):
+        if not reasons(each, choice.problem.structure, choice.device):
+            yield each
+
+
+def alike(config, base):
+    """Whether both add and round in the same order."""
+    return (config.watched, config.chained) == (base.watched, base.chained)
+
+
+def _forms(config):
+    yield replace(config, direct=False, together=False)
+    for together in (False, True)[: 1 + (config.consumers == 2)]:
+        for schedule in ("grid", "static", "dynamic"):
+            yield replace(config, direct=True, together=together, schedule=schedule)
+    yield replace(config, direct=True, chained=not config.chained)
+    yield replace(config, direct=True, watched=not config.watched)
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_the_same_bits_as_through_shared_memory(D, mods, guards):
+    score_mod, mask_mod = MODS[mods]()
+    q, k, v = tensors(2, 16, 4, LENGTH, LENGTH, D)
+    mask = block_mask(mask_mod, q, k, per_batch=mods == "documents of a batch", per_head=False)
+    made = prepared(q, k, v, score_mod, mask)
+    base = made.launch.choice.config
+    wanted = None
+    for config in forms(made):
+        got = run_with(made, config)
+        if wanted is None or not alike(config, base):
+            assert_judged(got, q, k, v, score_mod=score_mod, block_mask=mask)
+            wanted = got if wanted is None else wanted
+            continue
+        assert torch.equal(got.out, wanted.out) and torch.equal(got.lse, wanted.lse), config
+    assert guards and all((each == GUARD).all() for each in guards)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 63, 64, 65, 127, 129, 200])
+def test_every_end_of_a_tile(length, guards):
+    """Rows behind the last are another head's, or nobody's."""
+    for lay in (lambda x: x, heads_inside):
+        q, k, v = (lay(x) for x in tensors(2, 6, 2, length, 345, 128))
+        made = prepared(q, k, v)
+        base = made.launch.choice.config
+        wanted = None
+        for config in forms(made):
+            got = run_with(made, config)
+            if wanted is None or not alike(config, base):
+                assert_judged(got, q, k, v)
+                wanted = got if wanted is None else wanted
+                continue
+            assert torch.equal(got.out, wanted.out) and torch.equal(got.lse, wanted.lse), config
+    assert all((each == GUARD).all() for each in guards)
+
+
+def test_bits_stay_from_run_to_run():
+    """Consumers of one program that meet nowhere, at units of two tiles of keys."""
+    q, k, v = tensors(2, 16, 4, 3011, 3011, 128)
+    mask = block_mask(sliding_window(100), q, k, per_batch=False, per_head=False)
+    made = prepared(q, k, v, None, mask)
+    config = replace(made.launch.choice.config, direct=True, together=True)
+    wanted = run_with(made, config)
+    for _ in range(50):
+        got = run_with(made, config)
+        assert torch.equal(got.out, wanted.out) and torch.equal(got.lse, wanted.lse)
