@@ -15,6 +15,7 @@ from flexattn.checks import check_scale
 from flexattn.errors import InputError
 from flexattn.mods import bind
 from flexattn.render.arguments import Argument, captured_arguments, captured_values
+from flexattn.render.serving_await import EMPTY
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -126,9 +127,10 @@ class DecodePlan:
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
         where, rows = self.device, self.maxima.rows
-        self._workspace = torch.empty(
-            workspace(self.form, self.config, self._kernels.target), device=where
-        )
+        words = workspace(self.form, self.config, self._kernels.target)
+        # Nobody has left a part yet; who awaits one leaves its words so again.
+        empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
+        self._workspace = empty.view(torch.float32)
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)

@@ -24,8 +24,8 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
 
 def space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
-    combines: tuple[Combine, ...] = ("last", "launch")
-    deals: tuple[Deal, ...] = ("even", "round")
+    combines: tuple[Combine, ...] = ("await", "last", "launch")
+    deals: tuple[Deal, ...] = ("even", "round", "heads")
     axes = product((2, 4, 8), (16, 32, 64), (1, 2, 3, 4), (1, 2), combines, deals)
     for warps, own, per_sm, least, combine, deal in axes:
         yield ServingConfig(
@@ -56,8 +56,12 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             f"{_held(config, form)} registers hold a thread's K, V, Q, scores and output",
         ),
         (
-            config.deal == "even" or _goes_round(config, form, device),
+            config.deal != "round" or _goes_round(config, form, device),
             "tiles of one request and one tile of rows go round, and the last program merges",
+        ),
+        (
+            config.deal != "heads" or _by_head(config, form, device),
+            f"{form.kv_heads} KV heads have programs of their own, which merge themselves",
         ),
     )
     return [rule for kept, rule in rules if not kept]
@@ -74,7 +78,11 @@ def _held(config: ServingConfig, form: ServingForm) -> int:
 def _goes_round(config: ServingConfig, form: ServingForm, device: Device) -> bool:
     """Whether where a program's first tile lies says nothing of a length."""
     alone = form.requests == 1 and 0 < form.rows <= config.BLOCK_M and not form.offset
-    return alone and config.combine == "last" and form.kv_heads <= config.programs(device)
+    return alone and config.combine != "launch" and form.kv_heads <= config.programs(device)
+
+
+def _by_head(config: ServingConfig, form: ServingForm, device: Device) -> bool:
+    return config.combine != "launch" and 1 < form.kv_heads <= config.programs(device)
 
 
 def _height(form: ServingForm) -> int:

@@ -37,7 +37,7 @@ def test_caches(page, layout):
     check(requests(), page=page, layout=layout)
 
 
-@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize("combine", ["last", "launch", "await"])
 @pytest.mark.parametrize("per_sm", [1, 2, 7])
 @pytest.mark.parametrize(("warps", "own"), [(1, 16), (4, 32), (8, 64)])
 def test_pieces_of_any_size_merge(warps, own, per_sm, combine):
