@@ -17,9 +17,9 @@ _BESIDE = 48
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
     if form.requests == 1 and form.mask is None:
-        yield ServingConfig(8, 128, 8, 1, 1, 1, "last", "warp", "round")
-    yield ServingConfig(8, 128, 4, 1, 2, 1, "last", "warp")
-    yield ServingConfig(8, 64, 4, 1, 2, 1, "last", "warp")
+        yield ServingConfig(8, 128, 8, 1, 1, 1, "await", "warp", "round")
+    yield ServingConfig(8, 128, 4, 1, 2, 1, "await", "warp")
+    yield ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp")
 
 
 def space(form: ServingForm) -> Iterator[ServingConfig]:
