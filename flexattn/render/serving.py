@@ -276,7 +276,6 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device),
         "jit": "triton.jit",
         "deal_heads": config.deal == "heads",
-        "one_tile": 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
