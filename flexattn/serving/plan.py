@@ -77,7 +77,9 @@ class DecodePlan:
     the second pass of a CascadePlan, whose runs give row_lens or kv_start.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
-    output. Raises InputError, ConfigError, ModError and BuildError.
+    output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
+    a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    Raises InputError, ConfigError, ModError and BuildError.
     Method: split-KV decoding (Dao et al., Flash-Decoding) with the splits cut as in stream-K
     (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
     """
