@@ -149,6 +149,7 @@ class DecodePlan:
                 for name, value in self._owned.items()
             }
         self._ready: dict[Any, _Ready] = {}
+        self._last: tuple[Any, _Ready | None] = None, None
         self._seen_cache: _Seen | None = None
         self._seen_batch: _Seen | None = None
 
@@ -203,7 +204,9 @@ class DecodePlan:
             None if sinks is None else (sinks.shape, sinks.dtype),
             kv_start is None, row_lens is None,
         )  # fmt: skip
-        ready = self._ready.get(key)
+        # Compared, most of it is the same objects; looked up, it would be hashed.
+        last_key, last = self._last
+        ready = last if last_key == key else self._ready.get(key)
         if ready is None:
             ready = self._admit(
                 q, k, v, seq_lens, table, cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens
@@ -211,6 +214,8 @@ class DecodePlan:
             if len(self._ready) >= _REMEMBERED:
                 self._ready.clear()
             self._ready[key] = ready
+        if ready is not last:
+            self._last = key, ready
         if current().check:
             inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
         if out is None and lse is None:
