@@ -98,7 +98,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
-        **serving_layouts(form, config),
+        **serving_layouts(form, config, device.backend == "interpreter"),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,

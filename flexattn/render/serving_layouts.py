@@ -25,7 +25,9 @@ _LAYOUTS = (
 MERGE_PARTS = 16
 
 
-def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+def serving_layouts(
+    form: ServingForm, config: ServingConfig, interpreted: bool = False
+) -> dict[str, object]:
     """What that kernel's template knows beside what all serving templates do.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
@@ -87,6 +89,8 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "deal_round": config.deal == "round",
+        "read": "fetched" if config.fetch and not interpreted else "tl.load",
+        "fetch": 0 if interpreted else config.fetch,
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(_vector(form, config), _parts(form, config) * _rows_held(form, config)),
     }

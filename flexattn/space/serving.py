@@ -51,8 +51,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         return serving_warps.reasons(config, form, device)
     if config.deal != "even":
         return ["tiles go round the programs, or by head, where warps walk alone"]
-    if config.combine == "await":
-        return ["parts are awaited where warps walk alone"]
+    if config.combine == "await" or config.fetch:
+        return ["parts are awaited, and reads are widened, where warps walk alone"]
     found = []
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)

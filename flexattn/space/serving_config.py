@@ -91,6 +91,8 @@ class ServingConfig:
     deal: "even", each program takes as many tiles, side by side; "round", the tiles of one request
     alone go round the programs, which then need not know its length to begin; "heads", as even
     for the programs of each KV head, so that those of all heads read the same keys at a time.
+    fetch: bytes that L2 asks memory for around each read of K and V where warps walk alone: 64,
+    128 or 256; 0, what it does of itself.
     """
 
     BLOCK_M: int
@@ -102,6 +104,7 @@ class ServingConfig:
     combine: Combine = "last"
     walk: Walk = "program"
     deal: Deal = "even"
+    fetch: int = 0
 
     @property
     def own(self) -> int:

@@ -46,6 +46,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (config.own in (16, 32, 64), f"each warp has {config.own} of 16, 32 or 64 keys"),
         (config.BLOCK_N == config.own * config.num_warps, "warps have equal shares of BLOCK_N"),
         (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
+        (config.fetch in (0, 64, 128, 256), "L2 asks for 64, 128 or 256 bytes, or as it does"),
         (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
         (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
         (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
