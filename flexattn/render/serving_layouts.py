@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.render.score_printer import PrintedScore
+from flexattn.render.serving_await import EMPTY, await_context
 from flexattn.space.serving import ServingConfig, ServingForm
 
 __all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
@@ -24,7 +25,9 @@ _LAYOUTS = (
 MERGE_PARTS = 16
 
 
-def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+def serving_layouts(
+    form: ServingForm, config: ServingConfig, interpreted: bool = False
+) -> dict[str, object]:
     """What that kernel's template knows beside what all serving templates do.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
@@ -80,14 +83,16 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("Q_LOAD", linear(q_registers, by_row, warps, config.BLOCK_M, qk)),
             ("K_PAGES", paged(k_registers, by_row)),
             ("V_PAGES", paged(v_registers, v_lanes)),
-            ("WARPWISE", _wide(warps, config.BLOCK_M, form.head_dim_v, warps)),
-            ("PARTWISE", _wide(warps, _merge_rows(form, config), form.head_dim_v, MERGE_PARTS)),
-            ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
+            *_merged(form, config),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "deal_round": config.deal == "round",
+        "read": "fetched" if config.fetch and not interpreted else "tl.load",
+        "fetch": 0 if interpreted else config.fetch,
+        "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
+        **await_context(_vector(form, config), _parts(form, config) * _rows_held(form, config)),
     }
 
 
@@ -102,9 +107,15 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
         "OWN": config.own,
         "IN": _inside(form, config),
         "STEP": config.programs(device) // form.kv_heads if config.deal == "round" else 1,
+        # From the slot of a unit's part to that of the next, and programs that share a row.
+        "PART_STEP": 1 if config.deal == "even" else form.kv_heads,
+        "SHARERS": config.programs(device) // (form.kv_heads if config.deal == "heads" else 1),
     }
-    if config.combine == "last":
+    if config.combine != "launch":
         found |= {"MERGE_ROWS": _merge_rows(form, config), "MERGE_PARTS": MERGE_PARTS}
+    if config.combine == "await":
+        found |= {"MERGE_PARTS": _parts(form, config), "VECTOR": _vector(form, config)}
+        found |= {"EMPTY": EMPTY}
     return found
 
 
@@ -122,6 +133,45 @@ def _inside(form: ServingForm, config: ServingConfig) -> int:
 def _merge_rows(form: ServingForm, config: ServingConfig) -> int:
     """Rows that a program merges at a time."""
     return min(config.BLOCK_M, form.rows or config.BLOCK_M)
+
+
+def _rows_held(form: ServingForm, config: ServingConfig) -> int:
+    """Rows of a merge that one thread has."""
+    rows = _merge_rows(form, config)
+    return rows // min(config.num_warps, rows)
+
+
+def _parts(form: ServingForm, config: ServingConfig) -> int:
+    """Parts of a unit that are awaited at a time."""
+    return max(1, MERGE_PARTS // _rows_held(form, config))
+
+
+def _vector(form: ServingForm, config: ServingConfig) -> int:
+    """Columns side by side that a thread merges."""
+    by_row = min(config.num_warps, _merge_rows(form, config))
+    return max(1, min(4, form.head_dim_v // (32 * (config.num_warps // by_row))))
+
+
+def _merged(form: ServingForm, config: ServingConfig) -> tuple[tuple[str, str], ...]:
+    """Layouts of a merge: of warps [warps, rows, columns], of programs [parts, rows, columns]."""
+    warps, rows, v = config.num_warps, _merge_rows(form, config), form.head_dim_v
+    if config.combine != "await":
+        return (
+            ("WARPWISE", _wide(warps, config.BLOCK_M, v, warps)),
+            ("PARTWISE", _wide(warps, rows, v, MERGE_PARTS)),
+            ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
+        )
+    by_row = min(warps, rows)
+    spread = f"[{by_row}, {warps // by_row}]"
+    return (
+        ("WARPWISE", _wide(warps, rows, v, warps)),
+        (
+            "PARTWISE",
+            f"tl.BlockedLayout([{_parts(form, config)}, 1, 1], [1, 1, 32], "
+            f"[1, {spread[1:]}, [2, 1, 0])",
+        ),
+        ("OWNED", f"tl.BlockedLayout([1, {_vector(form, config)}], [1, 32], {spread}, [1, 0])"),
+    )
 
 
 def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,11 +20,14 @@ __all__ = ["Kernels", "build"]
 
 
 class Kernels(NamedTuple):
-    """What a plan launches. programs: of the serving kernel; merges: of the one that merges."""
+    """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
+
+    gpu: its index, -1 where there is none.
+    """
 
     config: ServingConfig
     target: Device
-    device: torch.device
+    gpu: int
     attend: Kernel
     combine: Kernel | None
     programs: int
@@ -33,8 +36,8 @@ class Kernels(NamedTuple):
 
     def launch(self, launcher: Launcher, given: Sequence[Any]) -> None:
         """Launch on the device's current stream."""
-        index = self.device.index
-        if self.device.type != "cuda":
+        index = self.gpu
+        if index < 0:
             launcher.launch(-1, given)
         elif index == torch._C._cuda_getDevice():
             launcher.launch(torch._C._cuda_getCurrentRawStream(index), given)
@@ -81,7 +84,7 @@ def build(
             source = render_serving_combine(form, chosen, target)
             combine = builder().kernel(source, target, index)
         merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
-        return Kernels(chosen, target, device, attend, combine, programs, merges, origin)
+        return Kernels(chosen, target, index, attend, combine, programs, merges, origin)
     raise ConfigError(
         f"no config fits {form}",
         f"a kernel has {target.shared_memory} bytes of shared memory",

@@ -15,6 +15,7 @@ from flexattn.checks import check_scale
 from flexattn.errors import InputError
 from flexattn.mods import bind
 from flexattn.render.arguments import Argument, captured_arguments, captured_values
+from flexattn.render.serving_await import EMPTY
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -76,7 +77,9 @@ class DecodePlan:
     the second pass of a CascadePlan, whose runs give row_lens or kv_start.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
-    output. Raises InputError, ConfigError, ModError and BuildError.
+    output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
+    a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    Raises InputError, ConfigError, ModError and BuildError.
     Method: split-KV decoding (Dao et al., Flash-Decoding) with the splits cut as in stream-K
     (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
     """
@@ -126,9 +129,10 @@ class DecodePlan:
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
         where, rows = self.device, self.maxima.rows
-        self._workspace = torch.empty(
-            workspace(self.form, self.config, self._kernels.target), device=where
-        )
+        words = workspace(self.form, self.config, self._kernels.target)
+        # Nobody has left a part yet; who awaits one leaves its words so again.
+        empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
+        self._workspace = empty.view(torch.float32)
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
@@ -145,6 +149,7 @@ class DecodePlan:
                 for name, value in self._owned.items()
             }
         self._ready: dict[Any, _Ready] = {}
+        self._last: tuple[Any, _Ready | None] = None, None
         self._seen_cache: _Seen | None = None
         self._seen_batch: _Seen | None = None
 
@@ -199,7 +204,9 @@ class DecodePlan:
             None if sinks is None else (sinks.shape, sinks.dtype),
             kv_start is None, row_lens is None,
         )  # fmt: skip
-        ready = self._ready.get(key)
+        # Compared, most of it is the same objects; looked up, it would be hashed.
+        last_key, last = self._last
+        ready = last if last_key == key else self._ready.get(key)
         if ready is None:
             ready = self._admit(
                 q, k, v, seq_lens, table, cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens
@@ -207,6 +214,8 @@ class DecodePlan:
             if len(self._ready) >= _REMEMBERED:
                 self._ready.clear()
             self._ready[key] = ready
+        if ready is not last:
+            self._last = key, ready
         if current().check:
             inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
         if out is None and lse is None:

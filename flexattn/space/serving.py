@@ -36,20 +36,23 @@ __all__ = [
 
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
-    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1).
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
 
     A program's range of tiles begins inside at most one unit of work and ends inside at most one
-    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp.
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a unit that
+    ends in its range it keeps its own where it awaits those of the others.
     """
-    return config.programs(device) * 2 * config.BLOCK_M * (form.head_dim_v + 1)
+    return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
     if config.walk == "warp":
         return serving_warps.reasons(config, form, device)
-    if config.deal == "round":
-        return ["tiles go round the programs where warps walk alone"]
+    if config.deal != "even":
+        return ["tiles go round the programs, or by head, where warps walk alone"]
+    if config.combine == "await" or config.fetch:
+        return ["parts are awaited, and reads are widened, where warps walk alone"]
     found = []
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)

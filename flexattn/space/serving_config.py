@@ -28,9 +28,9 @@ MERGED = 2048
 COMBINE_WARPS = 4
 
 
-Combine: TypeAlias = Literal["last", "launch"]
+Combine: TypeAlias = Literal["last", "launch", "await"]
 Walk: TypeAlias = Literal["program", "warp"]
-Deal: TypeAlias = Literal["even", "round"]
+Deal: TypeAlias = Literal["even", "round", "heads"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -84,11 +84,15 @@ class ServingConfig:
 
     per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
     that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last, or "launch", a second kernel.
+    worked on: "last", the program that finishes last; "launch", a second kernel; or "await", the
+    program that has the unit's end, which waits for the words of the others.
     walk: who has a tile of keys: "program", all its warps together, or "warp", each warp a part of
     the tile for itself, from memory into registers (templates/gluon/serving.py.jinja).
     deal: "even", each program takes as many tiles, side by side; "round", the tiles of one request
-    alone go round the programs, which then need not know its length to begin.
+    alone go round the programs, which then need not know its length to begin; "heads", as even
+    for the programs of each KV head, so that those of all heads read the same keys at a time.
+    fetch: bytes that L2 asks memory for around each read of K and V where warps walk alone: 64,
+    128 or 256; 0, what it does of itself.
     """
 
     BLOCK_M: int
@@ -100,11 +104,17 @@ class ServingConfig:
     combine: Combine = "last"
     walk: Walk = "program"
     deal: Deal = "even"
+    fetch: int = 0
 
     @property
     def own(self) -> int:
         """Keys of a tile that each warp has for itself."""
         return self.BLOCK_N // self.num_warps
+
+    @property
+    def left(self) -> int:
+        """Partial results that a program may leave: where it merges its last unit itself, one."""
+        return 1 if self.combine == "await" else 2
 
     def programs(self, device: Device) -> int:
         """Programs of a launch on a device."""

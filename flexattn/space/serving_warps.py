@@ -17,15 +17,15 @@ _BESIDE = 48
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
     if form.requests == 1 and form.mask is None:
-        yield ServingConfig(8, 128, 8, 1, 1, 1, "last", "warp", "round")
-    yield ServingConfig(8, 128, 4, 1, 2, 1, "last", "warp")
-    yield ServingConfig(8, 64, 4, 1, 2, 1, "last", "warp")
+        yield ServingConfig(8, 128, 8, 1, 1, 1, "await", "warp", "round")
+    yield ServingConfig(8, 128, 4, 1, 2, 1, "await", "warp")
+    yield ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp")
 
 
 def space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
-    combines: tuple[Combine, ...] = ("last", "launch")
-    deals: tuple[Deal, ...] = ("even", "round")
+    combines: tuple[Combine, ...] = ("await", "last", "launch")
+    deals: tuple[Deal, ...] = ("even", "round", "heads")
     axes = product((2, 4, 8), (16, 32, 64), (1, 2, 3, 4), (1, 2), combines, deals)
     for warps, own, per_sm, least, combine, deal in axes:
         yield ServingConfig(
@@ -46,6 +46,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (config.own in (16, 32, 64), f"each warp has {config.own} of 16, 32 or 64 keys"),
         (config.BLOCK_N == config.own * config.num_warps, "warps have equal shares of BLOCK_N"),
         (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
+        (config.fetch in (0, 64, 128, 256), "L2 asks for 64, 128 or 256 bytes, or as it does"),
         (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
         (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
         (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
@@ -56,8 +57,12 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             f"{_held(config, form)} registers hold a thread's K, V, Q, scores and output",
         ),
         (
-            config.deal == "even" or _goes_round(config, form, device),
+            config.deal != "round" or _goes_round(config, form, device),
             "tiles of one request and one tile of rows go round, and the last program merges",
+        ),
+        (
+            config.deal != "heads" or _by_head(config, form, device),
+            f"{form.kv_heads} KV heads have programs of their own, which merge themselves",
         ),
     )
     return [rule for kept, rule in rules if not kept]
@@ -74,7 +79,11 @@ def _held(config: ServingConfig, form: ServingForm) -> int:
 def _goes_round(config: ServingConfig, form: ServingForm, device: Device) -> bool:
     """Whether where a program's first tile lies says nothing of a length."""
     alone = form.requests == 1 and 0 < form.rows <= config.BLOCK_M and not form.offset
-    return alone and config.combine == "last" and form.kv_heads <= config.programs(device)
+    return alone and config.combine != "launch" and form.kv_heads <= config.programs(device)
+
+
+def _by_head(config: ServingConfig, form: ServingForm, device: Device) -> bool:
+    return config.combine != "launch" and 1 < form.kv_heads <= config.programs(device)
 
 
 def _height(form: ServingForm) -> int:

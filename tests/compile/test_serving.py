@@ -17,7 +17,13 @@ from flexattn.mods import bind
 from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
 from flexattn.resources import resources
 from flexattn.serving.request import Maxima, form_of
-from flexattn.space.serving import serving_candidates, space, workspace
+from flexattn.space.serving import (
+    ServingConfig,
+    reasons,
+    serving_candidates,
+    space,
+    workspace,
+)
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEVICE = named("nvidia-h200")
@@ -41,6 +47,11 @@ CASES = {
     "odd pages": {"page": 3, "heads": (6, 2), "D": (64, 64)},
     "one request": {"B": 1},
     "many requests": {"B": 512, "mask": causal},
+}
+AWAITED = {
+    "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp", "heads"),
+    "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "warp", "round"),
+    "16 rows": ServingConfig(16, 64, 4, 1, 2, 1, "await", "warp"),
 }
 
 
@@ -90,6 +101,22 @@ def test_the_default_config(name):
         assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
 
 
+@pytest.mark.parametrize("name", AWAITED)
+def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
+    """No fence and no counter, and no word is looked at before all are asked for."""
+    config = AWAITED[name]
+    about = {"B": 1} if name == "round" else {"q_len": config.BLOCK_M // 4, "sinks": True}
+    wanted = form(**about)
+    assert not reasons(config, wanted, DEVICE)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
+    ptx = compiled.asm["ptx"]
+    assert resources(compiled, DEVICE).loop_spills == 0
+    assert "atom." not in ptx and "fence" not in ptx and "membar" not in ptx
+    asked = [m.start() for m in re.finditer(r"ld\.relaxed\.gpu\.global\.v\d\.b32", ptx)]
+    assert len(asked) == 16 and "max.u32" not in ptx[asked[0] : asked[-1]]
+    assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"
+
+
 def test_the_kernels_that_merge():
     wanted = form(total_q=2048, mask=causal, lse=True, sinks=True)
     config = next(serving_candidates(wanted, DEVICE))
@@ -108,7 +135,7 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
     wanted = form()
     found = space(wanted, DEVICE)
     assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
-    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 2 * 8 * 129
+    assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 8 * 129
     assert {each.walk for each in found} == {"program", "warp"}
-    assert all(each.deal == "even" for each in found), "tiles of many requests do not go round"
-    assert {each.deal for each in space(form(B=1), DEVICE)} == {"even", "round"}
+    assert all(each.deal != "round" for each in found), "tiles of many requests do not go round"
+    assert {each.deal for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}

@@ -37,13 +37,58 @@ def test_caches(page, layout):
     check(requests(), page=page, layout=layout)
 
 
-@pytest.mark.parametrize("combine", ["last", "launch"])
+@pytest.mark.parametrize(
+    ("combine", "deal"),
+    [
+        ("last", "even"),
+        ("launch", "even"),
+        ("await", "even"),
+        ("last", "heads"),
+        ("await", "heads"),
+    ],
+)
 @pytest.mark.parametrize("per_sm", [1, 2, 7])
 @pytest.mark.parametrize(("warps", "own"), [(1, 16), (4, 32), (8, 64)])
-def test_pieces_of_any_size_merge(warps, own, per_sm, combine):
-    config = ServingConfig(8, warps * own, warps, 1, per_sm, 1, combine, "warp")
+def test_pieces_of_any_size_merge(warps, own, per_sm, combine, deal):
+    config = ServingConfig(8, warps * own, warps, 1, per_sm, 1, combine, "warp", deal)
     each = requests(lengths=[53, 0, 1, 170, 128, 96])
     check(each, config=config, sinks=torch.randn(8))
+
+
+@pytest.mark.parametrize("deal", ["even", "heads", "round"])
+@pytest.mark.parametrize(("q_len", "group"), [(1, 4), (1, 1), (2, 3), (4, 4)])
+def test_who_awaits_a_part_leaves_its_words_empty(q_len, group, deal):
+    """What one launch left there the next one would take for a part."""
+    rows = 8 if q_len * group <= 8 else 16
+    for least, per_sm in ((1, 5), (2, 2)):
+        config = replace(
+            SMALL, BLOCK_M=rows, combine="await", deal=deal, per_sm=per_sm, least=least
+        )
+        batch_size = 1 if deal == "round" else 5
+        plan = DecodePlan(
+            batch=batch_size, kv_len=200, heads=(2 * group, 2), head_dim=64, q_len=q_len,
+            device="cpu", page_size=16, lse=True, config=config, mask_mod=causal,
+        )  # fmt: skip
+        for lengths in ([117, 0, 33, 200, 1], [0] * 5, [1, 199]):
+            each = requests(q_len, lengths[-batch_size:], Hq=2 * group)
+            assert_right(run(plan, each), each, mask_mod=causal)
+            assert bool((plan._workspace.view(torch.int32) == -1).all())
+
+
+@pytest.mark.parametrize("deal", ["even", "round"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_result_that_is_no_number_is_awaited_too(value, deal):
+    config = replace(SMALL, combine="await", deal=deal, per_sm=7)
+    plan = DecodePlan(
+        batch=1, kv_len=300, heads=(2, 2), head_dim=64, device="cpu", lse=True, config=config
+    )
+    each = requests(lengths=[300], Hq=2)
+    each.v[0][5] = value
+    # All bits set: the word that says that nothing was written is a NaN too.
+    each.v[0].view(torch.int16)[200] = -1
+    out, lse = run(plan, each)
+    assert not out.isfinite().any() and lse.isfinite().all()
+    assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

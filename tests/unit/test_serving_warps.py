@@ -66,6 +66,8 @@ def test_devices(name):
         ({"BLOCK_N": 256, "per_sm": 2}, "registers"),
         ({"num_warps": 8, "per_sm": 2}, "registers"),
         ({"deal": "round"}, "one request"),
+        ({"deal": "heads", "combine": "launch"}, "programs of their own"),
+        ({"fetch": 100}, "256 bytes"),
     ],
     ids=str,
 )
@@ -76,7 +78,10 @@ def test_what_cannot_run_says_why(change, word):
 
 
 def test_only_warps_deal_round():
-    assert reasons(ServingConfig(16, 64, 4, 3, deal="round"), form(1), H200)
+    for change in ({"deal": "round"}, {"deal": "heads"}, {"combine": "await"}, {"fetch": 128}):
+        assert reasons(ServingConfig(16, 64, 4, 3, **change), form(1), H200)
+    alone = form(1, heads=(8, 1))
+    assert reasons(replace(WARPS, deal="heads"), alone, H200), "one head has all programs anyway"
     assert not reasons(replace(WARPS, deal="round"), form(1), H200)
     assert reasons(replace(WARPS, deal="round", combine="launch"), form(1), H200)
 
@@ -105,6 +110,12 @@ class _Recorder:
     @staticmethod
     def DistributedLinearLayout(*about):
         return about
+
+
+@pytest.mark.parametrize("fetch", [0, 64, 128, 256])
+def test_reads_say_how_much_l2_asks_for(fetch):
+    text = render_serving(form(), replace(WARPS, fetch=fetch), H200, "").text
+    assert (f"L2::{fetch}B.v4" in text) is (text.count("= fetched(") == 4) is bool(fetch)
 
 
 def test_older_kernels_are_what_they_were():
