@@ -45,10 +45,13 @@ GUARD = 77.0
 def guards(monkeypatch):
     """Outputs with rows behind their last one; poisoned as others are."""
     kept = []
+    allocate = torch.empty_strided
 
-    def guarded(shape, strides, *, dtype, device):
+    def guarded(shape, strides, **options):
+        if len(shape) != 4:
+            return allocate(shape, strides, **options)  # the tracer's
         size = prod(shape)
-        whole = torch.full((size + 256 * shape[-1],), GUARD, dtype=dtype, device=device)
+        whole = torch.full((size + 256 * shape[-1],), GUARD, **options)
         whole[:size] = torch.nan
         kept.append(whole[size:])
         return whole.as_strided(shape, strides)
