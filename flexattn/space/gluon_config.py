@@ -34,9 +34,9 @@ class GluonPrefillConfig:
     """Consumer warpgroups of 64 query rows each walk the keys BLOCK_N at a time; one warp loads.
 
     num_stages: tiles of K, and of V, that are held at once. registers: of a consumer's thread.
-    ping_pong: the consumers take turns on the tensor cores; long_turns: a turn ends with the
-    exponents of its scores, not with its products, so that one consumer takes exponentials while
-    the other makes its exponents. schedule: "grid", a block a tile of
+    ping_pong: the consumers take turns on the tensor cores; long_turns: where units stand apart,
+    a turn ends with the exponents of its scores, not with its products, so that one consumer takes
+    exponentials while the other makes its exponents. schedule: "grid", a block a tile of
     rows; "static" and "dynamic", one block an SM, which takes the tiles that are its turn, or the
     next that is left. order: as in PrefillConfig; "sections": `section` heads at a time, their
     last rows first, so that the keys of a section stay in L2; "alternate": as "last", every other

@@ -274,6 +274,17 @@ def test_weights_of_eight_bits_that_rise_and_that_are_all_one(watched):
     assert_judged(Reference(*empty.run()), q, k, v, block_mask=mask, **given)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25, 1.5])
+@pytest.mark.parametrize("watched", [True, False])
+def test_weights_of_eight_bits_beside_one_that_is_as_heavy_as_all_others(factor, watched):
+    """Raised by 2^6 only, the others lost so many bits that rows missed the gate by half."""
+    q, k, v = tensors(1, 2, 2, 64, 16384, 64)
+    k[:, :, :64] = (factor * q.float()).to(E4M3)  # each row has a key of its own
+    v = (v.float() + 1.9).to(E4M3)
+    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    assert_judged(Reference(*planned(q, k, v, config, {}).run()), q, k, v)
+
+
 def test_calls_again_with_other_factors():
     """The second call is recalled, not planned."""
     q, k, v = tensors(1, 4, 2, 130, 131, 64)

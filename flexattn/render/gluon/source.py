@@ -16,7 +16,6 @@ from flexattn.render.gluon.tiles import (
     q_slots,
     runs_of,
     tiles_of,
-    told_keys,
     value_bytes,
 )
 from flexattn.render.reach import ALL_KEYS
@@ -33,6 +32,7 @@ from flexattn.render.triton_ops import triton_type
 from flexattn.space.config import describe
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 from flexattn.space.terms import skips_far
+from flexattn.space.told_keys import told_keys
 
 __all__ = ["render"]
 
@@ -45,8 +45,9 @@ THREADS = 32 * WARPS
 # Weights of a thread's tile that it takes before the values of the tile before are summed.
 AHEAD = 32
 # Powers of two by which weights of e4m3 are larger than those of a maximum of 1: what is below
-# 2^-16 of it is lost, not 2^-10, and a watched maximum may rise sevenfold before it is looked for.
-RAISED = 6.0
+# 2^-17 of it is lost, not 2^-10, and a watched maximum may rise 3.5 times before it is looked for.
+# Raised by 6, rows of which one key weighs as much as all others missed the gate.
+RAISED = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,9 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "released_early": persistent and (apart or config.direct) and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
-        "long_turns": config.long_turns,
+        # In a loop over all units a turn would last until an output is written, for which the
+        # consumers of one program meet.
+        "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
         "programs": programs,
         "alone": ALONE if programs < config.consumers else "",

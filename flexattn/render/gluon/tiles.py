@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from flexattn.device import Device
-from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import ITEMSIZE, Structure
 from flexattn.space.gluon_config import WARPS, GluonPrefillConfig
-from flexattn.space.terms import RANGES, asked_once, loads_by_key, loads_diagonals
+from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
+from flexattn.space.told_keys import told_keys
 
 __all__ = [
     "Tiles",
@@ -22,7 +20,6 @@ __all__ = [
     "runs_of",
     "shared_memory",
     "tiles_of",
-    "told_keys",
     "value_bytes",
 ]
 
@@ -30,8 +27,6 @@ __all__ = [
 _REST = 1024
 # Of each thread, while the four that have a row exchange its columns.
 _EXCHANGED = 16
-# Bytes of a number of each key; for all stages of K there are 16.
-_TOLD = {"int32": 4, "int64": 8, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +85,6 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
 def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
     """Whether what a mod reads for keys passes through shared memory to its threads."""
     return loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
-
-
-def told_keys(structure: Structure, config: GluonPrefillConfig) -> str:
-    """Dtype of the number of each key that the loading warp reads for mask_mod; "": it reads none.
-
-    It then lies beside the keys, where all threads find it, and none hands it to another. So it is
-    for documents, in kernels whose warps meet nowhere else.
-    """
-    mask, score = structure.mask, structure.score
-    if not config.direct or mask is None or (score is not None and _keyed(score.mod.expr)):
-        return ""
-    found = key_bounds(mask.mod.expr, RANGES)
-    rest = mask.mod.expr if found is None else found.rest
-    if rest is None or asked_once(rest, config.BLOCK_N):
-        return ""
-    nodes, loads = list(walk(rest)), _keyed(rest)
-    keyed, rowed = depending(nodes, ("kv_idx",)), depending(nodes, ("q_idx",))
-    if len(loads) != 1 or loads[0] in rowed or loads[0].dtype not in _TOLD:
-        return ""
-    within = set(walk(loads[0]))
-    alone = all(node in rowed or node in within for node in keyed)
-    return loads[0].dtype if alone and config.num_stages * _TOLD[loads[0].dtype] <= 16 else ""
-
-
-@lru_cache(maxsize=1024)
-def _keyed(expr: Expr) -> tuple[Expr, ...]:
-    """What an expression loads by key."""
-    nodes = list(walk(expr))
-    keyed = depending(nodes, ("kv_idx",))
-    return tuple(node for node in nodes if node.op == "load" and node in keyed)
 
 
 def programs_of(structure: Structure, config: GluonPrefillConfig) -> int:
