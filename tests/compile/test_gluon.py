@@ -230,7 +230,7 @@ def test_what_a_program_shares_is_not_told_apart_by_a_meeting_that_was_taken_out
 )
 def test_consumers_that_share_what_they_read_or_walk_apart_run_programs_of_their_own(mods):
     wanted = problem("prefill", 128, **mods)
-    config = replace(default(wanted, H200, "gluon"), together=True)
+    config = replace(default(wanted, H200, "gluon"), together=True, direct=False)
     assert programs_of(wanted.structure, config) == config.consumers == 2
     assert ALONE not in render(wanted.structure, config, H200, "test").text
 
