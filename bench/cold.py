@@ -4,8 +4,8 @@
 
 The config comes from a record; its kernel is compiled, taken from Triton's cache or loaded as a
 binary. Each sample is a process of its own. Imports and the CUDA context are timed apart, and so
-is what only a trace or a compile imports; the first call is everything else. Where a process can
-compile, it then makes the first call of a mod that it has never seen, with the default config.
+is what only a trace or a compile imports; the first call is everything else. A process with an empty
+cache then makes the first calls of mods that it has never seen, with the default config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.cold_child import LENGTHS
 
-__all__ = ["MODES", "main", "table"]
+__all__ = ["MODES", "main", "new_mods", "table"]
 
 # Whether Triton's cache is kept between processes, and whether the exported directory is named.
 MODES = {
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(found))
+    print(table(found), new_mods(found), sep="\n\n")
     return int(any(_worked(each) for modes in found.values() for each in modes["binaries"]))
 
 
@@ -81,6 +81,19 @@ def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str
             ]
             worked = [max(s[name] for s in samples) for name in ("compiled", "traces")]
             lines.append([kind, mode, *(f"{ms:.1f}" for ms in medians), *map(str, worked)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def new_mods(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
+    """Milliseconds of the first call of each new mod: the median, and all of them."""
+    lines = [["first call of a new mod", "median ms", "each"], ["---"] * 3]
+    for kind, modes in found.items():
+        samples = [each["new mods"] for several in modes.values() for each in several]
+        samples = [each for each in samples if each]
+        for name in samples[0] if samples else ():
+            took = [1e3 * each[name] for each in samples]
+            each = " ".join(f"{ms:.0f}" for ms in took)
+            lines.append([f"{kind}, {name}", f"{statistics.median(took):.0f}", each])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -105,7 +118,8 @@ def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
                 }
                 if binaries:
                     environment["FLEXATTN_BINARIES"] = str(exported)
-                compiler = "none" if binaries else "compiler"
+                # Only an empty cache holds none of the new mods' kernels.
+                compiler = "none" if binaries else "compiler" if warm else "new mods"
                 found[mode].append(_child(environment, "run", kind, compiler))
     if {each["how"] for samples in found.values() for each in samples} != {"hit"}:
         raise RuntimeError(f"{kind}: a process was not served by the record")
