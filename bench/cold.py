@@ -4,8 +4,8 @@
 
 The config comes from a record; its kernel is compiled, taken from Triton's cache or loaded as a
 binary. Each sample is a process of its own. Imports and the CUDA context are timed apart, and so
-is what only a trace or a compile imports; the first call is everything else. A process with an empty
-cache then makes the first calls of mods that it has never seen, with the default config.
+is what only a trace or a compile imports; the first call is everything else. A process with an
+empty cache then makes the first calls of mods that it has never seen, with the default config.
 """
 
 from __future__ import annotations
