@@ -85,9 +85,9 @@ class ServingConfig:
     per_sm: programs for each SM. least: tiles that a program takes at least.
     deal: how tiles are shared out, and with that the kernel. "even": all of the batch evenly, and
     the warps of a program share each (templates/triton/serving.py.jinja). Where each warp has a
-    part of a tile for itself (templates/gluon/serving.py.jinja): "heads", the tiles of each KV head
+    part of a tile for itself (templates/gluon/serving.py.jinja): "heads", those of each KV head
     evenly between programs of its own, so that those of all heads read the same keys at a time;
-    "round", those of one request alone go round the programs, which then need not know its length.
+    "round", those of one request go round the programs, which then need not know its length.
     combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
     program that finishes last, or "launch", a second kernel. Of the others "await": the program
     that has the unit's end waits for the words of those before it.

@@ -26,7 +26,7 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
 def space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
     deals: tuple[Deal, ...] = ("heads", "round")
-    axes = product((2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 5, 6), (1, 2), deals)
+    axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), deals)
     for warps, own, per_sm, least, deal in axes:
         yield ServingConfig(_height(form), warps * own, warps, 1, per_sm, least, "await", deal)
 
