@@ -98,7 +98,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
         **_shared(form, config, device, used),
-        **serving_layouts(form, config, device.backend == "interpreter"),
+        **serving_layouts(form, config),
         "score": score,
         "mask": mask,
         "qk_pieces": qk,
@@ -125,7 +125,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         # Tall tiles have no registers for what every turn of the loop would find again.
         "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
-        "awaits": config.combine == "await",
         "late_sum": config.BLOCK_M <= 32,
         "mask_apart": mask is not None and _reads_keys(form, mask),
         "prefetch": device.backend == "cuda",
@@ -275,7 +274,8 @@ def _shared(
     return {
         **rendering.mod_context([each.lines for each in used], device),
         "jit": "triton.jit",
-        "deal_heads": config.deal == "heads",
+        "alone": config.walk == "warp",
+        "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],

@@ -21,13 +21,11 @@ _LAYOUTS = (
         r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
     ),
 )
-# Parts that a thread merges at a time.
-MERGE_PARTS = 16
+# Vectors of parts that a thread awaits at a time.
+AWAITED = 16
 
 
-def serving_layouts(
-    form: ServingForm, config: ServingConfig, interpreted: bool = False
-) -> dict[str, object]:
+def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What that kernel's template knows beside what all serving templates do.
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
@@ -89,8 +87,6 @@ def serving_layouts(
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "deal_round": config.deal == "round",
-        "read": "fetched" if config.fetch and not interpreted else "tl.load",
-        "fetch": 0 if interpreted else config.fetch,
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(_vector(form, config), _parts(form, config) * _rows_held(form, config)),
     }
@@ -99,24 +95,21 @@ def serving_layouts(
 def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
     """Constants of that kernel alone, and those that it has another value for.
 
-    STEP: from a program's tile of a unit to its next.
+    SHARERS: programs of a head. STEP: from a program's tile of a unit to its next.
     """
-    found = {
+    sharers = config.programs(device) // form.kv_heads
+    return {
         "HEAD_DIM": form.head_dim_qk,
         "WARPS": config.num_warps,
         "OWN": config.own,
         "IN": _inside(form, config),
-        "STEP": config.programs(device) // form.kv_heads if config.deal == "round" else 1,
-        # From the slot of a unit's part to that of the next, and programs that share a row.
-        "PART_STEP": 1 if config.deal == "even" else form.kv_heads,
-        "SHARERS": config.programs(device) // (form.kv_heads if config.deal == "heads" else 1),
+        "SHARERS": sharers,
+        "STEP": sharers if config.deal == "round" else 1,
+        "MERGE_ROWS": _merge_rows(form, config),
+        "MERGE_PARTS": _parts(form, config),
+        "VECTOR": _vector(form, config),
+        "EMPTY": EMPTY,
     }
-    if config.combine != "launch":
-        found |= {"MERGE_ROWS": _merge_rows(form, config), "MERGE_PARTS": MERGE_PARTS}
-    if config.combine == "await":
-        found |= {"MERGE_PARTS": _parts(form, config), "VECTOR": _vector(form, config)}
-        found |= {"EMPTY": EMPTY}
-    return found
 
 
 def with_layouts(score: PrintedScore) -> PrintedScore:
@@ -143,7 +136,7 @@ def _rows_held(form: ServingForm, config: ServingConfig) -> int:
 
 def _parts(form: ServingForm, config: ServingConfig) -> int:
     """Parts of a unit that are awaited at a time."""
-    return max(1, MERGE_PARTS // _rows_held(form, config))
+    return max(1, AWAITED // _rows_held(form, config))
 
 
 def _vector(form: ServingForm, config: ServingConfig) -> int:
@@ -154,23 +147,18 @@ def _vector(form: ServingForm, config: ServingConfig) -> int:
 
 def _merged(form: ServingForm, config: ServingConfig) -> tuple[tuple[str, str], ...]:
     """Layouts of a merge: of warps [warps, rows, columns], of programs [parts, rows, columns]."""
-    warps, rows, v = config.num_warps, _merge_rows(form, config), form.head_dim_v
-    if config.combine != "await":
-        return (
-            ("WARPWISE", _wide(warps, config.BLOCK_M, v, warps)),
-            ("PARTWISE", _wide(warps, rows, v, MERGE_PARTS)),
-            ("BY_LANE_M", "tl.SliceLayout(1, tl.SliceLayout(0, PARTWISE))"),
-        )
-    by_row = min(warps, rows)
-    spread = f"[{by_row}, {warps // by_row}]"
+    warps, rows = config.num_warps, _merge_rows(form, config)
+    by_row, vector = min(warps, rows), _vector(form, config)
+    spread = f"{by_row}, {warps // by_row}"
+
+    def whole(first: int, columns: int) -> str:
+        """All of the first dimension is in one thread's registers."""
+        return f"tl.BlockedLayout([{first}, 1, {columns}], [1, 1, 32], [1, {spread}], [2, 1, 0])"
+
     return (
-        ("WARPWISE", _wide(warps, rows, v, warps)),
-        (
-            "PARTWISE",
-            f"tl.BlockedLayout([{_parts(form, config)}, 1, 1], [1, 1, 32], "
-            f"[1, {spread[1:]}, [2, 1, 0])",
-        ),
-        ("OWNED", f"tl.BlockedLayout([1, {_vector(form, config)}], [1, 32], {spread}, [1, 0])"),
+        ("WARPWISE", whole(warps, vector)),
+        ("PARTWISE", whole(_parts(form, config), 1)),
+        ("OWNED", f"tl.BlockedLayout([1, {vector}], [1, 32], [{spread}], [1, 0])"),
     )
 
 
@@ -178,13 +166,3 @@ def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:
     for pattern, text in _LAYOUTS:
         lines = tuple(re.sub(pattern, text, line) for line in lines)
     return lines
-
-
-def _wide(warps: int, rows: int, columns: int, first: int) -> str:
-    """[first, rows, columns] with all of the first dimension in one thread's registers."""
-    by_row = min(warps, rows)
-    vector = max(1, min(4, columns // (32 * (warps // by_row))))
-    return (
-        f"tl.BlockedLayout([{first}, 1, {vector}], [1, 1, 32], "
-        f"[1, {by_row}, {warps // by_row}], [2, 1, 0])"
-    )

@@ -49,11 +49,9 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     """Why a config cannot run for a form on a device; empty where it can."""
     if config.walk == "warp":
         return serving_warps.reasons(config, form, device)
-    if config.deal != "even":
-        return ["tiles go round the programs, or by head, where warps walk alone"]
-    if config.combine == "await" or config.fetch:
-        return ["parts are awaited, and reads are widened, where warps walk alone"]
     found = []
+    if config.combine == "await":
+        found.append("parts are awaited where tiles are dealt by heads or round")
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)
         if value < 16 or value & (value - 1):

@@ -29,8 +29,8 @@ COMBINE_WARPS = 4
 
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
+Deal: TypeAlias = Literal["even", "heads", "round"]
 Walk: TypeAlias = Literal["program", "warp"]
-Deal: TypeAlias = Literal["even", "round", "heads"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -82,17 +82,15 @@ class ServingForm:
 class ServingConfig:
     """BLOCK_M packed rows walk the keys BLOCK_N at a time.
 
-    per_sm: programs for each SM, between which all tiles of the batch are cut evenly. least: tiles
-    that a program takes at least. combine: who merges the pieces of a row that several programs
-    worked on: "last", the program that finishes last; "launch", a second kernel; or "await", the
-    program that has the unit's end, which waits for the words of the others.
-    walk: who has a tile of keys: "program", all its warps together, or "warp", each warp a part of
-    the tile for itself, from memory into registers (templates/gluon/serving.py.jinja).
-    deal: "even", each program takes as many tiles, side by side; "round", the tiles of one request
-    alone go round the programs, which then need not know its length to begin; "heads", as even
-    for the programs of each KV head, so that those of all heads read the same keys at a time.
-    fetch: bytes that L2 asks memory for around each read of K and V where warps walk alone: 64,
-    128 or 256; 0, what it does of itself.
+    per_sm: programs for each SM. least: tiles that a program takes at least.
+    deal: how tiles are shared out, and with that the kernel. "even": all of the batch evenly, and
+    the warps of a program share each (templates/triton/serving.py.jinja). Where each warp has a
+    part of a tile for itself (templates/gluon/serving.py.jinja): "heads", those of each KV head
+    evenly between programs of its own, so that those of all heads read the same keys at a time;
+    "round", those of one request go round the programs, which then need not know its length.
+    combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
+    program that finishes last, or "launch", a second kernel. Of the others "await": the program
+    that has the unit's end waits for the words of those before it.
     """
 
     BLOCK_M: int
@@ -102,9 +100,12 @@ class ServingConfig:
     per_sm: int = 2
     least: int = 1
     combine: Combine = "last"
-    walk: Walk = "program"
     deal: Deal = "even"
-    fetch: int = 0
+
+    @property
+    def walk(self) -> Walk:
+        """Who has a tile of keys: all warps of a program, or each warp a part for itself."""
+        return "program" if self.deal == "even" else "warp"
 
     @property
     def own(self) -> int:

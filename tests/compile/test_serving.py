@@ -49,9 +49,9 @@ CASES = {
     "many requests": {"B": 512, "mask": causal},
 }
 AWAITED = {
-    "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp", "heads"),
-    "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "warp", "round"),
-    "16 rows": ServingConfig(16, 64, 4, 1, 2, 1, "await", "warp"),
+    "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
+    "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "round"),
+    "16 rows": ServingConfig(16, 64, 4, 1, 2, 1, "await", "heads"),
 }
 
 

@@ -1,7 +1,5 @@
 """Parts that are their own flag, on a GPU: no word of one launch is taken for one of the next."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,14 +8,13 @@ from flexattn.serving import DecodePlan, ServingConfig
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
-EVEN = ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp")
 CONFIGS = {
-    "even": EVEN,
-    "heads": replace(EVEN, deal="heads"),
-    "one warp": ServingConfig(8, 16, 1, 1, 4, 1, "await", "warp", "heads"),
-    "two warps": ServingConfig(8, 64, 2, 1, 4, 2, "await", "warp"),
-    "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "warp", "round"),
-    "round, 4 warps": ServingConfig(8, 64, 4, 1, 2, 1, "await", "warp", "round"),
+    "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
+    "default": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"),
+    "one warp": ServingConfig(8, 32, 1, 1, 8, 1, "await", "heads"),
+    "two warps": ServingConfig(8, 64, 2, 1, 4, 2, "await", "heads"),
+    "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "round"),
+    "round, 4 warps": ServingConfig(8, 64, 4, 1, 2, 1, "await", "round"),
 }
 HEADS, BF16 = (32, 8), {"dtype": torch.bfloat16, "device": "cuda"}
 
@@ -46,7 +43,7 @@ def test_rows_and_dtypes(group, dtype, D, name):
 
 
 def test_sixteen_rows():
-    config = ServingConfig(16, 64, 4, 1, 2, 1, "await", "warp")
+    config = ServingConfig(16, 64, 4, 1, 2, 1, "await", "heads")
     for q_len in (3, 4):
         each = batch([q_len] * 5, [2047, 9, 1, 9001, 33], *HEADS, 128, **BF16)
         plan = plan_for(each, page=16, config=config)
@@ -63,7 +60,7 @@ def inputs(B, keys, seed=0):
     return q, pool, torch.zeros(B, dtype=torch.int32, device="cuda"), table
 
 
-@pytest.mark.parametrize("name", ["even", "heads", "two warps"])
+@pytest.mark.parametrize("name", ["heads", "default", "two warps"])
 def test_replays_of_one_graph_under_changing_lengths(name):
     """Each replay equals, bit for bit, what a plan that has never run says of the same lengths."""
     B, keys = 16, 4096
@@ -108,7 +105,7 @@ def test_replays_of_one_request(name):
     call = {"seq_lens": lens, "block_table": table}
     about = {"batch": 1, "kv_len": keys, "heads": HEADS, "head_dim": 128, "page_size": 16}
     plan = DecodePlan(**about, config=CONFIGS[name])
-    launched = DecodePlan(**about, config=replace(EVEN, combine="launch"))
+    launched = DecodePlan(**about, config=ServingConfig(16, 64, 4, 3, combine="launch"))
     torch.cuda.synchronize()
     plan.run(q, tuple(pool), **call)
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +121,7 @@ def test_replays_of_one_request(name):
     assert empty(plan)
 
 
-@pytest.mark.parametrize("name", ["even", "heads", "round"])
+@pytest.mark.parametrize("name", ["heads", "default", "round"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_results_that_are_no_numbers_are_awaited_too(value, name):
     """In V, and in K, where they make scores and weights that are none."""

@@ -102,7 +102,7 @@ def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, prefix, page):
     own, q_len, Hq, Hkv = [19, 2, 40], 2, 6, 2
     config, D, dtype = SMALL, 16, torch.float32
     if walk == "warp":
-        config, D, dtype = ServingConfig(8, 32, 2, 1, walk="warp"), 64, torch.float16
+        config, D, dtype = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads"), 64, torch.float16
     lengths = [prefix + n for n in own]
     each = batch([q_len] * 3, lengths, Hq, Hkv, D, dtype=dtype)
     for b in (1, 2):

@@ -14,7 +14,7 @@ from flexattn.serving.request import Maxima, form_of
 from flexattn.space.serving import ServingConfig, reasons, serving_candidates, space
 
 H200, BF16 = named("nvidia-h200"), torch.bfloat16
-WARPS = ServingConfig(8, 128, 4, 1, walk="warp")
+WARPS = ServingConfig(8, 128, 4, 1, combine="await", deal="heads")
 
 
 def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
@@ -27,10 +27,11 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
 @pytest.mark.parametrize(
     ("about", "walk", "deal", "rows"),
     [
-        ({}, "warp", "even", 8),
+        ({}, "warp", "heads", 8),
         ({"B": 1}, "warp", "round", 8),
-        ({"B": 1, "mask": causal}, "warp", "even", 8),
-        ({"q_len": 2}, "warp", "even", 8),
+        ({"B": 1, "mask": causal}, "warp", "heads", 8),
+        ({"heads": (8, 1)}, "warp", "heads", 8),
+        ({"q_len": 2}, "warp", "heads", 8),
         ({"q_len": 4}, "program", "even", 16),
         ({"q_len": 8}, "program", "even", 32),
         ({"total_q": 512}, "program", "even", 64),
@@ -41,7 +42,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"B": 2048}, "program", "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
-    ids=range(12),
+    ids=range(13),
 )
 def test_the_default(about, walk, deal, rows):
     found = next(serving_candidates(form(**about), H200))
@@ -66,8 +67,9 @@ def test_devices(name):
         ({"BLOCK_N": 256, "per_sm": 2}, "registers"),
         ({"num_warps": 8, "per_sm": 2}, "registers"),
         ({"deal": "round"}, "one request"),
-        ({"deal": "heads", "combine": "launch"}, "programs of their own"),
-        ({"fetch": 100}, "256 bytes"),
+        ({"combine": "last"}, "parts are awaited"),
+        ({"combine": "launch"}, "parts are awaited"),
+        ({"num_stages": 2}, "num_stages"),
     ],
     ids=str,
 )
@@ -77,13 +79,31 @@ def test_what_cannot_run_says_why(change, word):
     assert not reasons(WARPS, form(), H200)
 
 
-def test_only_warps_deal_round():
-    for change in ({"deal": "round"}, {"deal": "heads"}, {"combine": "await"}, {"fetch": 128}):
-        assert reasons(ServingConfig(16, 64, 4, 3, **change), form(1), H200)
-    alone = form(1, heads=(8, 1))
-    assert reasons(replace(WARPS, deal="heads"), alone, H200), "one head has all programs anyway"
-    assert not reasons(replace(WARPS, deal="round"), form(1), H200)
-    assert reasons(replace(WARPS, deal="round", combine="launch"), form(1), H200)
+def test_what_each_walk_takes():
+    program = ServingConfig(16, 64, 4, 3)
+    for change in ({"deal": "round"}, {"deal": "heads"}, {"combine": "await"}):
+        assert reasons(replace(program, **change), form(1), H200)
+    assert not reasons(replace(program, combine="launch"), form(1), H200)
+    for deal in ("heads", "round"):
+        assert not reasons(replace(WARPS, deal=deal), form(1), H200)
+        assert reasons(replace(WARPS, deal=deal, combine="last"), form(1), H200)
+    many = form(heads=(300, 300))
+    assert any("300 KV heads" in each for each in reasons(WARPS, many, H200))
+    assert not reasons(replace(WARPS, BLOCK_N=64, per_sm=3), many, H200)
+
+
+def test_the_tuner_is_offered_the_neighbours():
+    """BLOCK_N, warps and programs of an SM; what no registers hold is left out."""
+    sizes = lambda about: {  # noqa: E731
+        (each.BLOCK_N, each.num_warps, each.per_sm, each.deal)
+        for each in space(about, H200)
+        if each.walk == "warp"
+    }
+    near = [(128, 4, 2), (64, 4, 3), (64, 4, 2), (64, 2, 4), (32, 1, 8), (256, 8, 1), (128, 8, 1)]
+    assert sizes(form()) >= {(*each, "heads") for each in near}
+    assert not sizes(form()) & {(64, 4, 4, "heads"), (128, 2, 4, "heads")}
+    assert sizes(form(1)) >= {(*each, deal) for each in near for deal in ("heads", "round")}
+    assert {deal for *_, deal in sizes(form())} == {"heads"}
 
 
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 24, 256])
@@ -91,7 +111,7 @@ def test_only_warps_deal_round():
 @pytest.mark.parametrize(("warps", "own", "rows"), [(1, 64, 8), (4, 32, 8), (8, 16, 16)])
 def test_each_word_has_one_place(warps, own, rows, D, page):
     """The bases of a layout are all bits of its shape, each once; lanes may read alike."""
-    config = ServingConfig(rows, warps * own, warps, 1, 1, walk="warp")
+    config = ServingConfig(rows, warps * own, warps, 1, 1, 1, "await", "heads")
     layouts = dict(serving_layouts(form(D=D, page=page), config)["layouts"])
     about = {"tl": _Recorder()}
     for name in ("K_LOAD", "V_LOAD", "Q_LOAD", "K_PAGES", "V_PAGES"):
@@ -112,14 +132,8 @@ class _Recorder:
         return about
 
 
-@pytest.mark.parametrize("fetch", [0, 64, 128, 256])
-def test_reads_say_how_much_l2_asks_for(fetch):
-    text = render_serving(form(), replace(WARPS, fetch=fetch), H200, "").text
-    assert (f"L2::{fetch}B.v4" in text) is (text.count("= fetched(") == 4) is bool(fetch)
-
-
 def test_older_kernels_are_what_they_were():
     """A plan whose program walks together names nothing of the warps that walk alone."""
     config = ServingConfig(16, 64, 4, 3)
     text = render_serving(form(), config, H200, "").text
-    assert "gluon" not in text and "OWN" not in text and "walk=program" in text
+    assert "gluon" not in text and "OWN" not in text and "deal=even" in text
