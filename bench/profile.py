@@ -1,0 +1,59 @@
+"""`python -m bench.profile ROW…`: each row's attention once, for a profiler.
+
+    ncu --set full --profile-from-start off -o report python -m bench.profile mods-8k-softcap
+
+A first call compiles and warms up; only the second stands between the marks of the profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import flexattn
+from bench.inputs import make
+from bench.rows import mods_rows, prefill_rows
+from flexattn.attention import make_call
+from flexattn.plan import plan
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the rows; the status is 2 for a row that there is not, or without a GPU."""
+    rows = {row.name: row for row in (*prefill_rows(), *mods_rows())}
+    parser = argparse.ArgumentParser(prog="python -m bench.profile", description=__doc__)
+    parser.add_argument("rows", nargs="+", choices=rows, metavar="ROW", help=", ".join(rows))
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU is visible to torch: a profiler needs one", file=sys.stderr)
+        return 2
+    marks: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for name in args.rows:
+        x = make(rows[name], "cuda", torch.bfloat16)
+        shape, mask = rows[name].shape, None
+        if x.mask_mod is not None:
+            mask = flexattn.create_block_mask(
+                x.mask_mod, None, None, shape.q_len, shape.kv_len, "cuda"
+            )
+        made = plan(
+            make_call(
+                x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, None, None, None, *x.descales
+            )
+        )
+        made.run()
+        torch.cuda.synchronize()
+        marks.cudaProfilerStart()
+        made.run()
+        torch.cuda.synchronize()
+        marks.cudaProfilerStop()
+        print(f"{name}: {made.launch.choice.config}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
