@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["first_calls"]
 
-# Keys and query rows of a problem; any do.
+# Keys of a document, and that a window shows; any do.
 DOCUMENT, WINDOW = 300, 700
 
 

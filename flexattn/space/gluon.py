@@ -186,7 +186,7 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     for each in preferences(structure):
         yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
         yield replace(each, direct=not each.direct)
-        if each.ping_pong:
+        if each.ping_pong and not each.chained:
             yield replace(each, long_turns=not each.long_turns)
         if each.consumers == 2 and not structure.fp8:
             other = replace(each, together=not each.together)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
@@ -52,6 +53,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     found = []
     if config.combine == "await":
         found.append("parts are awaited where tiles are dealt by heads or round")
+    elif config.combine not in get_args(Combine):
+        found.append(f"combine={config.combine!r} is one of {', '.join(get_args(Combine))}")
     for name in ("BLOCK_M", "BLOCK_N"):
         value = getattr(config, name)
         if value < 16 or value & (value - 1):
@@ -111,7 +114,11 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
 
 def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     if device.capability == 90 and 0 < form.rows <= 8:
-        yield from serving_warps.preferences(form)
+        for each in serving_warps.preferences(form):
+            programs = each.programs(device)
+            # Each head has as many: more idle ones than this cost more than walking apart gives.
+            if programs % form.kv_heads <= programs // 8:
+                yield each
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4

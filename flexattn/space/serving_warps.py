@@ -28,6 +28,8 @@ def space(form: ServingForm) -> Iterator[ServingConfig]:
     deals: tuple[Deal, ...] = ("heads", "round")
     axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), deals)
     for warps, own, per_sm, least, deal in axes:
+        if deal == "round" and least > 1:
+            continue  # it shares tiles out without looking at how many there are
         yield ServingConfig(_height(form), warps * own, warps, 1, per_sm, least, "await", deal)
 
 
@@ -45,6 +47,11 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (config.BLOCK_N == config.own * config.num_warps, "warps have equal shares of BLOCK_N"),
         (config.num_stages == 1, "num_stages is 1: a warp holds one tile of K and V"),
         (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
+        (
+            config.BLOCK_M == 8 or config.num_warps >= 4,
+            "fewer than 4 warps have no registers to merge 16 rows",
+        ),
+        (config.deal in ("heads", "round"), f"deal={config.deal!r} is heads or round"),
         (config.combine == "await", "parts are awaited where tiles are dealt by heads or round"),
         (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
         (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),

@@ -33,8 +33,11 @@ def told_keys(structure: Structure, config: GluonPrefillConfig) -> str:
     keyed, rowed = depending(nodes, ("kv_idx",)), depending(nodes, ("q_idx",))
     if len(loads) != 1 or loads[0] in rowed or loads[0].dtype not in _TOLD:
         return ""
+    # Nothing else by key may be asked for: nor where to read, beside what is read there.
     within = set(walk(loads[0]))
     alone = all(node in rowed or node in within for node in keyed)
+    asked = {arg for node in nodes if node not in within for arg in node.args if arg in keyed}
+    alone = alone and all(arg is loads[0] or arg.op == "var" for arg in asked & within)
     return loads[0].dtype if alone and config.num_stages * _TOLD[loads[0].dtype] <= 16 else ""
 
 

@@ -40,9 +40,12 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"D": (80, 80)}, "program", "even", 16),
         ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, "program", "even", 64),
         ({"B": 2048}, "program", "even", 16),
+        # Of 264 programs 24 would be idle, or 64.
+        ({"heads": (40, 40)}, "warp", "heads", 8),
+        ({"heads": (100, 100)}, "program", "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
-    ids=range(13),
+    ids=range(15),
 )
 def test_the_default(about, walk, deal, rows):
     found = next(serving_candidates(form(**about), H200))
@@ -70,6 +73,8 @@ def test_devices(name):
         ({"combine": "last"}, "parts are awaited"),
         ({"combine": "launch"}, "parts are awaited"),
         ({"num_stages": 2}, "num_stages"),
+        ({"deal": "warp"}, "is heads or round"),
+        ({"BLOCK_M": 16, "num_warps": 2, "BLOCK_N": 64}, "to merge 16 rows"),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
+from flexattn.errors import RenderError
 from flexattn.lone_waits import ALONE
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
@@ -30,6 +31,7 @@ from flexattn.render.source import (
 )
 from flexattn.render.triton_ops import triton_type
 from flexattn.space.config import describe
+from flexattn.space.gluon import offered
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 from flexattn.space.terms import skips_far
 from flexattn.space.told_keys import told_keys
@@ -88,7 +90,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     told = told_keys(structure, config)
-    assert not told or (mask is not None and len(mask.ahead) == 1), "one number of each key"
+    if told and (mask is None or len(mask.ahead) != 1):
+        raise RenderError(
+            f"a mask that reads {() if mask is None else mask.ahead} for each key",
+            "the loading warp tells one number of each key",
+        )
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
@@ -175,9 +181,11 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "released_early": persistent and (apart or config.direct) and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
-        # In a loop over all units a turn would last until an output is written, for which the
-        # consumers of one program meet.
-        "long_turns": config.long_turns and not chained,
+        # Consumers of one program must not meet in a turn. In a loop over all units they do where
+        # an output is written; with Tritons that it is not offered on, behind every product.
+        "long_turns": config.long_turns
+        and not chained
+        and (programs == config.consumers or offered()),
         "free_threads": 128 * config.consumers + 32,
         "programs": programs,
         "alone": ALONE if programs < config.consumers else "",
