@@ -48,7 +48,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (config.num_stages == 1, "num_stages is 1: a warp holds one tile of K and V"),
         (config.per_sm >= 1 and config.least >= 1, "per_sm and least are at least 1"),
         (
-            config.BLOCK_M == 8 or config.num_warps >= 4,
+            device.backend == "interpreter" or config.BLOCK_M == 8 or config.num_warps >= 4,
             "fewer than 4 warps have no registers to merge 16 rows",
         ),
         (config.deal in ("heads", "round"), f"deal={config.deal!r} is heads or round"),
