@@ -115,9 +115,10 @@ def test_replays_of_one_request(name):
         lens.fill_(length)
         got.fill_(torch.nan)
         graph.replay()
-        torch.testing.assert_close(
-            got.float(), launched.run(q, tuple(pool), **call).float(), atol=2e-2, rtol=2e-2
-        )
+        wanted = launched.run(q, tuple(pool), **call).float()
+        # Outputs of many keys are small: a part that is missing shows beside the largest of them.
+        far = 0.02 * wanted.abs().max().item()
+        torch.testing.assert_close(got.float(), wanted, atol=far, rtol=0)
     assert empty(plan)
 
 
