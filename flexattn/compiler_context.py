@@ -1,4 +1,4 @@
-"""What a compile turns off meanwhile: lines of sources, meetings of warps, Python's collector."""
+"""What a compile changes meanwhile: lines of sources, Python's collector, one program for all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from flexattn.lone_waits import alone
+from flexattn.one_program import hook
 
-__all__ = ["source_lines", "without_collections", "without_meetings"]
+__all__ = ["anew", "source_lines", "with_one_program", "without_collections"]
 
 
 class _Switch:
@@ -51,6 +51,11 @@ def source_lines(wanted: bool) -> AbstractContextManager[None]:
     return _lines.off(not wanted)
 
 
+def anew() -> AbstractContextManager[None]:
+    """What is compiled inside is not looked for in Triton's cache, and replaces what is there."""
+    return _cached.off()
+
+
 def without_collections() -> AbstractContextManager[None]:
     """No garbage is collected inside: a compile makes many objects beside the many that stay.
 
@@ -59,9 +64,9 @@ def without_collections() -> AbstractContextManager[None]:
     return _collector.off()
 
 
-def without_meetings(wanted: bool) -> AbstractContextManager[None]:
-    """What is compiled inside has no meetings of its warps where it says so; see lone_waits."""
-    return _meetings.off(wanted)
+def with_one_program(wanted: bool) -> AbstractContextManager[None]:
+    """Consumers share a program in what is compiled inside and says so; see one_program."""
+    return _programs.off(wanted)
 
 
 def _lines_on() -> bool:
@@ -70,13 +75,25 @@ def _lines_on() -> bool:
     return not knobs.compilation.disable_line_info
 
 
+def _takes_cached() -> bool:
+    from triton import knobs
+
+    return not knobs.compilation.always_compile
+
+
+def _turn_cached(on: bool) -> None:
+    from triton import knobs
+
+    knobs.compilation.always_compile = not on
+
+
 def _turn_lines(on: bool) -> None:
     from triton import knobs
 
     knobs.compilation.disable_line_info = not on
 
 
-class _Meetings:
+class _Programs:
     """Triton's hook of stages: whose it was before, while it is ours."""
 
     def __init__(self) -> None:
@@ -87,9 +104,10 @@ class _Meetings:
 
         if not on:
             self._before = knobs.runtime.add_stages_inspection_hook
-        knobs.runtime.add_stages_inspection_hook = self._before if on else alone(self._before)
+        knobs.runtime.add_stages_inspection_hook = self._before if on else hook(self._before)
 
 
 _lines = _Switch(_lines_on, _turn_lines)
+_cached = _Switch(_takes_cached, _turn_cached)
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-_meetings = _Switch(lambda: True, _Meetings().turn)
+_programs = _Switch(lambda: True, _Programs().turn)

@@ -261,9 +261,7 @@ def prepare(
         if config.narrow:
             narrow = NarrowValues.of(v, target, index)
             values = _dense(narrow.shape)
-        boxes = [_box(q), _box(k), values]
-        if not config.direct:
-            boxes.append(Box(out_shape, out_strides))
+        boxes = [_box(q), _box(k), values, Box(out_shape, out_strides)]
     elif isinstance(config, PrefillConfig) and config.use_tma:
         boxes = [_box(q), _box(k), _box(v)]
     combine = None

@@ -128,7 +128,7 @@ def _code() -> str:
     parts = [
         path for name in ("mods", "space", "render") for path in (package / name).rglob("*.py")
     ]
-    parts += [package / name for name in ("problem.py", "lone_waits.py", "launch.py")]
+    parts += [package / name for name in ("problem.py", "one_program.py", "launch.py")]
     digest = hashlib.sha256()
     for path in sorted(parts):
         digest.update(path.relative_to(package).as_posix().encode() + b"\n" + path.read_bytes())

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from flexattn import cuda_driver, mods, render, space
+from flexattn import cuda_driver, mods, render
 from flexattn.cache.record import SCHEMA, Environment, Policy
 from flexattn.device import Device
 from flexattn.problem import Kind
@@ -26,8 +26,8 @@ RecordKind: TypeAlias = Kind | Literal["serving"]
 _NOT_RENDERING = ("torch_printer.py", "interpreted_math.py")
 # How a score_mod is taken apart, after its fingerprint was made.
 _OF_MODS = ("dependence.py", "rules.py", "terms.py")
-# What of a mask the Hopper template's loading warp reads.
-_OF_GLUON = "told_keys.py"
+# What becomes of the Hopper template's PTX.
+_OF_GLUON = "one_program.py"
 _DOCSTRING = re.compile(r'^[ \t]*r?"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 # With a quote behind it this may be the inside of a string, which counts.
 _COMMENT = re.compile(r"""(^|[ ]{2})[ \t]*#[^"'\n]*$""", re.MULTILINE)
@@ -103,7 +103,7 @@ def renderer_hash(language: str = "") -> str:
     files = sorted(path for path in folder.glob("*.py") if path.name not in _NOT_RENDERING)
     files += [Path(mods.__file__).parent / name for name in _OF_MODS]
     if language:
-        files.append(Path(space.__file__).parent / _OF_GLUON)
+        files.append(Path(render.__file__).parents[1] / _OF_GLUON)
     text = "\n".join(bare(path.read_text(encoding="utf-8")) for path in files)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -126,8 +126,6 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
         ["narrow"] * config.narrow
         + ["apart"] * (not config.chained)
         + ["long turns" if config.long_turns else "turns"] * config.ping_pong
-        + ["together"] * config.together
-        + ["direct"] * config.direct
     )
     parts += [config.schedule] * (config.schedule != "grid")
     if config.order != "last":

@@ -25,16 +25,18 @@ def print_score(
     even_columns: bool = False,
     ramps: bool = False,
     fuses: bool = False,
+    hands: bool = False,
 ) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
     even_columns: what is added grows evenly from key to key where it can, which a layout like that
     of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
-    fuses: its softmax adds columns, or caps scores, by itself.
+    fuses: its softmax adds columns, or caps scores, by itself. hands: its threads hand each other
+    the values of diagonals by a function of the template's own.
     """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits, even_columns, ramps, fuses).run()
+    return _Score(structure, terms, traits, even_columns, ramps, fuses, hands).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -57,9 +59,11 @@ class _Score:
         even_columns: bool,
         ramps: bool,
         fuses: bool,
+        hands: bool,
     ) -> None:
         assert structure.score is not None
         self.even_columns, self.ramps, self.fuses = even_columns, ramps, fuses
+        self.hands = hands
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.reads = Reads()
@@ -248,6 +252,9 @@ class _Score:
         view = View("strip", q_idx="row_start", kv_idx="strip_kv", by_row=False, keys="[STRIP]")
         self.early.append("strip_kv = start_n + (BLOCK_N - 1) - tl.arange(0, STRIP)")
         strip = self._place(self._base_2(expr), view)
+        if self.hands:
+            self.body.append(f"strip = along_diagonals(handed.index(consumer), {strip})")
+            return "strip"
         # In the layouts of matrix instructions a thread's places differ from another's in row bits
         # other than 8 and in the key bits of 6: what is left is known when this is compiled, and
         # two rows share their reads.

@@ -18,12 +18,12 @@ from flexattn.space.gluon_config import (
 )
 from flexattn.space.terms import RANGES, loads_by_key, loads_early, loads_tiles
 from flexattn.space.tiles import suited
-from flexattn.space.told_keys import told_keys
 
 __all__ = ["grid", "offered", "orders", "preferences", "section_of"]
 
-# The Triton release whose ptxas keeps what these loops hold in registers. With 3.9's, masked loops
-# over runs of blocks spill 20 to 120 words: there the configs are not offered, only forced.
+# The Triton release whose ptxas keeps what these loops hold in registers. With 3.9's, loops that
+# have no mask spill 14 words at head dimensions 96 and 128, and most do at 256: there the configs
+# are not offered, only forced.
 KEPT = "3.6."
 
 # Heads of a section where tiles of all heads are to lie side by side.
@@ -74,9 +74,9 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         # What is held from before the scores are there takes registers that they need.
         found = suited(each, structure)
         keys = found.BLOCK_N
-        late = loads_tiles(structure, keys) or diagonal
+        late = loads_tiles(structure, keys)
         reads = loads_by_key(structure, keys) or late
-        watched = _watches(structure, widest, reads)
+        watched = _watches(structure, widest, reads or diagonal)
         found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
@@ -90,29 +90,13 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
             # end no later, in fp8 sooner, where it takes the next that is left.
             dealt = found.consumers > 2 and not structure.fp8
             found = replace(found, schedule="static" if dealt else "dynamic")
-        found = _as_one(found, structure, reads)
-        if found.together or (
-            found.consumers > 1 and (diagonal or _takes_turns(structure, widest))
-        ):
-            found = replace(found, ping_pong=True)
-        # Softmaxes of many steps are 2 to 4 % faster where they alternate whole.
+        turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest))
+        found = replace(found, ping_pong=turns)
+        # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
+        # whole.
         computes = structure.score is not None and not reads
         found = replace(found, long_turns=computes and found.ping_pong)
         yield replace(found, chained=_forms(structure, found.schedule)[0])
-
-
-def _as_one(config: GluonPrefillConfig, structure: Structure, reads: bool) -> GluonPrefillConfig:
-    """With consumers that run one program: as fast as two, and compiled in half the time.
-
-    Where an output has tiles they meet at a unit's end, which costs 4 % where keys move and units
-    are short. From registers it costs 1 %, and nobody meets.
-    """
-    if config.consumers != 2 or structure.fp8:
-        return config
-    if _moves(structure):
-        direct = replace(config, together=True, direct=True)
-        return direct if not reads or told_keys(structure, direct) else config
-    return replace(config, together=not reads)
 
 
 def _watches(structure: Structure, widest: int, reads: bool) -> bool:
@@ -185,12 +169,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
         )
     for each in preferences(structure):
         yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
-        yield replace(each, direct=not each.direct)
         if each.ping_pong and not each.chained:
             yield replace(each, long_turns=not each.long_turns)
-        if each.consumers == 2 and not structure.fp8:
-            other = replace(each, together=not each.together)
-            yield from (other, replace(other, direct=not each.direct))
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]

@@ -48,10 +48,6 @@ class GluonPrefillConfig:
     chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
     beside the last values of the unit before; else they stand before and behind a loop for each
     unit. A block that stays, with room for a second Q, can do either.
-    together: two consumers run one program, which halves what is compiled, where threads hand each
-    other nothing of a mask or a score_mod through shared memory; else each runs one of its own.
-    direct: an output goes from registers to memory, 16 bytes of a row in a thread, no warp waiting
-    for another; else through shared memory, by the copy engine.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
     """
@@ -69,9 +65,7 @@ class GluonPrefillConfig:
     watched: bool = False
     chained: bool = True
     narrow: bool = False
-    together: bool = False
     long_turns: bool = False
-    direct: bool = False
 
     @property
     def BLOCK_M(self) -> int:

@@ -60,7 +60,6 @@ def _gluon_numbers(
         config.section,
         config.q_registers,
         config.watched,
-        config.direct,
         1 if config.narrow else 2,
         *_gluon_fixed(structure, device, config.BLOCK_N),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ __all__ = ["Ledger", "Sampled", "cost"]
 Sampled = tuple[float, ...] | Failed
 # Characters of a failure's message that a record keeps.
 SAID = 400
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s:]+/)+")
 
 
 def cost(trials: Sequence[Trial], index: int, default: int) -> float:
@@ -62,8 +64,8 @@ class Ledger:
         self._trials[index] = trial
 
     def fail(self, index: int, failed: Failed) -> None:
-        """Say why this config has no time."""
-        short = replace(failed, message=failed.message[:SAID])
+        """Say why this config has no time; files are named without this machine's folders."""
+        short = replace(failed, message=FOLDERS.sub("", failed.message)[:SAID])
         self._trials[index] = replace(self._trials[index], failed=short)
 
     def gate(self, index: int, gated: Gated | Failed) -> None:

@@ -99,8 +99,9 @@ def test_the_same_bits_as_without_the_rule(name, lengths):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(
+    ("mask", "dtype"), [*(("none", dtype) for dtype in DTYPES), ("causal", "fp32")]
+)
 def test_far_values_are_not_read(mask, dtype):
     """NaN in K would be a norm that proves nothing; in V nobody looks, and it stays there."""
     q, k, v = inputs(1, 4, 2, 69, 97, dtype=DTYPES[dtype])

@@ -26,8 +26,8 @@ EDGES = {
     "problem": {"mods", "device"},
     "space": {"problem"},
     # What a kernel says to the one who compiles it.
-    "lone_waits": set(),
-    "render": {"space", "lone_waits"},
+    "one_program": set(),
+    "render": {"space", "one_program"},
     "binary": set(),
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
@@ -36,8 +36,9 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    "compiler_context": {"lone_waits"},
-    "build": {"cuda_launch", "binary_store", "compiler_context"},
+    "compiler_context": {"one_program"},
+    "thread_bits": {"one_program"},
+    "build": {"cuda_launch", "binary_store", "compiler_context", "thread_bits"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},

@@ -11,6 +11,7 @@ from flexattn.cache.record import Failed, Gated
 from flexattn.errors import MeasureError
 from flexattn.tune.decide import replay_study
 from flexattn.tune.journal import Journal
+from flexattn.tune.ledger import Ledger
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.race import HOPELESS, looks
 from flexattn.tune.replay import ReplayMeasurer
@@ -252,3 +253,12 @@ def test_efforts():
     assert method_for("quick").budget_s <= 10
     assert method_for("exhaustive").all_up_to > 10**6
     assert FINE.passed and method_for("full", 60).budget_s == 60
+
+
+def test_a_failure_names_files_without_the_folders_of_the_machine_that_had_it():
+    """A shipped record told in which folder of a rented machine a kernel had not compiled."""
+    ledger = Ledger(decode_configs()[:1], 0)
+    said = "no /home/me/.cache/kernels/kernel_1.py for sm_90: /opt/bin/ptxas 1/2, https://a.b/c/d"
+    ledger.fail(0, Failed("build", "PTXASError", said))
+    kept = "no kernel_1.py for sm_90: ptxas 1/2, https://a.b/c/d"
+    assert ledger.trials[0].failed.message == kept

@@ -5,10 +5,10 @@ from __future__ import annotations
 from flexattn.problem import Structure
 from flexattn.render.arguments import Argument
 from flexattn.render.arguments import arguments as triton_arguments
-from flexattn.render.gluon.tiles import programs_of, tiles_of
+from flexattn.render.gluon.tiles import tiles_of
 from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
-from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
@@ -25,17 +25,15 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     """
     like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
     tiles = tiles_of(structure, config)
-    rows = config.BLOCK_M // programs_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     values = (config.BLOCK_N, tiles.v_width)
     described = {
-        "Q": (given, rows, tiles.qk_width),
+        "Q": (given, CONSUMER_ROWS, tiles.qk_width),
         "K": (given, config.BLOCK_N, tiles.qk_width),
         "V": (given, *values[::-1]) if config.narrow else (out, *values),
+        "OUT": (out, CONSUMER_ROWS, tiles.out_width),
     }
-    if not config.direct:
-        described["OUT"] = (out, rows, tiles.out_width)
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
         if argument.name in described:
@@ -48,16 +46,13 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     return tuple(found)
 
 
-def consumer_arguments(
-    found: tuple[Argument, ...], noted: bool, fp8: bool, direct: bool
-) -> list[str]:
+def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
     """What the consumers take from the kernel beside the output and shared memory.
 
     noted: the loading warp tells them where their unit lies. fp8: they read a head's factors.
-    direct: they compute where in memory the output's rows are.
     """
     told = () if not noted else ("num_",) if fp8 else ("num_", "group")
-    left = ("OUT", *_LOADED, *_LISTS, *told, *(() if direct else ("stride_o",)))
+    left = ("OUT", *_LOADED, *_LISTS, *told, "stride_o")
     return [
         argument.name
         for argument in found

@@ -25,11 +25,6 @@ _LAYOUTS = (
     (r"tl\.arange\(0, BLOCK_M\)", "gl.arange(0, ROWS, BY_ROW)"),
     (r"tl\.arange\(0, BLOCK_N\)", "gl.arange(0, BLOCK_N, BY_KEY)"),
     (r"tl\.arange\(0, STRIP\)", "gl.arange(0, STRIP, IN_A_LINE)"),
-    (r"at\.reshape\(BLOCK_M \* BLOCK_N\)", "gl.reshape(at, [ROWS * BLOCK_N])"),
-    (
-        r"strip\.reshape\(BLOCK_M, BLOCK_N\)",
-        "gl.convert_layout(gl.reshape(strip, [ROWS, BLOCK_N]), MMA_S)",
-    ),
     (r"\bBLOCK_M\b", "ROWS"),
     # A selection behind a condition stays there.
     (r"^( +)qk = tl\.where\((.*)\)$", r"\1qk = stay(gl.where(\2))"),
@@ -159,7 +154,7 @@ def print_score(structure: Structure, traits: Traits, watched: bool) -> PrintedS
 
     watched: the softmax is the one that does what it can of it by itself.
     """
-    found = triton_score(structure, traits, even_columns=True, fuses=watched)
+    found = triton_score(structure, traits, even_columns=True, fuses=watched, hands=True)
     return replace(
         found,
         hoisted=_texts(found.hoisted),

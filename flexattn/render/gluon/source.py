@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.errors import RenderError
-from flexattn.lone_waits import ALONE
+from flexattn.one_program import ALONE, shared_program
 from flexattn.problem import Structure
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.render.gluon.tiles import (
     own_output,
-    programs_of,
     q_slots,
     runs_of,
     tiles_of,
@@ -31,10 +29,8 @@ from flexattn.render.source import (
 )
 from flexattn.render.triton_ops import triton_type
 from flexattn.space.config import describe
-from flexattn.space.gluon import offered
 from flexattn.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 from flexattn.space.terms import skips_far
-from flexattn.space.told_keys import told_keys
 
 __all__ = ["render"]
 
@@ -58,25 +54,6 @@ class _Chunk:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Where a tile's values lie: (row, column) that each bit of a number adds."""
-
-    registers: list[list[int]]
-    lanes: list[list[int]]
-    warps: list[list[int]]
-
-
-def _pieces(width: int, warps: int) -> _Pieces:
-    """Rows as the tensor cores leave them, 16 to a warp, with eight columns in each thread."""
-    further = [[0, 1 << bit] for bit in range(5, width.bit_length() - 1)]
-    return _Pieces(
-        [[0, 1], [0, 2], [0, 4], *further, [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16 << bit, 0] for bit in range(warps.bit_length() - 1)],
-    )
-
-
 def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
@@ -89,26 +66,18 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device)
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
-    told = told_keys(structure, config)
-    if told and (mask is None or len(mask.ahead) != 1):
-        raise RenderError(
-            f"a mask that reads {() if mask is None else mask.ahead} for each key",
-            "the loading warp tells one number of each key",
-        )
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
     persistent, apart = config.schedule != "grid", own_output(structure, config, device)
     reach = skips_far(structure, config)
     noted = config.schedule != "grid" or sparsity is not None or reach
-    programs = programs_of(structure, config)
-    warps = WARPS * config.consumers // programs
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "ROWS": config.BLOCK_M // programs,
-        "WARPS": warps,
+        "ROWS": CONSUMER_ROWS,
+        "WARPS": WARPS,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
@@ -124,7 +93,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     if reach:
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
-        settings["STRIP"] = 1 << (config.BLOCK_M // programs + config.BLOCK_N - 1).bit_length()
+        settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
     if config.q_registers:
         settings["Q_HELD"] = config.q_registers
     if config.narrow:
@@ -138,19 +107,19 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "FREE_V": free_v,
         "FREE_K": free_v - config.num_stages,
         "FREE_Q": free_v - config.num_stages - slots,
-        "TURN": free_v - config.num_stages - slots - config.consumers,
     }
     # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
     # registers is that of the unit at hand. In a chain the first values are waited for before the
     # first keys are given back: with one stage they would not come.
     chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
     chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
-    chained = chained and not told
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
     per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS
+    strip = int(str(settings.get("STRIP", 0)))
+    handed = max(strip, config.BLOCK_N if mask is not None and mask.ahead else 0)
     half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
     fused = "" if score is None else score.fused
     # Beside 128 columns two consumers have registers left for what passes while values are summed.
@@ -174,29 +143,24 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "own_output": apart,
         "q_slots": slots,
         "chained": chained,
-        "direct": config.direct,
-        "pieces": _pieces(tiles.v_width, warps) if config.direct else None,
-        # What of a tile's columns lies behind the last one.
-        "v_columns": structure.head_dim_v if structure.head_dim_v < tiles.v_width else 0,
-        "released_early": persistent and (apart or config.direct) and not chained,
+        "released_early": persistent and apart and not chained,
         "early_loads": config.early_loads,
         "ping_pong": config.ping_pong,
-        # Consumers of one program must not meet in a turn. In a loop over all units they do where
-        # an output is written; with Tritons that it is not offered on, behind every product.
-        "long_turns": config.long_turns
-        and not chained
-        and (programs == config.consumers or offered()),
+        "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
-        "programs": programs,
-        "alone": ALONE if programs < config.consumers else "",
+        "consumers": config.consumers,
+        "turn": free_v - config.num_stages - slots - config.consumers,
+        "alone": ALONE,
+        "shared_program": shared_program(config.consumers, config.registers),
         "noted": noted,
-        "keyed": gluon_text(triton_type(told)) if told else "",
+        "handed": handed,
+        "block_keys": config.BLOCK_N,
+        "sizes": [2 << i for i in range((config.BLOCK_N // 8).bit_length() - 1)],
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "reach": reach,
         "num_stages": config.num_stages,
-        "worker_warps": [*[WARPS] * (programs - 1), 1],
-        "worker_registers": [*[config.registers] * (programs - 1), config.producer_registers],
+        "producer_registers": config.producer_registers,
         "watched": watched,
         "fused": fused,
         "exposed_early": fused == "capped" or wide,
@@ -221,10 +185,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted, structure.fp8, config.direct),
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
         "producer_arguments": producer_arguments(
-            found, bool(told) or (reach and mask is not None and mask.under is not None)
+            found, reach and mask is not None and mask.under is not None
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(TEMPLATE, device, header, context, found, warps, config.num_stages, "gluon")
+    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")

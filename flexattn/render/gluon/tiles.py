@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.problem import ITEMSIZE, Structure
-from flexattn.space.gluon_config import WARPS, GluonPrefillConfig
+from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
 from flexattn.space.terms import loads_by_key, loads_diagonals
 from flexattn.space.tiles import walks_runs
-from flexattn.space.told_keys import told_keys
 
 __all__ = [
     "Tiles",
     "own_output",
-    "programs_of",
     "q_slots",
     "reads_shared",
     "runs_of",
@@ -25,8 +23,6 @@ __all__ = [
 
 # Barriers, and what the compiler keeps for starting the warps.
 _REST = 1024
-# Of each thread, while the four that have a row exchange its columns.
-_EXCHANGED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +55,9 @@ def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(
-            64, structure.head_dim_qk // 64, v, 2 if v == 128 and not config.direct else 1
-        )
+        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
     halved = qk == v == 256 and config.schedule != "grid"
-    return Tiles(qk, 1, v, 2 if halved and not config.direct else 1)
+    return Tiles(qk, 1, v, 2 if halved else 1)
 
 
 def value_bytes(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -87,17 +81,6 @@ def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
     return loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
 
 
-def programs_of(structure: Structure, config: GluonPrefillConfig) -> int:
-    """How many programs the consumers run: one, or one each where they walk different tiles.
-
-    So do three, whose rows are no power of two. And where threads hand each other what a mod
-    reads, all of a program meet for it: of one for both consumers, twice as many.
-    """
-    hands = reads_shared(structure, config) and not told_keys(structure, config)
-    apart = runs_of(structure, config) > 1 or hands
-    return 1 if config.together and config.consumers == 2 and not apart else config.consumers
-
-
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """Bytes of shared memory that the kernel needs, barriers and all."""
     held = _loaded(structure, config) + _written(structure, config, device)
@@ -105,12 +88,10 @@ def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Devi
 
 
 def own_output(structure: Structure, config: GluonPrefillConfig, device: Device) -> bool:
-    """Whether the output has tiles of its own; else it leaves through those of Q, or through none.
+    """Whether the output has tiles of its own; else it leaves through those of Q.
 
     A persistent block then loads the next Q while the last output leaves.
     """
-    if config.direct:
-        return False
     tiles = tiles_of(structure, config)
     if structure.fp8 or tiles.qk_width != tiles.out_width:
         return True
@@ -131,9 +112,10 @@ def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) ->
 def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     held = config.num_stages * config.BLOCK_N
-    told = 16 * config.BLOCK_N if reads_shared(structure, config) else 0
+    words = 8 * config.consumers * max(config.BLOCK_N, CONSUMER_ROWS)
+    handed = words if reads_shared(structure, config) else 0
     keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
-    return keys + value_bytes(structure, config) * held * tiles.v_width + told + _REST
+    return keys + value_bytes(structure, config) * held * tiles.v_width + handed + _REST
 
 
 def _query(structure: Structure, config: GluonPrefillConfig) -> int:
@@ -148,8 +130,6 @@ def _output(structure: Structure, config: GluonPrefillConfig) -> int:
 
 def _written(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
     """What an output needs that does not leave through Q's tiles."""
-    if config.direct:
-        return _EXCHANGED * 32 * WARPS * config.consumers
     return _output(structure, config) if own_output(structure, config, device) else 0
 
 

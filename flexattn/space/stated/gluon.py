@@ -13,10 +13,10 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched, direct, v_itemsize,
+    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched direct v_itemsize"
+    "ping_pong persistent known_words section q_held watched v_itemsize"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
@@ -39,19 +39,18 @@ ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
 SHARED_SLACK = 1024
-# Of each thread, while the four that have a row exchange an output that has no tile.
-EXCHANGED = 16
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
 # Of maxima that are watched, beside parts of Q, in shared memory or in registers; of a walk beside
-# the products of weights of 8 bits.
+# the products of weights of 8 bits, or beside maxima that are watched and a Q that is held.
 WATCHED_REGISTERS = WALK_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
-# Of the 16 of a block, what synchronises its own programs is not ours.
+# Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
+# The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
@@ -60,13 +59,14 @@ def _shared_memory() -> Expr:
     """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
 
     A persistent block loads its next Q while an output leaves, if there is room; and while this
-    one is multiplied, if there is room for both. What is written from registers has no tile.
+    one is multiplied, if there is room for both.
     """
     q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
     keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
-    # What a mod reads for keys or diagonals passes through shared memory to those who use it.
-    # In the comparisons below sympy takes it for its first piece: 2 KiB too much at most.
-    read = Piecewise((16 * BLOCK_N, loads_keys), (0, True))
+    # What a mod reads for keys or diagonals, at most two words for each, is handed on there.
+    # In the comparisons below sympy takes it for its first piece: 6 KiB too much at most.
+    words = 8 * consumers * Max(BLOCK_N, ROWS)
+    read = Piecewise((words, loads_keys), (0, True))
     shared = itemsize * (q_tile + keys) + v_itemsize * values + read + SHARED_SLACK
     # An output of 256 columns leaves a persistent block in two halves.
     halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
@@ -80,15 +80,7 @@ def _shared_memory() -> Expr:
     alone = Or(Not(through_q), early)
     twice = apart + itemsize * q_tile
     both = And(alone, persistent, twice <= shared_limit)
-    exchanged = shared + EXCHANGED * THREADS * consumers
-    second = exchanged + itemsize * q_tile
-    return Piecewise(
-        (second, And(direct, persistent, second <= shared_limit)),
-        (exchanged, direct),
-        (twice, both),
-        (apart, alone),
-        (shared, True),
-    )
+    return Piecewise((twice, both), (apart, alone), (shared, True))
 
 
 def _registers() -> Expr:
@@ -112,7 +104,8 @@ def _registers() -> Expr:
     three = Eq(qk_padded, 192)
     parts = Piecewise((PARTS_REGISTERS, three), (0, True))
     watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
-    walk = Piecewise((WALK_REGISTERS, And(NARROW, mask_rows > 0)), (0, True))
+    walks = Or(And(NARROW, mask_rows > 0), And(watched, q_held > 0, persistent))
+    walk = Piecewise((WALK_REGISTERS, walks), (0, True))
     return floor(made) + REGISTER_SLACK + held + parts + watch + walk + mods + gathered
 
 
