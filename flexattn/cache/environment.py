@@ -23,7 +23,9 @@ __all__ = ["RecordKind", "environment", "renderer_hash", "serving_policy", "sour
 RecordKind: TypeAlias = Kind | Literal["serving"]
 
 # What prints for plain torch, or runs in the interpreter, decides no compiled kernel.
-_NOT_RENDERING = ("torch_printer.py", "interpreted_math.py")
+_NOT_RENDERING = ("torch_printer.py", "interpreted_math.py", "interpreted_gluon.py")
+# What renders a plan's kernels alone.
+_OF_SERVING = ("serving.py", "serving_await.py", "serving_layouts.py")
 # How a score_mod is taken apart, after its fingerprint was made.
 _OF_MODS = ("dependence.py", "rules.py", "terms.py")
 # What becomes of the Hopper template's PTX.
@@ -90,20 +92,27 @@ def source_hash(kind: RecordKind, hopper: bool = False) -> str:
     parts = [*map(template_hash, names), renderer_hash()]
     if gluon:
         parts.append(renderer_hash("gluon"))
+    if kind == "serving":
+        parts.append(renderer_hash("serving"))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-@lru_cache(maxsize=2)
-def renderer_hash(language: str = "") -> str:
+@lru_cache(maxsize=3)
+def renderer_hash(part: Literal["", "gluon", "serving"] = "") -> str:
     """A hash of the renderer's own sources without comments and docstrings.
 
-    language: of what it has for this one alone; else of what it has for all.
+    part: of what it has for Gluon's prefill, or for plans, alone; else of what it has for all.
     """
-    folder = Path(render.__file__).parent / language
-    files = sorted(path for path in folder.glob("*.py") if path.name not in _NOT_RENDERING)
-    files += [Path(mods.__file__).parent / name for name in _OF_MODS]
-    if language:
-        files.append(Path(render.__file__).parents[1] / _OF_GLUON)
+    package = Path(render.__file__).parents[1]
+    if part == "serving":
+        files = [package / "render" / name for name in _OF_SERVING]
+    else:
+        left_out = (*_NOT_RENDERING, *_OF_SERVING)
+        folder = package / "render" / part
+        files = sorted(path for path in folder.glob("*.py") if path.name not in left_out)
+        files += [Path(mods.__file__).parent / name for name in _OF_MODS]
+    if part == "gluon":
+        files.append(package / _OF_GLUON)
     text = "\n".join(bare(path.read_text(encoding="utf-8")) for path in files)
     return hashlib.sha256(text.encode()).hexdigest()
 

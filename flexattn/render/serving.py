@@ -114,7 +114,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
         "precision": "ieee" if form.dtype == "float32" else "",
         "tied": tied(form),
-        "widen": _EIGHT_BITS.get(form.kv_dtype, ""),
+        "widen": _EIGHT_BITS.get(form.kv_dtype, "") if config.walk == "program" else "",
         "widen_by_hand": device.capability >= 89,
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
@@ -129,6 +129,13 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "mask_apart": mask is not None and _reads_keys(form, mask),
         "prefetch": device.backend == "cuda",
     }
+    if config.walk == "warp":
+        context |= {
+            "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
+            "numbers": "widened" if eight else "halves",
+            "kv_element": triton_type(form.kv_dtype),
+            "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
+        }
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from flexattn.device import Device
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.serving_await import EMPTY, await_context
-from flexattn.space.serving import ServingConfig, ServingForm
+from flexattn.space.serving import ITEMSIZE, ServingConfig, ServingForm
 
 __all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
 
@@ -30,8 +30,8 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
 
     The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
     and g + 8 and columns 2 j, 2 j + 1, 2 j + 8, 2 j + 9. K's columns are elements of a head, of
-    which a thread reads 8 side by side; V's rows are. Tensors of K, V and Q hold words of two
-    elements: [warps, keys or rows, words].
+    which a thread reads 16 bytes side by side; V's rows are. Tensors of K, V and Q hold words of
+    two elements, or of four of 8 bits: [warps, keys or rows, words].
     """
     if config.walk == "program":
         return {}
@@ -60,12 +60,19 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         shape = warps, own // inside, inside
         return linear(kept, [split(base) for base in lanes], *shape)
 
-    qk, v = form.head_dim_qk // 2, form.head_dim_v // 2
-    by_row = bits(4, 16, 2) + bits(1, 8, 1)
-    k_registers = bits(1, 4, 2) + bits(16, qk, 2) + bits(8, own, 1)
-    v_registers = bits(1, 4, 2) + bits(32, v, 2) + bits(1, 2, 1) + bits(8, own, 1)
-    v_lanes = bits(2, 8, 1) + bits(4, 32, 2)
-    q_registers = bits(1, 4, 2) + bits(16, qk, 2) + bits(8, config.BLOCK_M, 1)
+    in_word = 4 // ITEMSIZE[form.kv_dtype]
+    # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
+    k_side = 4 * in_word
+    v_side = min(k_side, form.head_dim_v // 8)
+    q, k, v = form.head_dim_qk // 2, form.head_dim_qk // in_word, form.head_dim_v // in_word
+    q_words, v_words = k_side // 2, v_side // in_word
+    rows = bits(1, 8, 1)
+    k_registers = bits(1, 4, 2) + bits(16, k, 2) + bits(8, own, 1)
+    k_lanes = bits(4, 16, 2) + rows
+    v_registers = bits(1, v_words, 2) + bits(8 * v_words, v, 2) + bits(1, 2, 1) + bits(8, own, 1)
+    v_lanes = bits(2, 8, 1) + bits(v_words, 8 * v_words, 2)
+    q_registers = bits(1, q_words, 2) + bits(4 * q_words, q, 2) + bits(8, config.BLOCK_M, 1)
+    q_lanes = bits(q_words, 4 * q_words, 2) + rows
     mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
     requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
     return {
@@ -76,16 +83,19 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             ("MMA", mma),
             ("A", f"tl.DotOperandLayout(0, {mma}, 2)"),
             ("B", f"tl.DotOperandLayout(1, {mma}, 2)"),
-            ("K_LOAD", linear(k_registers, by_row, warps, own, qk)),
+            ("K_LOAD", linear(k_registers, k_lanes, warps, own, k)),
             ("V_LOAD", linear(v_registers, v_lanes, warps, own, v)),
-            ("Q_LOAD", linear(q_registers, by_row, warps, config.BLOCK_M, qk)),
-            ("K_PAGES", paged(k_registers, by_row)),
+            ("Q_LOAD", linear(q_registers, q_lanes, warps, config.BLOCK_M, q)),
+            ("K_PAGES", paged(k_registers, k_lanes)),
             ("V_PAGES", paged(v_registers, v_lanes)),
             *_merged(form, config),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
+        "in_word": in_word,
+        "k_side": k_side,
+        "v_side": v_side,
         "deal_round": config.deal == "round",
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(_vector(form, config), _parts(form, config) * _rows_held(form, config)),

@@ -16,6 +16,8 @@ _BESIDE = 40
 
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
+    if ITEMSIZE[form.kv_dtype] == 1:
+        return  # of 8 bits the tuner knows, until they are measured
     if form.requests == 1 and form.mask is None:
         # Of 128k keys 128.4.2 is 0.7 % ahead, but a form has no length: the tuner's records do.
         yield ServingConfig(8, 128, 8, 1, 1, 1, "await", "round")
@@ -36,6 +38,7 @@ def space(form: ServingForm) -> Iterator[ServingConfig]:
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
     dims = form.head_dim_qk, form.head_dim_v
+    eight = ITEMSIZE[form.kv_dtype] == 1
     rules = (
         (
             device.backend == "interpreter" or 80 <= device.capability <= 90,
@@ -53,7 +56,14 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         ),
         (config.deal in ("heads", "round"), f"deal={config.deal!r} is heads or round"),
         (config.combine == "await", "parts are awaited where tiles are dealt by heads or round"),
-        (ITEMSIZE[form.dtype] == 2 and form.kv_dtype == form.dtype, "all tensors have 16 bits"),
+        (
+            ITEMSIZE[form.dtype] == 2 and (eight or form.kv_dtype == form.dtype),
+            "q has 16 bits, K and V are as q or have 8",
+        ),
+        (
+            not eight or device.backend == "interpreter" or device.capability >= 89,
+            "K and V of 8 bits are widened by instructions of sm_89 and newer",
+        ),
         (set(dims) <= {64, 128}, f"head dimensions {dims} are 64 or 128"),
         (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
         (not form.prefix and form.requests <= 1024, "of at most 1024 requests, no shared prefix"),
@@ -77,7 +87,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
 def _held(config: ServingConfig, form: ServingForm) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     dims = form.head_dim_qk + form.head_dim_v
-    tiles = config.own * dims // 64 + 2 * config.own * config.BLOCK_M // 32
+    tiles = config.own * dims * ITEMSIZE[form.kv_dtype] // 128
+    tiles += 2 * config.own * config.BLOCK_M // 32
     tiles += config.BLOCK_M * (form.head_dim_qk // 2 + form.head_dim_v) // 32
     return tiles + form.requests // 32 * (1 if form.mask is None else 2)
 

@@ -117,6 +117,24 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"
 
 
+EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (64, 64)])
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
+    """Two numbers an instruction, each once; what is read is 16 bytes wide, of short V rows 8."""
+    config = ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads")
+    wanted = form(kv=EIGHT_BITS[kind], scaled=True, D=(D, Dv))
+    assert not reasons(config, wanted, DEVICE)
+    assert config in space(wanted, DEVICE)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, kind), DEVICE)
+    ptx = compiled.asm["ptx"]
+    assert ptx.count(f"cvt.rn.f16x2.{kind}x2") == config.own * (D + Dv) // 64
+    assert resources(compiled, DEVICE).spills == spills_by_tile(compiled) == 0
+    assert not re.search(r"ld\.global\.[a-z0-9.]*b(8|16)\b", ptx)
+
+
 def test_the_kernels_that_merge():
     wanted = form(total_q=2048, mask=causal, lse=True, sinks=True)
     config = next(serving_candidates(wanted, DEVICE))

@@ -1,6 +1,7 @@
 """The environment of a record: what changes it, what does not, and that it is found once."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -128,6 +129,36 @@ def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
     assert source_hash("prefill") == plain["prefill"]
     assert source_hash("decode") != plain["decode"]
     source_hash.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("serving_layouts.py", {"serving"}),
+        ("interpreted_gluon.py", set()),
+        ("score_printer.py", {"prefill", "decode", "serving"}),
+        ("tiles.py", {"prefill"}),
+    ],
+)
+def test_a_change_makes_hints_of_the_records_that_it_concerns_alone(name, kinds, monkeypatch):
+    """Once a change of what renders plans made hints of every record of prefill too."""
+    every = ("prefill", "decode", "serving")
+
+    def hashes():
+        source_hash.cache_clear()
+        module.renderer_hash.cache_clear()
+        return {kind: source_hash(kind, True) for kind in every}
+
+    plain, read = hashes(), Path.read_text
+
+    def changed(path, **how):
+        return read(path, **how) + ("\nx = 1\n" if path.name == name else "")
+
+    monkeypatch.setattr(Path, "read_text", changed)
+    now = hashes()
+    monkeypatch.undo()
+    assert {kind for kind in every if now[kind] != plain[kind]} == kinds
+    assert hashes() == plain
 
 
 SOURCE = '''

@@ -73,17 +73,6 @@ class MaskPieces:
         return tuple(re.sub(r"\bkv_idx\b", "key_in_line", line) for line in lines)
 
     @property
-    def before_keys(self) -> tuple[str, ...]:
-        """What of `hoisted` the statements of in_line need."""
-        kept: list[str] = []
-        needed = "\n".join(self.in_line)
-        for line in reversed(() if self.rest is None else self.rest.hoisted):
-            if re.search(rf"\b{line.split(' = ')[0]}\b", needed):
-                kept.append(line)
-                needed += "\n" + line.split(" = ", 1)[1]
-        return tuple(reversed(kept))
-
-    @property
     def hoisted(self) -> tuple[str, ...]:
         """What is computed before the loop over keys."""
         return tuple(line for each in self.printed for line in each.hoisted)
