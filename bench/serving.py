@@ -133,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--peers", default="", help=f"out of {', '.join(SERVING_PEERS)}; default: all")
-    more = "one more variant of ours with these fields of its config; may be repeated"
+    more = (
+        "one more variant of ours with these fields of its config (own.FIELD: a cascade's second)"
+    )
     add("--config", action="append", default=[], metavar="FIELD=VALUE,…", help=more)
     add("--search", type=int, default=0, metavar="N", help="race N other configs of ours as well")
     add("--rounds", type=int, default=METHOD.rounds, help="samples of each candidate")

@@ -22,6 +22,8 @@ from flexattn.space.serving import space
 __all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
 
 EMPTY = "empty kernel"
+# Of a cascade, changes of the second pass: "own.per_sm=1".
+OWN = "own."
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
 
 
@@ -88,7 +90,12 @@ def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
 
     found = plan()
     if changes:
-        found = plan(prefix_config=replace(found.prefix.config, **changes))
+        own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
+        rest = {key: value for key, value in changes.items() if OWN not in key}
+        found = plan(
+            prefix_config=replace(found.prefix.config, **rest),
+            config=replace(found.own.config, **own),
+        )
     start = torch.full_like(x.lens, row.shared)
     call = {
         "prefix_len": start[:1].clone(), "kv_start": start, "seq_lens": x.lens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class CascadePlan:
     batch, q_len: as DecodePlan's; prefix_len, own_len: the most keys of the prefix, and of one
     request behind it. The other arguments are DecodePlan's; with sinks, they count once. A
     mask_mod is evaluated over the prefix, which no window skips. It compiles and allocates when it
-    is built; its runs do neither.
+    is built; its runs do neither. On a GPU the two passes run side by side: the second in a stream
+    of the plan's own, which begins and ends with the caller's, also where that is captured.
 
     Method: the rows of all requests form one tall tile over the prefix, and the two states merge
     (Ye et al., Cascade Inference, flashinfer.ai 2024).
@@ -49,6 +51,7 @@ class CascadePlan:
         m = self.own.maxima
         self._out = torch.empty_like(self.own._out)
         self._lse = torch.empty((m.rows, m.Hq), device=self.own.device)
+        self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
         # Launchers by number of rows are made here, so that no run compiles.
         merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
 
@@ -78,15 +81,45 @@ class CascadePlan:
         Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
         """
         scales = {"k_scale": k_scale, "v_scale": v_scale}
+        if self._beside is not None:
+            self._beside.begin()
         before = self.prefix.run(
             q, kv_cache if prefix_cache is None else prefix_cache, seq_lens=prefix_len,
             block_table=prefix_table, row_lens=seq_lens, **scales,
         )  # fmt: skip
-        own = self.own.run(
-            q, kv_cache, seq_lens=seq_lens, block_table=block_table, kv_start=kv_start,
-            sinks=sinks, **scales,
-        )  # fmt: skip
+        with self._beside or nullcontext():
+            own = self.own.run(
+                q, kv_cache, seq_lens=seq_lens, block_table=block_table, kv_start=kv_start,
+                sinks=sinks, **scales,
+            )  # fmt: skip
         rows = own[0].shape[0] * own[0].shape[1]
         out = self._out[:rows].view(own[0].shape)
         lse = self._lse[:rows].view(own[1].shape)
         return merge_states(*before, *own, out=out, lse=lse)
+
+
+class _Beside:
+    """A stream in which a part of the current stream's work runs beside the rest of it.
+
+    begin: that work waits for what the stream holds now. As a context, launches inside are its
+    work; at the end the stream waits for them. Captured, it is a branch of the graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self._inside = torch.cuda.StreamContext(self._stream)
+        self._device = device
+
+    def begin(self) -> None:
+        self._begun.record(torch.cuda.current_stream(self._device))
+
+    def __enter__(self) -> None:
+        self._stream.wait_event(self._begun)
+        self._inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.record(self._stream)
+        self._inside.__exit__(*error)
+        torch.cuda.current_stream(self._device).wait_event(self._ended)

@@ -231,11 +231,26 @@ def test_a_cascade():
         mask_mod=causal,
     )  # fmt: skip
     cache, table = poisoned_pages(split, 16)
-    got = plan.run(
-        each.q[:, None], cache, prefix_len=each.numbers([prefix]), seq_lens=each.numbers(lengths),
-        kv_start=each.numbers([prefix] * 4), prefix_table=table[4:], block_table=table[:4],
-    )  # fmt: skip
+    q = each.q[:, None].clone()
+    call = {
+        "prefix_len": each.numbers([prefix]), "seq_lens": each.numbers(lengths),
+        "kv_start": each.numbers([prefix] * 4), "prefix_table": table[4:].contiguous(),
+        "block_table": table[:4].contiguous(),
+    }  # fmt: skip
+    got = plan.run(q, cache, **call)
     assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
+    # Captured, the pass that runs beside the other is a branch that begins and ends with it.
+    graph = torch.cuda.CUDAGraph()
+    q.zero_()
+    with torch.cuda.graph(graph):
+        got = plan.run(q, cache, **call)
+    for _ in range(3):
+        q.copy_(each.q[:, None])
+        for x in got:
+            x.fill_(math.nan)
+        graph.replay()
+        assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
+        q.zero_()
 
 
 def test_the_serving_example_loses_no_page_and_is_right():
