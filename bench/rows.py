@@ -30,7 +30,7 @@ class Row:
     """
 
     name: str
-    group: Literal["grid", "mods", "models", "fp8"]
+    group: Literal["grid", "mods", "models", "fp8", "short"]
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"
@@ -101,6 +101,9 @@ def prefill_rows() -> list[Row]:
         shape = Shape(TOKENS // 4096, heads, heads // shared, 4096, 4096, 128)
         rows.append(Row(f"d128-4k-{name}-full", "grid", shape))
         rows.append(Row(f"d128-4k-{name}-causal", "grid", shape, "causal"))
+    # Fewer rows than a tile has: a group's heads can share one.
+    for length in (32, 64):
+        rows.append(Row(f"d128-q{length}-gqa4", "short", Shape(32, 32, 8, length, 4096, 128)))
     for name, model in MODELS.items():
         batch, length = (2, 9216) if name.startswith("sd21") else (1, 8192)
         mask: Mask = "window" if model.window else "causal" if model.causal else "full"
