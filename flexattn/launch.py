@@ -228,7 +228,7 @@ def prepare(
     fixed += [problem.Hq, problem.Hq // problem.Hkv, problem.q_len, problem.kv_len]
     fixed.append(grid.num_tiles)
     if isinstance(config, GluonPrefillConfig):
-        fixed.append(grid.num_tiles * problem.B * problem.Hq)
+        fixed.append(grid.num_tiles * problem.B * (problem.Hq // config.heads))
     counts = isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic"
     if counts:
         fixed.append(None)

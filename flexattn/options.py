@@ -80,7 +80,7 @@ def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillCo
     """Rows are a number of consumers; its warps and its loads are no choice."""
     for name in ("num_splits", "use_tma", "num_warps"):
         forced.pop(name, None)
-    rows = forced.pop("BLOCK_M", config.BLOCK_M)
+    rows = forced.pop("BLOCK_M", config.all_rows)
     if rows % CONSUMER_ROWS:
         raise ConfigError(
             f"BLOCK_M={rows} with the Gluon template",
@@ -92,6 +92,7 @@ def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillCo
         forced["consumers"] = count
         forced["registers"] = CONSUMER_REGISTERS.get(count, config.registers)
         forced["ping_pong"] = config.ping_pong and count > 1
+        forced["packed"] = False
     return replace(config, **forced)
 
 

@@ -83,8 +83,8 @@ def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iter
 def kernel_options(config: Config) -> dict[str, int | bool | str]:
     """The kernel_options that force a config, as far as there are options for its numbers."""
     if isinstance(config, GluonPrefillConfig):
-        sizes = ("BLOCK_M", "BLOCK_N", "num_stages")
-        return {"BACKEND": "GLUON", **{name: getattr(config, name) for name in sizes}}
+        rows, keys, stages = config.all_rows, config.BLOCK_N, config.num_stages
+        return {"BACKEND": "GLUON", "BLOCK_M": rows, "BLOCK_N": keys, "num_stages": stages}
     found: dict[str, int | bool | str] = {
         name: getattr(config, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     }
@@ -122,6 +122,7 @@ def _short_gluon(config: GluonPrefillConfig) -> str:
     if config.registers != CONSUMER_REGISTERS.get(config.consumers):
         parts.append(f"r{config.registers}")
     parts += [f"q{config.q_registers}"] * (config.q_registers > 0) + ["watched"] * config.watched
+    parts += ["packed"] * config.packed
     parts += (
         ["narrow"] * config.narrow
         + ["apart"] * (not config.chained)

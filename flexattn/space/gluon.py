@@ -17,7 +17,7 @@ from flexattn.space.gluon_config import (
     Schedule,
 )
 from flexattn.space.terms import RANGES, loads_by_key, loads_early, loads_tiles
-from flexattn.space.tiles import suited
+from flexattn.space.tiles import shares_keys, suited
 
 __all__ = ["grid", "offered", "orders", "preferences", "section_of"]
 
@@ -161,6 +161,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     yield from preferences(structure)
     # Scores that rise from tile to tile are weighed twice where maxima are watched.
     yield from (replace(each, watched=False) for each in preferences(structure))
+    packed = (replace(each, packed=True) for each in preferences(structure))
+    yield from (each for each in packed if shares_keys(problem, each))
     if structure.fp8:
         yield from (
             replace(each, narrow=True, watched=watched)

@@ -50,6 +50,8 @@ class GluonPrefillConfig:
     unit. A block that stays, with room for a second Q, can do either.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
+    packed: the consumers have the same rows of as many heads of a group, each its own head: of few
+    query positions a tile is then full, where heads share keys.
     """
 
     consumers: int
@@ -66,10 +68,21 @@ class GluonPrefillConfig:
     chained: bool = True
     narrow: bool = False
     long_turns: bool = False
+    packed: bool = False
+
+    @property
+    def heads(self) -> int:
+        """Query heads of one tile."""
+        return self.consumers if self.packed else 1
 
     @property
     def BLOCK_M(self) -> int:
-        """Query rows of one tile."""
+        """Query rows of one tile, of each of its heads."""
+        return CONSUMER_ROWS * self.consumers // self.heads
+
+    @property
+    def all_rows(self) -> int:
+        """Query rows of one tile, of all its heads."""
         return CONSUMER_ROWS * self.consumers
 
     @property

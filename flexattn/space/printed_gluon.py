@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from math import floor
 
-NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held watched v_itemsize itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout shared_limit has_wgmma".split())
+NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held watched v_itemsize heads itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout lists_differ shared_limit has_wgmma".split())
 SHAPE = (
     ("consumers", "consumers={consumers} is not between 1 and 3"),
     ("power of two", "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256"),
@@ -26,8 +26,9 @@ FIT = (
     ("head dimension", "head dimension {v_dim} is not one of 64, 96, 128, 256"),
     ("tma", "q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
     ("q registers", "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them"),
-    ("mask block", "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}"),
+    ("mask block", "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block of {mask_rows}"),
     ("mask block", "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}"),
+    ("packed", "packed: the {heads} heads of a tile have lists of blocks of their own"),
     ("shared memory", "shared memory: about {shared_memory} bytes, {device} has {shared_limit}"),
     ("registers", "registers: about {registers} a thread, a consumer has {consumer_registers}"),
 )
@@ -38,7 +39,7 @@ WORTH = (
 
 def estimates(values: Sequence[int]) -> tuple[float, ...]:
     """Shared memory, registers."""
-    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, watched, v_itemsize, itemsize, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, shared_limit, *_ = values
+    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, watched, v_itemsize, _, itemsize, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, _, shared_limit, *_ = values
     return (
         ((BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 2*((32*consumers*v_padded) if persistent and (qk_padded == 256) and (v_padded == 256) else (64*consumers*v_padded)) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024) if ((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))) if loads_keys and persistent and (qk_padded == 256) and (v_padded == 256) else (((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))) if persistent and (qk_padded == 256) and (v_padded == 256) else (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))))))) else (BLOCK_N*num_stages*v_itemsize*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 2*((32*consumers*v_padded) if persistent and (qk_padded == 256) and (v_padded == 256) else (64*consumers*v_padded)) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024) if ((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))) if loads_keys and persistent and (qk_padded == 256) and (v_padded == 256) else (((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))) if persistent and (qk_padded == 256) and (v_padded == 256) else (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))))) else (BLOCK_N*num_stages*v_itemsize*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024)),
         ((8) if scored else (0)) + ((8) if watched and ((qk_padded == 192) or (q_held > 0)) else (0)) + ((8) if (v_itemsize == 1) and (mask_rows > 0) or persistent and watched and (q_held > 0) else (0)) + ((16) if (qk_padded == 192) else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/16)*q_held) + floor((1/2)*BLOCK_N + (1/2)*v_padded + (((1/8)*BLOCK_N + (1/2)*v_padded) if (v_itemsize == 1) else ((1/4)*BLOCK_N))) + 28,
@@ -61,7 +62,7 @@ def shape(values: Sequence[int]) -> tuple[int, ...]:
 
 def fit(values: Sequence[int]) -> tuple[int, ...]:
     """Which of FIT hold."""
-    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, _, v_itemsize, itemsize, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, shared_limit, has_wgmma, shared_memory, registers = values
+    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, _, v_itemsize, heads, itemsize, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, lists_differ, shared_limit, has_wgmma, shared_memory, registers = values
     return (
         has_wgmma,
         not decodes,
@@ -72,8 +73,9 @@ def fit(values: Sequence[int]) -> tuple[int, ...]:
         (v_dim == 64) or (v_dim == 96) or (v_dim == 128) or (v_dim == 256),
         dense_layout,
         ((2*q_held == qk_padded) and (q_held >= 64) or (q_held == qk_padded)) and (qk_padded != 192) or (q_held == 0),
-        runs and ((mask_rows == 0) or (mask_rows % 64 == 0)) or (mask_rows == 0) or (mask_rows % max(1, 64*consumers) == 0),
+        runs and ((mask_rows == 0) or (mask_rows % 64 == 0)) or (mask_rows == 0) or (mask_rows % max(1, 64*consumers/heads) == 0),
         (mask_keys == 0) or (mask_keys % max(1, BLOCK_N) == 0),
+        (heads == 1) or not lists_differ,
         (shared_memory <= shared_limit),
         (registers <= consumer_registers),
     )

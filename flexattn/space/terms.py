@@ -61,6 +61,7 @@ def _gluon_numbers(
         config.q_registers,
         config.watched,
         1 if config.narrow else 2,
+        config.heads,
         *_gluon_fixed(structure, device, config.BLOCK_N),
     )
 
@@ -77,6 +78,7 @@ def _gluon_fixed(structure: Structure, device: Device, keys: int) -> tuple[int, 
         loads_by_key(structure, keys) or loads_diagonals(structure),
         loads_tiles(structure, keys),
         _dense(structure),
+        sparsity is not None and sparsity.per_head,
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
@@ -146,7 +148,12 @@ def reaches(structure: Structure) -> bool:
 
 
 def skips_far(structure: Structure, config: Config) -> bool:
-    """Whether a kernel leaves out such keys: of a mask, one that walks its runs."""
+    """Whether a kernel leaves out such keys: of a mask, one that walks its runs.
+
+    Heads that share a tile need other keys each.
+    """
+    if isinstance(config, GluonPrefillConfig) and config.packed:
+        return False
     walks = structure.sparsity is None or walks_runs(structure, config)
     return walks and reaches(structure)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flexattn.device import Device
+from flexattn.errors import ConfigError
 from flexattn.problem import Problem, Sparsity, Structure
 from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
@@ -14,6 +15,7 @@ __all__ = [
     "Geometry",
     "geometry",
     "power_above",
+    "shares_keys",
     "suited",
     "tiles_per_q",
     "walks_runs",
@@ -24,7 +26,10 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The grid of a launch: programs, row tiles, and splits of the keys (1 for prefill)."""
+    """The grid of a launch: programs, row tiles, and splits of the keys (1 for prefill).
+
+    num_tiles: of one head, or of heads that share their tiles.
+    """
 
     programs: int
     num_tiles: int
@@ -32,9 +37,19 @@ class Geometry:
 
 
 def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
-    """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys."""
+    """Programs of a launch. Splits fill the SMs once, and none is without a tile of keys.
+
+    Raises ConfigError for heads of a tile that do not share keys.
+    """
+    if not shares_keys(problem, config):
+        raise ConfigError(
+            f"packed: {_heads(problem, config)} heads in a tile of groups of "
+            f"{problem.Hq // problem.Hkv}",
+            "the heads of a tile share one KV head",
+            "take a number of consumers that divides the group, or packed=False",
+        )
     num_tiles = _row_tiles(problem, config)
-    units = problem.B * (problem.Hq // problem.structure.packed_heads) * num_tiles
+    units = problem.B * (problem.Hq // _heads(problem, config)) * num_tiles
     if isinstance(config, GluonPrefillConfig) and config.schedule != "grid":
         return Geometry(min(units, device.num_sms), num_tiles, 1)
     if not isinstance(config, DecodeConfig):
@@ -44,6 +59,11 @@ def geometry(problem: Problem, config: Config, device: Device) -> Geometry:
     splits = config.num_splits or max(1, device.num_sms // max(1, units))
     splits = min(splits, key_tiles)
     return Geometry(units * splits, num_tiles, splits)
+
+
+def shares_keys(problem: Problem, config: Config) -> bool:
+    """Whether the heads of a tile are of one group, in any of the templates."""
+    return problem.Hq // problem.Hkv % _heads(problem, config) == 0
 
 
 def tiles_per_q(structure: Structure, config: Config) -> int:
@@ -82,6 +102,8 @@ def _with_consumers(config: GluonPrefillConfig, sparsity: Sparsity) -> GluonPref
     width = _tile_for(config.BLOCK_N, sparsity.kv_block)
     if sparsity.runs and sparsity.q_block % CONSUMER_ROWS == 0:
         return replace(config, BLOCK_N=width)
+    if config.packed:
+        return replace(config, BLOCK_N=width)
     for count in range(config.consumers, 0, -1):
         if sparsity.q_block % (CONSUMER_ROWS * count) == 0:
             break
@@ -109,6 +131,13 @@ def _tile_for(tile: int, block: int) -> int:
     if dividing >= 16:
         return min(tile, dividing)
     return min(tile, power_above(block))
+
+
+def _heads(problem: Problem, config: Config) -> int:
+    """Query heads whose rows one tile holds."""
+    if isinstance(config, GluonPrefillConfig):
+        return config.heads
+    return problem.structure.packed_heads
 
 
 def _row_tiles(problem: Problem, config: Config) -> int:

@@ -289,6 +289,18 @@ def test_what_threads_hand_each_other_has_a_place_for_each_consumer(case, D):
     assert not exchanged(compile_source(source, H200).asm["ttgir"])
 
 
+@pytest.mark.parametrize("schedule", ["dynamic", "grid"])
+@pytest.mark.parametrize("mods", ["noop", "causal", "lists", "relative_causal"])
+def test_heads_that_share_a_tile(mods, schedule):
+    """Each consumer has a head of its own, and spills no more than where they share one."""
+    wanted = problem("prefill", **MODS[mods])
+    config = replace(default(wanted, H200, "gluon"), packed=True, schedule=schedule)
+    assert not reasons(config, wanted.structure, H200)
+    assert not (fault := wrong(wanted, config)), fault
+    text = render(wanted.structure, config, H200, "test").text
+    assert "load(Q, [b, h + 1, row_start, 0]" in text and "row_start + 1 * ROWS" not in text
+
+
 @pytest.mark.parametrize(
     ("D", "numbers", "about"),
     [

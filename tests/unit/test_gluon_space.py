@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexattn.catalogue import causal, head_bias, softcap
+from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.problem import Layout
@@ -21,7 +21,7 @@ from flexattn.space.estimates import estimates
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.rules import GLUON, reasons, unpromising, violated
 from flexattn.space.stated import gluon as stated
-from flexattn.space.terms import numbers
+from flexattn.space.terms import numbers, skips_far
 from flexattn.space.tiles import geometry, suited
 from flexattn.space.triton import space, survey
 from tests.problems import problem
@@ -65,6 +65,7 @@ BREAKS = [
     ("q registers", replace(PLAIN, q_registers=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (64, 128)}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (128, 192)}, H200),
+    ("packed", replace(PLAIN, packed=True), {"mask_mod": causal, "per_head": True}, H200),
     ("shared memory", replace(PLAIN, num_stages=4), {}, H200),
     ("registers", replace(PLAIN, BLOCK_N=256, num_stages=1), {"D": 64, "Dv": 128}, H200),
 ]
@@ -79,6 +80,7 @@ configs = st.builds(
     q_registers=st.sampled_from([0, 64, 128]),
     watched=st.booleans(),
     narrow=st.booleans(),
+    packed=st.booleans(),
 )
 cases = st.builds(
     problem,
@@ -164,6 +166,29 @@ def test_each_size_has_a_config_to_start_from(D, Dv, mask):
     assert language_of(config) == "gluon" and not gluon_refused(wanted, H200)
     assert not reasons(config, wanted.structure, H200)
     assert config == next(preferences(wanted, H200, "gluon"))
+
+
+@pytest.mark.parametrize(("q_len", "tiles"), [(1, 1), (64, 1), (65, 2)])
+def test_heads_of_a_group_share_tiles(q_len, tiles):
+    """Of two consumers each has 64 rows of a head, where 64 are all that there are."""
+    wanted = problem(q_len=q_len, group=6)
+    found = geometry(wanted, replace(PLAIN, packed=True), H200)
+    assert (found.programs, found.num_tiles) == (2 * 48 // 2 * tiles, tiles)
+    packed = {each.consumers for each in space(wanted, H200) if getattr(each, "packed", False)}
+    assert packed == {2}
+
+
+def test_heads_of_other_groups_share_no_tile():
+    wanted = problem(group=3)
+    with pytest.raises(ConfigError, match="packed: 2 heads in a tile of groups of 3"):
+        geometry(wanted, replace(PLAIN, packed=True), H200)
+    assert not any(getattr(each, "packed", False) for each in space(wanted, H200, "exhaustive"))
+
+
+def test_far_keys_are_kept_where_heads_need_others():
+    wanted = problem(score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True)
+    assert skips_far(wanted.structure, PLAIN)
+    assert not skips_far(wanted.structure, replace(PLAIN, packed=True))
 
 
 def test_no_other_device_ever_sees_it():

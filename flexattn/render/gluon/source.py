@@ -101,7 +101,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
-        settings["SECTION"] = config.section
+        settings["SECTION"] = max(1, config.section // config.heads)
     free_v = HARDWARE_BARRIERS - config.num_stages
     settings |= {
         "FREE_V": free_v,
@@ -149,6 +149,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
+        "packed": config.packed,
         "turn": free_v - config.num_stages - slots - config.consumers,
         "alone": ALONE,
         "shared_program": shared_program(config.consumers, config.registers),

@@ -114,18 +114,18 @@ def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
     held = config.num_stages * config.BLOCK_N
     words = 8 * config.consumers * max(config.BLOCK_N, CONSUMER_ROWS)
     handed = words if reads_shared(structure, config) else 0
-    keys = structure.itemsize * tiles.qk_padded * (config.BLOCK_M + held)
+    keys = structure.itemsize * tiles.qk_padded * (config.all_rows + held)
     return keys + value_bytes(structure, config) * held * tiles.v_width + handed + _REST
 
 
 def _query(structure: Structure, config: GluonPrefillConfig) -> int:
-    return structure.itemsize * config.BLOCK_M * tiles_of(structure, config).qk_padded
+    return structure.itemsize * config.all_rows * tiles_of(structure, config).qk_padded
 
 
 def _output(structure: Structure, config: GluonPrefillConfig) -> int:
     tiles = tiles_of(structure, config)
     parts = tiles.out_chunks if tiles.qk_chunks == 1 else 1
-    return ITEMSIZE[structure.out_dtype] * config.BLOCK_M * tiles.v_width // parts
+    return ITEMSIZE[structure.out_dtype] * config.all_rows * tiles.v_width // parts
 
 
 def _written(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:

@@ -13,21 +13,22 @@ __all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize,
+    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize, heads,
 ) = symbols(
     "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched v_itemsize"
+    "ping_pong persistent known_words section q_held watched v_itemsize heads"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
 # of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
+# lists_differ: heads have lists of blocks of their own.
 PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
-    decodes, scored, loads_keys, loads_tile, dense_layout,
+    decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ,
 ) = symbols(
     "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
-    "decodes scored loads_keys loads_tile dense_layout"
+    "decodes scored loads_keys loads_tile dense_layout lists_differ"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
@@ -208,13 +209,20 @@ FIT: tuple[Inequality, ...] = (
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
         "mask block",
-        Or(_divides(ROWS * consumers, mask_rows), And(runs, _divides(ROWS, mask_rows))),
-        "a tile of {consumers} times 64 rows does not divide the mask's block of {mask_rows}",
+        Or(_divides(ROWS * consumers / heads, mask_rows), And(runs, _divides(ROWS, mask_rows))),
+        "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block "
+        "of {mask_rows}",
     ),
     Inequality(
         "mask block",
         _divides(BLOCK_N, mask_keys),
         "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
+    ),
+    # That they share a KV head too is a matter of a problem's heads: geometry asks.
+    Inequality(
+        "packed",
+        Or(Eq(heads, 1), Not(lists_differ)),
+        "packed: the {heads} heads of a tile have lists of blocks of their own",
     ),
     Inequality(
         "shared memory",
