@@ -56,15 +56,18 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=1)
 def launch_kernel() -> Any:
-    """cuLaunchKernelEx: address of a LaunchConfig, function, parameters, extra.
+    """cuLaunchKernelEx, which takes `pointer`s: a LaunchConfig, function, parameters, extra.
 
-    It takes four arguments where cuLaunchKernel takes eleven, and converting one costs 0.1 us.
+    Four arguments, where cuLaunchKernel takes eleven, that are converted before the call: with
+    argtypes each would be converted in each launch, for 0.05 to 0.1 us.
     """
-    function = _cuda().cuLaunchKernelEx
-    function.argtypes = [ctypes.c_void_p] * 4
-    return function
+    return _cuda().cuLaunchKernelEx
+
+
+def pointer(address: int | None) -> Any:
+    """An address as an argument of `launch_kernel`; it keeps nothing alive."""
+    return ctypes.c_void_p.from_param(address)
 
 
 def make_current(index: int) -> None:

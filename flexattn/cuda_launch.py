@@ -37,7 +37,7 @@ class Frame:
         self.mapped: list[int] = [0] * maps
         self.params: Any = None
         self.config = cuda_driver.LaunchConfig()
-        self.start = (0, 0, 0, 0)
+        self.start: tuple[Any, ...] = ()
         self.stream = -1
 
 
@@ -68,13 +68,20 @@ class CudaLaunch:
         self._types = types = [argument.type for argument in arguments]
         given = [i for i, value in enumerate(fixed) if value is None]
         kept = [i for i, value in enumerate(fixed) if value is not None]
-        # What the calls give lies first, and is written by one pack.
-        self._order = given + kept
+        # Addresses that calls give lie first and are written one by one, which takes less time
+        # than a pack; then the numbers that calls give, and behind them what is kept.
+        tensors = [place for place, i in enumerate(given) if types[i][0] in "*t"]
+        numbers = [place for place, i in enumerate(given) if types[i][0] not in "*t"]
+        self._given = len(given)
+        self._order = [given[place] for place in tensors + numbers] + kept
         self._fixed = [fixed[i] for i in kept]
-        self._pack = _packer(types[i] for i in given).pack_into
-        self._is_tensor = [types[i][0] in "*t" for i in given]
-        self._all_tensors = len(given) if all(self._is_tensor) else -1
-        self._described = [place for place, i in enumerate(given) if types[i][0] == "t"]
+        self._tensors = list(enumerate(tensors))
+        described = (slot for slot, place in self._tensors if types[given[place]][0] == "t")
+        self._described = list(enumerate(described))
+        self._numbers = numbers
+        self._behind = 8 * len(tensors)
+        self._pack = _packer(types[given[place]] for place in numbers).pack_into
+        self._driver = cuda_driver.launch_kernel()
         self._check(binary)
 
     def _check(self, binary: Binary) -> None:
@@ -95,36 +102,31 @@ class CudaLaunch:
         frame: Frame | None = getattr(self._local, "frame", None)
         if frame is None:
             frame = self._local.frame = self._frame()
-        if len(given) == self._all_tensors:
-            values = [tensor.data_ptr() for tensor in given]
-        else:
-            values = [
-                value.data_ptr() if tensor else value
-                for tensor, value in zip(self._is_tensor, given, strict=True)
-            ]
-        for which, place in enumerate(self._described):
-            if frame.mapped[which] != values[place]:
-                self._encode(frame, which, values[place])
-        try:
-            self._pack(frame.slots, 0, *values)
-        except struct.error as error:
-            raise _too_large(given) from error
-        status = self._start(stream, frame)
+        if len(given) != self._given:
+            raise ValueError(f"{len(given)} values for {self._given} arguments")
+        slots = frame.slots
+        for slot, place in self._tensors:
+            slots[slot] = given[place].data_ptr()
+        for which, slot in self._described:
+            if frame.mapped[which] != slots[slot]:
+                self._encode(frame, which, slots[slot])
+        if self._numbers:
+            try:
+                self._pack(slots, self._behind, *[given[place] for place in self._numbers])
+            except struct.error as error:
+                raise _too_large(given) from error
+        if frame.stream != stream:
+            frame.config.stream = frame.stream = stream
+        status = self._driver(*frame.start)
         if status == cuda_driver.INVALID_CONTEXT:  # a thread that never worked on this GPU
             cuda_driver.make_current(self._index)
-            status = self._start(stream, frame)
+            status = self._driver(*frame.start)
         if status:
             raise BuildError(f"cuLaunchKernel failed with CUDA error {status}")
 
-    def _start(self, stream: int, frame: Frame) -> int:
-        if frame.stream != stream:
-            frame.config.stream = frame.stream = stream
-        status: int = cuda_driver.launch_kernel()(*frame.start)
-        return status
-
     def _frame(self) -> Frame:
         """The fixed arguments, and pointers in the order of the kernel's parameters."""
-        types, boxes, given = self._types, self._boxes, len(self._is_tensor)
+        types, boxes, given = self._types, self._boxes, self._given
         frame = Frame(len(types) + 2 * RANK * len(boxes) + 2, len(boxes))
         extra = [number for box in boxes for number in (*box.shape, *box.strides)]
         kept = [*(types[i] for i in self._order[given:]), *["i64"] * len(extra)]
@@ -145,7 +147,8 @@ class CudaLaunch:
         config = frame.config
         config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
         config.shared = self._shared
-        frame.start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), 0
+        start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), None
+        frame.start = tuple(map(cuda_driver.pointer, start))
         return frame
 
     def _encode(self, frame: Frame, which: int, address: int) -> None:

@@ -83,6 +83,7 @@ class Outputs(NamedTuple):
 class Launch:
     """A chosen kernel with the arguments that do not change while shapes and strides do not.
 
+    gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
     take their tiles from a counter. narrow: what V of fp8 passes before it. reach: finds which
@@ -92,6 +93,8 @@ class Launch:
     choice: Choice
     geometry: Geometry
     device: torch.device
+    gpu: int
+    dtype: torch.dtype
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
     attend: Launcher
@@ -132,15 +135,18 @@ class Launch:
         descales: Descales = NO_DESCALES,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
-        device, structure = self.device, self.choice.problem.structure
-        dtype = out_dtype(q.dtype)
-        out = torch.empty_strided(self.out_shape, self.out_strides, dtype=dtype, device=device)
-        rows = self.out_shape[:3]
-        lse = torch.empty(rows, device=device) if structure.lse else None
-        maxima = torch.empty(rows, device=device) if structure.max_scores else None
-        written: list[Any] = [each for each in (out, lse, maxima) if each is not None]
+        device, structure, shape = self.device, self.choice.problem.structure, self.out_shape
+        out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
+        lse = maxima = None
+        written: list[Any] = [out]
+        if structure.lse:
+            lse = torch.empty(shape[:3], device=device)
+            written.append(lse)
+        if structure.max_scores:
+            maxima = torch.empty(shape[:3], device=device)
+            written.append(maxima)
         if structure.fp8 and self.narrow is None:
-            v = v.to(dtype, memory_format=torch.contiguous_format)
+            v = v.to(self.dtype, memory_format=torch.contiguous_format)
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
         if self.workspace:
@@ -153,18 +159,20 @@ class Launch:
         if sinks is not None:
             given.append(sinks)
             merged.append(sinks)
-        given += [each for each in descales if each is not None]
+        if descales is not NO_DESCALES:
+            given += [each for each in descales if each is not None]
         reaches = None if self.reach is None else self.reach.empty(device)
         if reaches is not None:
             given.append(reaches)
         given += rest
-        if device.type != "cuda":
+        gpu = self.gpu
+        if gpu < 0:
             self._launch(-1, given, merged, reaches, scale, rest)
-        elif device.index == torch._C._cuda_getDevice():
-            self._launch(raw_stream(device.index), given, merged, reaches, scale, rest)
+        elif gpu == torch._C._cuda_getDevice():
+            self._launch(raw_stream(gpu), given, merged, reaches, scale, rest)
         else:
-            with torch.cuda.device(device.index):
-                self._launch(raw_stream(device.index), given, merged, reaches, scale, rest)
+            with torch.cuda.device(gpu):
+                self._launch(raw_stream(gpu), given, merged, reaches, scale, rest)
         return Outputs(out, lse, maxima)
 
     def _launch(
@@ -272,6 +280,8 @@ def prepare(
         choice,
         grid,
         device,
+        index,
+        out_dtype(q.dtype),
         out_shape,
         out_strides,
         kernel.prepare(grid.programs, fixed, boxes),

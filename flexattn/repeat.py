@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import checks
 from flexattn.cache.store import generation
-from flexattn.descales import Descales
+from flexattn.descales import NO_DESCALES, Descales
 from flexattn.launch import Launch, Outputs
 from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
@@ -52,6 +53,8 @@ class Arguments(NamedTuple):
     @property
     def descales(self) -> Descales:
         """The factors of fp8 inputs."""
+        if self.q_descale is self.k_descale is self.v_descale is None:
+            return NO_DESCALES
         return Descales(self.q_descale, self.k_descale, self.v_descale)
 
 
@@ -81,10 +84,12 @@ class _Mask(NamedTuple):
         return same and kept and all(map(is_, parts, self.parts)) and self.witness.holds(parts[0])
 
 
-class _Seen(NamedTuple):
-    """One call and what served it."""
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One call and what served it; where: the type of its device."""
 
     launch: Launch
+    where: str
     rest: tuple[Any, ...]
     scale: float
     settings: Settings
@@ -111,7 +116,7 @@ def recall(given: Arguments) -> Outputs | None:
 def _holds(found: _Seen, given: Arguments) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
-    if torch.is_autocast_enabled(given.query.device.type):
+    if torch.is_autocast_enabled(found.where):
         return False
     if torch.is_grad_enabled() and _wants_grad(found, given):
         return False
@@ -142,7 +147,9 @@ def remember(given: Arguments, plan: Plan) -> None:
             return
         runs = known_runs(block_mask)
         mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, runs, watched)
-    found = _Seen(plan.launch, plan.rest(), call.scale, current(), generation(), score, mask)
+    launch = plan.launch
+    where, rest = launch.device.type, plan.rest()
+    found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
     _seen.put(key, found)
 
 
@@ -160,22 +167,24 @@ def _parts(mask: BlockMask) -> tuple[Any, ...]:
 
 def _key(given: Arguments) -> tuple[Any, ...] | None:
     """What two calls have in common that the same launch may serve; None for no plain tensors."""
-    q, k, v = given[:3]
+    (
+        q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux, sinks,
+    ) = given[:11]  # fmt: skip
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
-    sinks, options, factors = given.sinks, given.kernel_options, None
+    factors, descales = None, given.descales
     if sinks is not None and type(sinks) not in (Tensor, Parameter):
         return None
-    if not given.q_descale is given.k_descale is given.v_descale is None:
-        if any(x is not None and type(x) is not Tensor for x in given.descales):
+    if descales is not NO_DESCALES:
+        if any(x is not None and type(x) is not Tensor for x in descales):
             return None
-        factors = given.descales.facts()
+        factors = descales.facts()
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.get_device(), k.get_device(), v.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-        id(given.score_mod), id(given.block_mask), given.scale, given.enable_gqa,
-        given.return_lse, given.return_aux, repr(options) if options else None,
+        id(score_mod), id(block_mask), scale, enable_gqa, return_lse, return_aux,
+        repr(options) if options else None,
         None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
         q.dtype == torch.float32 and checks.tf32_allowed(q),
         factors,
@@ -183,10 +192,11 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
 
 
 def _wants_grad(found: _Seen, given: Arguments) -> bool:
-    if given.query.requires_grad or given.key.requires_grad or given.value.requires_grad:
+    q, k, v, sinks, descales = *given[:3], given.sinks, given.descales
+    if q.requires_grad or k.requires_grad or v.requires_grad:
         return True
-    if given.sinks is not None and given.sinks.requires_grad:
+    if sinks is not None and sinks.requires_grad:
         return True
-    if given.descales.requires_grad():
+    if descales is not NO_DESCALES and descales.requires_grad():
         return True
     return found.score is not None and found.score.witness.requires_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ def known_runs(mask: BlockMask) -> Tensor | None:
     if kept is None:
         return None
     lists = _lists(mask)
-    same = all(one is other for one, other in zip(lists, kept.lists, strict=True))
+    same = all(map(is_, lists, kept.lists))
     return kept.runs if same and _versions(lists) == kept.versions else None
 
 
@@ -109,6 +110,8 @@ def _lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
 
 
 def _versions(lists: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
-    if any(each is not None and each.is_inference() for each in lists):
+    # Lists, not generators: a repeated call comes here, and generators take twice as long.
+    given = [each for each in lists if each is not None]
+    if any([each.is_inference() for each in given]):
         return None
-    return tuple(each._version for each in lists if each is not None)
+    return tuple([each._version for each in given])

@@ -59,7 +59,7 @@ class Witness:
 
     def requires_grad(self) -> bool:
         """Whether a tensor that the function captures requires grad."""
-        return any(entry[0].requires_grad for entry in self._tensors)
+        return any([tensor.requires_grad for tensor, _ in self._tensors])
 
 
 def witness(fn: FunctionType, identity: Identity) -> Witness | None:

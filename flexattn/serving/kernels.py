@@ -1,13 +1,12 @@
-"""The kernels of a plan: chosen, built, and launched on the current stream."""
+"""The kernels of a plan: chosen and built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from flexattn.build import Kernel, Launcher, builder
+from flexattn.build import Kernel, builder
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.render.serving import combine_rows, render_serving, render_serving_combine
@@ -33,17 +32,6 @@ class Kernels(NamedTuple):
     programs: int
     merges: int
     origin: str = ""
-
-    def launch(self, launcher: Launcher, given: Sequence[Any]) -> None:
-        """Launch on the device's current stream."""
-        index = self.gpu
-        if index < 0:
-            launcher.launch(-1, given)
-        elif index == torch._C._cuda_getDevice():
-            launcher.launch(torch._C._cuda_getCurrentRawStream(index), given)
-        else:
-            with torch.cuda.device(index):
-                launcher.launch(torch._C._cuda_getCurrentRawStream(index), given)
 
 
 def build(

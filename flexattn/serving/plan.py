@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.settings import current
 from flexattn.space.serving import ServingConfig, workspace
 
@@ -34,7 +35,8 @@ _TENSORS = (
 )  # fmt: skip
 
 
-class _Ready(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Ready:
     """Launchers that hold what shapes and strides decide, and the plan's own outputs for them."""
 
     attend: Launcher
@@ -46,17 +48,11 @@ class _Ready(NamedTuple):
     keys: int
     pages: int
 
-
-class _Seen(NamedTuple):
-    """Two tensors of the last run, and what their shapes are known by."""
-
-    first: Callable[[], Tensor | None]
-    second: Callable[[], Tensor | None]
-    key: tuple[Any, ...]
-
-
-def _nothing() -> None:
-    """In the place of a weak reference to a tensor that was not given."""
+    def launch(self, stream: int, tensors: Sequence[Any]) -> None:
+        """Launch on a stream, with what `_TENSORS` names."""
+        self.attend.launch(stream, self.of_attend(tensors))
+        if self.combine is not None:
+            self.combine.launch(stream, self.of_combine(tensors))
 
 
 class DecodePlan:
@@ -79,6 +75,7 @@ class DecodePlan:
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
     output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
     a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    A cache is known by its tensors: while these live, their sizes and strides stay what they were.
     Raises InputError, ConfigError, ModError and BuildError.
     Method: split-KV decoding (Dao et al., Flash-Decoding) with the splits cut as in stream-K
     (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
@@ -128,6 +125,7 @@ class DecodePlan:
         )  # fmt: skip
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
+        self._gpu = self._kernels.gpu
         where, rows = self.device, self.maxima.rows
         words = workspace(self.form, self.config, self._kernels.target)
         # Nobody has left a part yet; who awaits one leaves its words so again.
@@ -150,8 +148,9 @@ class DecodePlan:
             }
         self._ready: dict[Any, _Ready] = {}
         self._last: tuple[Any, _Ready | None] = None, None
-        self._seen_cache: _Seen | None = None
-        self._seen_batch: _Seen | None = None
+        self._caches: dict[int, Seen] = {}
+        self._batches: dict[int, Seen] = {}
+        self._cache = self._batch = NOTHING
 
     def run(
         self,
@@ -182,27 +181,23 @@ class DecodePlan:
         unless `out` and `lse` are given. Rows behind the last request are not written. Raises
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
         """
-        k, v = split(kv_cache, self.maxima, self.form.shared_kv)
-        seen, batch, table = self._seen_cache, self._seen_batch, block_table
-        if seen is None or seen.first() is not k or seen.second() is not v:
-            known: tuple[Any, ...] = (
-                k.shape, v.shape, k.stride(), v.stride(), k.dtype, v.dtype, k.device, v.device,
-                (k.data_ptr() | v.data_ptr()) % 16,
-            )  # fmt: skip
-            seen = self._seen_cache = _Seen(weakref.ref(k), weakref.ref(v), known)
-        if batch is None or batch.first() is not seq_lens or batch.second() is not table:
-            known = (
-                seq_lens.shape, seq_lens.dtype,
-                None if table is None else (table.shape, table.stride(), table.dtype),
-            )  # fmt: skip
-            other = _nothing if table is None else weakref.ref(table)
-            batch = self._seen_batch = _Seen(weakref.ref(seq_lens), other, known)
+        if isinstance(kv_cache, tuple):
+            k, v = kv_cache
+        else:
+            k, v = split(kv_cache, self.maxima, self.form.shared_kv)
+        cache, batch, table = self._cache, self._batch, block_table
+        if cache.first() is not k or cache.second() is not v:
+            cache = self._cache = see(self._caches, k, v)
+        if batch.first() is not seq_lens or batch.second() is not table:
+            batch = self._batch = see(self._batches, seq_lens, table)
+        extras: tuple[Any, ...] | None = None
+        if not cu_seqlens_q is sinks is k_scale is v_scale is kv_start is row_lens is None:
+            optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens)
+            extras = tuple([None if each is None else facts(each) for each in optional])
+        # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
         key = (
-            q.shape, q.stride(), q.dtype, q.data_ptr() % 16, seen.key, batch.key,
-            None if cu_seqlens_q is None else (cu_seqlens_q.shape, cu_seqlens_q.dtype),
-            None if k_scale is None or v_scale is None else (k_scale.shape, v_scale.shape),
-            None if sinks is None else (sinks.shape, sinks.dtype),
-            kv_start is None, row_lens is None,
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, cache.facts, batch.facts,
+            seq_lens.shape, None if table is None else table.shape, extras,
         )  # fmt: skip
         # Compared, most of it is the same objects; looked up, it would be hashed.
         last_key, last = self._last
@@ -227,9 +222,14 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        self._kernels.launch(ready.attend, ready.of_attend(tensors))
-        if ready.combine is not None:
-            self._kernels.launch(ready.combine, ready.of_combine(tensors))
+        gpu = self._gpu
+        if gpu < 0:
+            ready.launch(-1, tensors)
+        elif gpu == torch._C._cuda_getDevice():
+            ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+        else:
+            with torch.cuda.device(gpu):
+                ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
         return out if lse is None else (out, lse)
 
     def _outputs(

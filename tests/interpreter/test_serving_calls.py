@@ -1,6 +1,8 @@
 """What is built on the serving kernels: flex_decode, states that merge, cascades, refusals."""
 
 import math
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,6 +183,69 @@ def test_tensors_that_do_not_fit_a_plan():
         with pytest.raises(InputError, match=words):
             plan.run(call.pop("q"), call.pop("kv_cache"), **call)
     assert_right([x.flatten(0, 1) for x in plan.run(q, pages, **good)], each)
+
+
+def test_a_run_looks_at_what_another_run_was_given_in_its_place():
+    """Of the same shape, and after a run that fitted: it is refused as in a first run."""
+    each = batch([1] * 2, [30, 3], 2, 1)
+    sinks, scale = torch.zeros(2), torch.ones(1)
+    plan = plan_for(each, page=4, config=SMALL, sinks=True, scaled=True, offset=True)
+    pages, table = poisoned_pages(each, 4)
+    lens = each.numbers([30, 3])
+    good = {
+        "q": each.q[:, None], "kv_cache": pages, "seq_lens": lens, "block_table": table,
+        "sinks": sinks, "k_scale": scale, "v_scale": scale, "kv_start": torch.zeros_like(lens),
+    }  # fmt: skip
+    first = [x.clone() for x in plan.run(**good)]
+    apart = torch.stack([lens, lens], 1)[:, 0]
+    wide = torch.zeros(2, 2 * table.shape[1], dtype=torch.int32)
+    for wrong, words in (
+        ({"q": good["q"].to("meta")}, "query is on meta"),
+        ({"seq_lens": apart}, "seq_lens"),
+        ({"block_table": wide[:, ::2]}, "block_table"),
+        ({"sinks": torch.zeros(4)[::2]}, "sinks"),
+        ({"k_scale": scale.half()}, "k_scale"),
+        ({"kv_start": lens.long()}, "kv_start"),
+    ):
+        with pytest.raises(InputError, match=words):
+            plan.run(**(good | wrong))
+        again = plan.run(**good)
+        assert all(map(torch.equal, again, first))
+
+
+def test_a_table_and_lengths_may_be_resized_in_place():
+    """As torch's `out=` does: other strides, and other requests, in the same tensors."""
+    each = batch([1] * 3, [30, 3, 17], 2, 1)
+    plan = plan_for(each, page=4, config=SMALL)
+    pages, table = poisoned_pages(each, 4)
+    lens, kept = each.numbers([30, 3, 17]), table.clone()
+    wide = torch.zeros(3, table.shape[1] + 5, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    call = {"seq_lens": lens, "block_table": table}
+    for rows, now in ((3, wide), (3, kept), (2, wide)):
+        table.resize_(rows, now.shape[1]).copy_(now[:rows])
+        lens.resize_(rows).copy_(each.numbers([30, 3, 17])[:rows])
+        out, lse = plan.run(each.q[:rows, None], pages, **call)
+        few = replace(each, q=each.q[:rows], q_lens=each.q_lens[:rows])
+        assert_right((out.flatten(0, 1), lse.flatten(0, 1)), few)
+    lens.resize_(1)
+    with pytest.raises(InputError, match="row for each request"):
+        plan.run(each.q[:2, None], pages, **call)
+
+
+def test_layers_share_a_plan():
+    """Each with a cache of its own, which the plan neither mixes up nor keeps alive."""
+    each = [batch([1] * 2, [30, 3 + layer], 2, 1) for layer in range(3)]
+    plan = plan_for(each[2], page=4, config=SMALL)
+    layers = [poisoned_pages(layer, 4) for layer in each]
+    for _ in range(2):
+        for layer, (pages, table) in zip(each, layers, strict=True):
+            lens = layer.numbers(layer.kv_lens)
+            got = plan.run(layer.q[:, None], pages, seq_lens=lens, block_table=table)
+            assert_right([x.flatten(0, 1) for x in got], layer)
+    dying = weakref.ref(layers[-1][0][0])
+    del layers, pages, table
+    assert dying() is None
 
 
 def test_maxima_that_no_plan_serves():

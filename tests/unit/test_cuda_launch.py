@@ -27,7 +27,7 @@ class Driver:
     def launch(self, config, function, params, extra):
         if self.fails:
             return self.fails.pop()
-        assert function == 42 and extra == 0
+        assert function == 42 and extra is None
         config = cuda_driver.LaunchConfig.from_address(config)
         assert (config.shared, config.attributes, config.count) == (100, None, 0)
         found = []
@@ -62,7 +62,10 @@ def drive(monkeypatch):
     def make(types, fixed, boxes=(), maps=(), parameters=None):
         driver = Driver(types)
         monkeypatch.setattr(cuda_driver, "load", lambda *args: 42)
-        monkeypatch.setattr(cuda_driver, "launch_kernel", lambda: driver.launch)
+        # As the driver's function: of C, and without argtypes.
+        driver.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(driver.launch)
+        launch = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(driver.entry, ctypes.c_void_p).value)
+        monkeypatch.setattr(cuda_driver, "launch_kernel", lambda: launch)
         monkeypatch.setattr(cuda_driver, "encode", driver.encode)
         count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
         binary = Binary(b"", "kernel", "sm_90", 100, 4, count, maps)
@@ -128,7 +131,7 @@ def test_another_calling_convention_is_refused(drive, types, fixed, boxes, param
 def test_a_value_too_many_or_too_few_is_refused(drive):
     launch, driver = drive(["i32", "i32"], [None, None])
     for given in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match="zip"):
+        with pytest.raises(ValueError, match="values for 2 arguments"):
             launch.launch(0, given)
     assert not driver.seen
 
