@@ -107,8 +107,12 @@ def extras(
     kv_start: Tensor | None,
     row_lens: Tensor | None,
     device: torch.device,
+    batch: int,
 ) -> None:
-    """That what the plan was built to take is given, and nothing else; raises InputError."""
+    """That what the plan was built to take is given, and nothing else; raises InputError.
+
+    batch: requests whose rows q has.
+    """
     for name, tensor, wanted in (
         ("sinks", sinks, form.sinks),
         ("k_scale", k_scale, form.scaled),
@@ -127,6 +131,11 @@ def extras(
     for name, each in (("kv_start", kv_start), ("row_lens", row_lens)):
         if each is not None:
             _numbers(name, each, 1)
+            if each.shape[0] < batch:
+                raise InputError(
+                    f"{name} has {each.shape[0]} elements for {batch} requests",
+                    "it has one for each",
+                )
     sizes = {"sinks": (m.Hq,), "k_scale": (1, m.Hkv), "v_scale": (1, m.Hkv)}
     for name, each in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
         if each is None:
@@ -152,7 +161,8 @@ def devices(device: torch.device, named: dict[str, Tensor]) -> None:
 
 
 def _numbers(name: str, tensor: Tensor, rank: int) -> None:
-    if tensor.dtype != torch.int32 or tensor.dim() != rank or tensor.stride(-1) not in (0, 1):
+    spaced = tensor.dim() == rank and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+    if tensor.dtype != torch.int32 or tensor.dim() != rank or spaced:
         raise InputError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}",
             f"it is int32 of {rank} dimension{'s' * (rank > 1)}, the last one contiguous",

@@ -268,9 +268,12 @@ class DecodePlan:
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, steps = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
-        admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device)
+        batch = q.shape[0] if form.prefix else requests
+        admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device, batch)
         given = {"query": q, "K": k, "seq_lens": seq_lens}
-        admission.devices(self.device, given | ({} if table is None else {"block_table": table}))
+        more = {"block_table": table, "cu_seqlens_q": cu_seqlens}
+        given |= {name: each for name, each in more.items() if each is not None}
+        admission.devices(self.device, given)
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
         fixed: dict[str, Any] = {
             **self._owned,

@@ -206,6 +206,9 @@ def test_a_run_looks_at_what_another_run_was_given_in_its_place():
         ({"sinks": torch.zeros(4)[::2]}, "sinks"),
         ({"k_scale": scale.half()}, "k_scale"),
         ({"kv_start": lens.long()}, "kv_start"),
+        # What a kernel would read past.
+        ({"kv_start": lens[:1]}, "kv_start has 1 elements for 2 requests"),
+        ({"seq_lens": lens[:1].expand(2)}, "seq_lens"),
     ):
         with pytest.raises(InputError, match=words):
             plan.run(**(good | wrong))
