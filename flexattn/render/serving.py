@@ -132,6 +132,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if config.walk == "warp":
         context |= {
             "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
+            "ahead": config.ahead and device.backend == "cuda",
             "numbers": "widened" if eight else "halves",
             "kv_element": triton_type(form.kv_dtype),
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",

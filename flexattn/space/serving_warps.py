@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device
@@ -15,9 +16,7 @@ _BESIDE = 40
 
 
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
-    """The static defaults for at most 8 rows, best first: measured on an H200."""
-    if ITEMSIZE[form.kv_dtype] == 1:
-        return  # of 8 bits the tuner knows, until they are measured
+    """Where to start with at most 8 rows, best first: of 16 bits measured on an H200."""
     if form.requests == 1 and form.mask is None:
         # Of 128k keys 128.4.2 is 0.7 % ahead, but a form has no length: the tuner's records do.
         yield ServingConfig(8, 128, 8, 1, 1, 1, "await", "round")
@@ -32,7 +31,10 @@ def space(form: ServingForm) -> Iterator[ServingConfig]:
     for warps, own, per_sm, least, deal in axes:
         if deal == "round" and least > 1:
             continue  # it shares tiles out without looking at how many there are
-        yield ServingConfig(_height(form), warps * own, warps, 1, per_sm, least, "await", deal)
+        found = ServingConfig(_height(form), warps * own, warps, 1, per_sm, least, "await", deal)
+        yield found
+        if deal == "heads" and least == 1:
+            yield replace(found, ahead=True)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -55,6 +57,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             "fewer than 4 warps have no registers to merge 16 rows",
         ),
         (config.deal in ("heads", "round"), f"deal={config.deal!r} is heads or round"),
+        (not config.ahead or config.deal == "heads", "tiles that go round are of one unit"),
         (config.combine == "await", "parts are awaited where tiles are dealt by heads or round"),
         (
             ITEMSIZE[form.dtype] == 2 and (eight or form.kv_dtype == form.dtype),

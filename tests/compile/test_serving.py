@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,25 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     asked = [m.start() for m in re.finditer(r"ld\.relaxed\.gpu\.global\.v\d\.b32", ptx)]
     assert len(asked) == 16 and "max.u32" not in ptx[asked[0] : asked[-1]]
     assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize(("kv", "D", "lines"), [(BF16, 128, 4), (torch.float8_e4m3fn, 64, 2)])
+def test_a_program_asks_for_its_next_units_first_tile(kv, D, lines, page):
+    """Each thread for a key's lines of K and V, in the turn of one unit, not of each tile."""
+    about = {"kv": kv, "scaled": kv != BF16, "D": (D, D), "page": page}
+    wanted = form(**about)
+    config = ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads", ahead=True)
+    assert not reasons(config, wanted, DEVICE)
+    plain, ahead = (
+        compile_source(render_serving(wanted, each, DEVICE, "test"), DEVICE)
+        for each in (replace(config, ahead=False), config)
+    )
+    asked = [each.asm["ptx"].count("prefetch.global.L2") for each in (plain, ahead)]
+    assert asked[1] - asked[0] == lines
+    assert resources(ahead, DEVICE).spills == spills_by_tile(ahead) == 0
+    for other in (replace(config, deal="round"), replace(config, deal="even", combine="last")):
+        assert any("ahead" in each or "round" in each for each in reasons(other, wanted, DEVICE))
 
 
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
