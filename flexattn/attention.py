@@ -124,15 +124,18 @@ def make_call(
         raise InputError("return_lse and return_aux", "only one of them may be given")
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
+    q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
     descales = Descales(q_descale, k_descale, v_descale)
     checks.check_descales(descales, q, k)
+    if any(x is not None and x.is_neg() for x in descales):
+        descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
     lse, max_scores = return_aux or (return_lse, False)
     scale = checks.check_scale(scale, q.shape[-1])
     score = None if score_mod is None else bind_on(score_mod, "score", q)
-    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.is_contiguous()):
+    if sinks is not None:
         checks.check_sinks(sinks, q)
-        sinks = sinks.contiguous()
+        sinks = sinks.contiguous().resolve_neg()
     return Call(
         q, k, v, score_mod, score, block_mask, scale, enable_gqa, kernel_options, lse, max_scores,
         sinks, descales,
@@ -196,7 +199,7 @@ def check_call(call: Call) -> None:
 def _empty(call: Call) -> Outputs:
     q, rows = call.q, call.q.shape[:3]
     out = q.new_zeros((*rows, call.v.shape[-1]), dtype=out_dtype(q.dtype))
-    lse = nothing = torch.full(rows, float("-inf"), device=q.device)
+    lse = nothing = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
     if call.sinks is not None:
         out, lse = add_sinks(out, nothing, call.sinks)
     return Outputs(out, lse.clone() if call.lse else None, nothing if call.max_scores else None)

@@ -140,17 +140,17 @@ class Launch:
         lse = maxima = None
         written: list[Any] = [out]
         if structure.lse:
-            lse = torch.empty(shape[:3], device=device)
+            lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
             written.append(lse)
         if structure.max_scores:
-            maxima = torch.empty(shape[:3], device=device)
+            maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
             written.append(maxima)
         if structure.fp8 and self.narrow is None:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
         given: list[Any] = [q, k, v, *written]
         merged: list[Any] = []
         if self.workspace:
-            workspace = torch.empty(self.workspace, device=device)
+            workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
             given.append(workspace)
             merged = [workspace, *written]
         if self.counts:

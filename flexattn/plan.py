@@ -48,14 +48,15 @@ class Call(NamedTuple):
 
 
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
-    """Trace a mod, and see that what it captures is where q is."""
+    """Trace a mod, and see that what it captures is where q is and lies there as it reads."""
     bound = bind(fn, kind)
     assert bound is not None
     index = q.get_device()
     for tensor in bound.tensors:
-        if tensor.get_device() != index:
+        if tensor.get_device() != index or tensor.is_neg():
             bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
-            return bound._replace(tensors=tuple(each.to(q.device) for each in bound.tensors))
+            there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
+            return bound._replace(tensors=there)
     return bound
 
 

@@ -98,7 +98,7 @@ class Reach:
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `run` writes."""
-        return torch.empty(self.size, device=device)
+        return torch.empty(self.size, dtype=torch.float32, device=device)
 
     def run(
         self,

@@ -70,18 +70,25 @@ class _Score(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A BlockMask, its parts that a launch reads, its runs, and the same of its mask_mod."""
+    """A BlockMask, its parts that a launch reads, its runs, and the same of its mask_mod.
+
+    shapes: of its lists, which a launch was made for; runs are known for their lists' shapes.
+    """
 
     mask: weakref.ref[Any]
     parts: tuple[Any, ...]
+    shapes: list[Any]
     runs: Tensor | None
     witness: Witness
 
     def holds(self, mask: Any) -> bool:
         same = self.mask() is mask
         parts = _parts(mask)
-        kept = self.runs is None or known_runs(mask) is self.runs
-        return same and kept and all(map(is_, parts, self.parts)) and self.witness.holds(parts[0])
+        if not (same and all(map(is_, parts, self.parts))):
+            return False
+        runs = self.runs
+        kept = _shapes(parts) == self.shapes if runs is None else known_runs(mask) is runs
+        return kept and self.witness.holds(parts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,8 @@ def remember(given: Arguments, plan: Plan) -> None:
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
         runs = known_runs(block_mask)
-        mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, runs, watched)
+        shapes = _shapes(parts)
+        mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, shapes, runs, watched)
     launch = plan.launch
     where, rest = launch.device.type, plan.rest()
     found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
@@ -165,6 +173,11 @@ def _parts(mask: BlockMask) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def _shapes(parts: tuple[Any, ...]) -> list[Any]:
+    """Of the lists among a mask's parts: `.data = …` changes them in place."""
+    return [None if each is None else (each.shape, each.stride()) for each in parts[1:5]]
+
+
 def _key(given: Arguments) -> tuple[Any, ...] | None:
     """What two calls have in common that the same launch may serve; None for no plain tensors."""
     (
@@ -172,11 +185,15 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     ) = given[:11]  # fmt: skip
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
+        return None
+    if scale is not None and type(scale) is not float:
+        scale = float(scale)
     factors, descales = None, given.descales
-    if sinks is not None and type(sinks) not in (Tensor, Parameter):
+    if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):
         return None
     if descales is not NO_DESCALES:
-        if any(x is not None and type(x) is not Tensor for x in descales):
+        if any(x is not None and (type(x) is not Tensor or x.is_neg()) for x in descales):
             return None
         factors = descales.facts()
     return (

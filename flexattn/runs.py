@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
     runs: Tensor
     lists: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
+    versions: tuple[Any, ...]
 
 
 def rows_of(
@@ -109,9 +109,10 @@ def _lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
 
 
-def _versions(lists: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
+def _versions(lists: tuple[Tensor | None, ...]) -> tuple[Any, ...] | None:
+    # A version counts what is written in place; `.data = …` gives other memory and sizes unseen.
     # Lists, not generators: a repeated call comes here, and generators take twice as long.
     given = [each for each in lists if each is not None]
     if any([each.is_inference() for each in given]):
         return None
-    return tuple([each._version for each in given])
+    return tuple([(each._version, each.data_ptr(), each.shape) for each in given])

@@ -68,7 +68,9 @@ class CudaClock:
         self.buffer: torch.Tensor | None = None
         if flush_l2:
             l2 = _cuda.get_device_properties(_cuda.current_device()).L2_cache_size
-            self.buffer = torch.zeros(max(4 * l2, MIN_FLUSH_BYTES) // 4, device="cuda")
+            self.buffer = torch.zeros(
+                max(4 * l2, MIN_FLUSH_BYTES) // 4, dtype=torch.float32, device="cuda"
+            )
         self._pool: Any = None
         self._captured: dict[Call, Call] = {}
         self._last = -IDLE_SECONDS

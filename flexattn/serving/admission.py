@@ -154,10 +154,16 @@ def extras(
 
 
 def devices(device: torch.device, named: dict[str, Tensor]) -> None:
-    """That tensors are on the plan's device; raises InputError."""
+    """That tensors are on the plan's device, as they lie in memory; raises InputError."""
     for name, tensor in named.items():
         if tensor.device != device:
             raise InputError(f"{name} is on {tensor.device}", f"the plan is on {device}")
+        if tensor.is_neg():
+            raise InputError(
+                f"{name} is a view that negates its memory",
+                "kernels read memory as it is",
+                f"pass {name}.resolve_neg()",
+            )
 
 
 def _numbers(name: str, tensor: Tensor, rank: int) -> None:

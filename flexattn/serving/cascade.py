@@ -48,9 +48,9 @@ class CascadePlan:
         common = {"batch": batch, "q_len": q_len, "lse": True, **shared}
         self.prefix = DecodePlan(kv_len=prefix_len, prefix=True, config=prefix_config, **common)
         self.own = DecodePlan(kv_len=own_len, offset=True, sinks=sinks, config=config, **common)
-        m = self.own.maxima
+        assert self.own._lse is not None
         self._out = torch.empty_like(self.own._out)
-        self._lse = torch.empty((m.rows, m.Hq), device=self.own.device)
+        self._lse = torch.empty_like(self.own._lse)
         self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
         # Launchers by number of rows are made here, so that no run compiles.
         merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
@@ -120,6 +120,8 @@ class _Beside:
         self._inside.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._ended.record(self._stream)
-        self._inside.__exit__(*error)
+        try:
+            self._ended.record(self._stream)
+        finally:
+            self._inside.__exit__(*error)
         torch.cuda.current_stream(self._device).wait_event(self._ended)

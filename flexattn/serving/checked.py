@@ -28,7 +28,7 @@ def inspect(
     if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     lengths = seq_lens.cpu()
-    starts = torch.zeros_like(lengths) if kv_start is None else kv_start.cpu()
+    starts = torch.zeros_like(lengths) if kv_start is None else kv_start.cpu()[: len(lengths)]
     own = lengths - starts
     _within("seq_lens", lengths, 0, 2**31 - 1, "lengths are not negative")
     _within("kv_start", starts, 0, 2**31 - 1, "a prefix is not negative")

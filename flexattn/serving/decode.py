@@ -104,7 +104,9 @@ def flex_decode(
         _plans.put(key, found)
     plan = found[0]
     out = torch.empty((*q.shape[:-1], plan.maxima.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:-1], device=q.device) if return_lse else None
+    lse = None
+    if return_lse:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     return plan.run(
         q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
-from flexattn.mods import bind
+from flexattn.mods import Bound, bind
 from flexattn.render.arguments import Argument, captured_arguments, captured_values
 from flexattn.render.serving_await import EMPTY
 from flexattn.serving.cache import KVCache, describe, split
@@ -76,6 +76,8 @@ class DecodePlan:
     output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
     a new plan is needed: the workspace is as each run must find it when the one before has ended.
     A cache is known by its tensors: while these live, their sizes and strides stay what they were.
+    No tensor of a run is given another dtype or device by `.data = ...`, and what mods capture is
+    read where it lay when the plan was made: change it in place.
     Raises InputError, ConfigError, ModError and BuildError.
     Method: split-KV decoding (Dao et al., Flash-Decoding) with the splits cut as in stream-K
     (Osama et al., arXiv 2301.03598) over all requests, from their lengths on the device.
@@ -118,6 +120,8 @@ class DecodePlan:
             bind(mod, kind, self.device)
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
         )
+        for bound in (self._score, self._mask):
+            _readable(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
             self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
@@ -134,7 +138,9 @@ class DecodePlan:
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
-        self._lse = torch.empty((rows, heads[0]), device=where) if lse else None
+        self._lse = (
+            torch.empty((rows, heads[0]), dtype=torch.float32, device=where) if lse else None
+        )
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
@@ -196,8 +202,9 @@ class DecodePlan:
             extras = tuple([None if each is None else facts(each) for each in optional])
         # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
         key = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, cache.facts, batch.facts,
-            seq_lens.shape, None if table is None else table.shape, extras,
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(), cache.facts,
+            batch.facts, seq_lens.shape, seq_lens.stride(),
+            None if table is None else (table.shape, table.stride()), extras,
         )  # fmt: skip
         # Compared, most of it is the same objects; looked up, it would be hashed.
         last_key, last = self._last
@@ -270,7 +277,7 @@ class DecodePlan:
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
         admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device, batch)
-        given = {"query": q, "K": k, "seq_lens": seq_lens}
+        given = {"query": q, "K": k, "V": v, "seq_lens": seq_lens}
         more = {"block_table": table, "cu_seqlens_q": cu_seqlens}
         given |= {name: each for name, each in more.items() if each is not None}
         admission.devices(self.device, given)
@@ -329,6 +336,18 @@ def _misfit(name: str, got: Tensor, wanted: Tensor) -> InputError:
         f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
         f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",
     )
+
+
+def _readable(bound: Bound | None, device: torch.device) -> None:
+    """That runs can read what a mod captures where it lies; raises InputError."""
+    for tensor in () if bound is None else bound.tensors:
+        if tensor.device != device or tensor.is_neg():
+            raise InputError(
+                f"a mod captures a tensor of shape {list(tensor.shape)} on {tensor.device}"
+                + (", a view that negates its memory" if tensor.is_neg() else ""),
+                f"a plan's runs read what mods capture as it lies on {device}",
+                f"capture tensor.to('{device}').resolve_neg()",
+            )
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -49,4 +49,4 @@ def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
 def facts(tensor: Tensor) -> tuple[Any, ...]:
     """All that admission looks at."""
     aligned = tensor.data_ptr() % 16 == 0
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned, tensor.is_neg()

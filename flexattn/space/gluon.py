@@ -60,8 +60,11 @@ def config(
     )
 
 
-def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
-    """Configs to start from, best first, with tiles cut to the mask's blocks."""
+def preferences(structure: Structure, packed: bool = False) -> Iterator[GluonPrefillConfig]:
+    """Configs to start from, best first, with tiles cut to the mask's blocks.
+
+    packed: the same where consumers have a head each, so that a block of rows is cut less often.
+    """
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None
@@ -72,7 +75,7 @@ def preferences(structure: Structure) -> Iterator[GluonPrefillConfig]:
         if structure.fp8:
             each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
-        found = suited(each, structure)
+        found = suited(replace(each, packed=packed), structure)
         keys = found.BLOCK_N
         late = loads_tiles(structure, keys)
         reads = loads_by_key(structure, keys) or late
@@ -161,8 +164,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     yield from preferences(structure)
     # Scores that rise from tile to tile are weighed twice where maxima are watched.
     yield from (replace(each, watched=False) for each in preferences(structure))
-    packed = (replace(each, packed=True) for each in preferences(structure))
-    yield from (each for each in packed if shares_keys(problem, each))
+    shared = preferences(structure, packed=True)
+    yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
     if structure.fp8:
         yield from (
             replace(each, narrow=True, watched=watched)

@@ -13,6 +13,8 @@ __all__ = ["preferences", "reasons", "space"]
 
 # Of a thread's registers, what addresses and the loop take beside its tile.
 _BESIDE = 40
+# Operands of 16 bits, on their way from 8 into products: with none left for them, tiles spill.
+_WIDENED = 32
 
 
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
@@ -90,10 +92,13 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
 def _held(config: ServingConfig, form: ServingForm) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     dims = form.head_dim_qk + form.head_dim_v
-    tiles = config.own * dims * ITEMSIZE[form.kv_dtype] // 128
+    size = ITEMSIZE[form.kv_dtype]
+    tiles = config.own * dims * size // 128 + (_WIDENED if size == 1 else 0)
     tiles += 2 * config.own * config.BLOCK_M // 32
     tiles += config.BLOCK_M * (form.head_dim_qk // 2 + form.head_dim_v) // 32
-    return tiles + form.requests // 32 * (1 if form.mask is None else 2)
+    # Who looks ahead keeps every request's tiles from unit to unit, not for the first alone.
+    ends = (1 if form.mask is None else 2) * (2 if config.ahead else 1)
+    return tiles + form.requests // 32 * ends
 
 
 def _goes_round(config: ServingConfig, form: ServingForm) -> bool:

@@ -292,7 +292,7 @@ def test_what_threads_hand_each_other_has_a_place_for_each_consumer(case, D):
 @pytest.mark.parametrize("schedule", ["dynamic", "grid"])
 @pytest.mark.parametrize("mods", ["noop", "causal", "lists", "relative_causal"])
 def test_heads_that_share_a_tile(mods, schedule):
-    """Each consumer has a head of its own, and spills no more than where they share one."""
+    """Each consumer has a head of its own, and spills no more than any may."""
     wanted = problem("prefill", **MODS[mods])
     config = replace(default(wanted, H200, "gluon"), packed=True, schedule=schedule)
     assert not reasons(config, wanted.structure, H200)

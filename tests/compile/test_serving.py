@@ -133,8 +133,14 @@ def test_a_program_asks_for_its_next_units_first_tile(kv, D, lines, page):
     asked = [each.asm["ptx"].count("prefetch.global.L2") for each in (plain, ahead)]
     assert asked[1] - asked[0] == lines
     assert resources(ahead, DEVICE).spills == spills_by_tile(ahead) == 0
-    for other in (replace(config, deal="round"), replace(config, deal="even", combine="last")):
-        assert any("ahead" in each or "round" in each for each in reasons(other, wanted, DEVICE))
+    one = form(**about, B=1)
+    assert not reasons(replace(config, deal="round", ahead=False), one, DEVICE)
+    assert any(
+        "of one unit" in each for each in reasons(replace(config, deal="round"), one, DEVICE)
+    )
+    assert any(
+        "ahead" in e for e in reasons(replace(config, deal="even", combine="last"), one, DEVICE)
+    )
 
 
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -152,7 +158,26 @@ def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
     ptx = compiled.asm["ptx"]
     assert ptx.count(f"cvt.rn.f16x2.{kind}x2") == config.own * (D + Dv) // 64
     assert resources(compiled, DEVICE).spills == spills_by_tile(compiled) == 0
-    assert not re.search(r"ld\.global\.[a-z0-9.]*b(8|16)\b", ptx)
+    wide = 4 if Dv == 128 else 2
+    for words, tensor in ((4, D), (wide, Dv)):
+        reads = config.own * tensor // (32 * 4 * words)
+        assert len(re.findall(rf"ld\.global\.[a-z0-9:.]*v{words}\.b32", ptx)) >= reads
+    assert not re.search(r"ld\.global\.[a-z0-9:.]*b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(16, 64, 4, 1, 2, 1), (8, 64, 2, 1, 2, 1), (8, 256, 8, 1, 1, 1)], ids=str
+)
+def test_no_config_of_eight_bits_that_may_run_spills(numbers):
+    """32 keys of a warp with three programs a multiprocessor, and 64 keys, did."""
+    config = ServingConfig(*numbers, "await", "heads")
+    wanted = form(kv=EIGHT_BITS["e4m3"], scaled=True)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, "test"), DEVICE)
+    assert not reasons(config, wanted, DEVICE)
+    assert resources(compiled, DEVICE).spills == 0
+    for per_sm, own in ((3, 32), (2, 64)):
+        other = replace(config, num_warps=4, BLOCK_M=8, BLOCK_N=4 * own, per_sm=per_sm)
+        assert any("registers hold" in each for each in reasons(other, wanted, DEVICE))
 
 
 def test_the_kernels_that_merge():

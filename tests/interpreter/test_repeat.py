@@ -111,6 +111,51 @@ def test_a_block_mask_that_changes(long_ways):
     assert not out.any()
 
 
+def test_lists_of_a_block_mask_that_become_narrower(long_ways):
+    """The short way kept the old width: rows were read from where they no longer began."""
+    q, k, v = inputs(1, 2, 1, 64, 64)
+    mask = block_mask(lambda b, h, q, k: (q // 16 + k // 16) % 2 == 0, q, k, 16)
+    for _ in range(2):
+        call(q, k, v, block_mask=mask)
+    assert len(long_ways) == 1
+    for lists in (mask.kv_indices, mask.full_kv_indices):
+        lists.data = lists[..., :2].contiguous()
+    call(q, k, v, block_mask=mask)
+    assert len(long_ways) == 2
+
+
+def test_runs_of_a_block_mask_whose_lists_are_given_other_data(long_ways):
+    q, k, v = inputs(1, 2, 1, 64, 64)
+    mask, other = (block_mask(mod, q, k, 16) for mod in (causal, sliding_window(3)))
+    call(q, k, v, block_mask=mask)
+    mask.mask_mod = other.mask_mod
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        getattr(mask, name).data = getattr(other, name)
+    call(q, k, v, block_mask=mask)
+    assert len(long_ways) == 2
+
+
+def test_a_scale_in_a_tensor_is_read_by_every_call(long_ways):
+    q, k, v = inputs()
+    scale = torch.tensor(0.5)
+    for value in (0.5, 5.0):
+        call(q, k, v, scale=scale.fill_(value))
+    assert len(long_ways) == 2
+
+
+def test_a_view_that_negates_its_memory_is_read_as_it_shows():
+    """As a conjugate's imaginary part is: kernels read the number behind it."""
+    q, k, v = inputs()
+    negated = torch.complex(torch.zeros_like(q), q).conj().imag
+    assert negated.is_neg()
+    bias = torch._neg_view(torch.linspace(-1, 1, 53))
+    for _ in range(2):
+        call(negated, k, v)
+        call(q, torch._neg_view(k), torch._neg_view(v))
+        call(q, k, v, score_mod=biased(bias), sinks=bias[:3].contiguous())
+        call(q, k, v)
+
+
 @pytest.mark.parametrize(
     "mod",
     [

@@ -12,6 +12,7 @@ from examples import serving
 from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError
+from flexattn.mods import bind
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
@@ -234,6 +235,59 @@ def test_a_table_and_lengths_may_be_resized_in_place():
     lens.resize_(1)
     with pytest.raises(InputError, match="row for each request"):
         plan.run(each.q[:2, None], pages, **call)
+
+
+def test_strides_of_a_table_that_change_at_the_same_shape():
+    """A table cut out of a wider one, then made dense: the first row was right, the others not."""
+    each = batch([1] * 3, [30, 3, 17], 2, 1)
+    plan = plan_for(each, page=4, config=SMALL)
+    pages, dense = poisoned_pages(each, 4)
+    wide = torch.nn.functional.pad(dense, (0, 5), value=-7)
+    table = wide.clone()[:, : dense.shape[1]]
+    lens = each.numbers([30, 3, 17])
+
+    def right(rows):
+        lens.resize_(rows).copy_(each.numbers([30, 3, 17])[:rows])
+        out, lse = plan.run(each.q[:rows, None], pages, seq_lens=lens, block_table=table)
+        few = replace(each, q=each.q[:rows], q_lens=each.q_lens[:rows])
+        assert_right((out.flatten(0, 1), lse.flatten(0, 1)), few)
+
+    right(3)
+    for rows in (2, 3):
+        table.resize_(rows, dense.shape[1]).copy_(dense[:rows])
+        right(rows)
+    table.data = wide[:, : dense.shape[1]]
+    right(3)
+
+
+def test_checked_mode_takes_more_starts_than_requests():
+    """As a run does without it: a batch that shrank keeps its longest tensors."""
+    each = batch([1] * 2, [30, 3], 2, 1)
+    plan = plan_for(each, page=4, config=SMALL, offset=True)
+    pages, table = poisoned_pages(each, 4)
+    call = {"seq_lens": each.numbers([30, 3]), "block_table": table}
+    with override(check=True):
+        got = plan.run(each.q[:, None], pages, kv_start=each.numbers([0, 0, 99]), **call)
+    assert_right([x.flatten(0, 1) for x in got], each)
+
+
+def test_what_no_run_could_read_where_it_lies():
+    each = batch([1] * 2, [30, 3], 2, 1)
+    plan = plan_for(each, page=4, config=SMALL)
+    pages, table = poisoned_pages(each, 4)
+    call = {"seq_lens": each.numbers([30, 3]), "block_table": table}
+    first = [x.clone() for x in plan.run(each.q[:, None], pages, **call)]
+    with pytest.raises(InputError, match="negates its memory"):
+        plan.run(torch._neg_view(each.q)[:, None], pages, **call)
+    assert all(map(torch.equal, plan.run(each.q[:, None], pages, **call), first))
+    slope = torch._neg_view(torch.ones(2))
+    with pytest.raises(InputError, match="negates its memory"):
+        plan_for(each, score_mod=lambda s, b, h, q, k: s * slope[h])
+    # A number on the CPU, which flex_attention copies at every call.
+    number = torch.tensor(0.5)
+    bound = bind(lambda s, b, h, q, k: s * number, "score", "cuda:0")
+    with pytest.raises(InputError, match="on cuda:0"):
+        plans._readable(bound, torch.device("cuda:0"))
 
 
 def test_layers_share_a_plan():

@@ -12,6 +12,7 @@ from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
 from flexattn.problem import Layout
+from flexattn.render.gluon.arguments import arguments
 from flexattn.render.gluon.tiles import shared_memory
 from flexattn.render.kernel import render
 from flexattn.space import gluon
@@ -189,6 +190,24 @@ def test_far_keys_are_kept_where_heads_need_others():
     wanted = problem(score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True)
     assert skips_far(wanted.structure, PLAIN)
     assert not skips_far(wanted.structure, replace(PLAIN, packed=True))
+
+
+@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, packed=True)], ids=["own", "packed"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_kernel_takes_reaches_where_a_launch_gives_them(runs, config):
+    """Packed ones took them and were given none: every launch of ALiBi had one value too few."""
+    mods = {"score_mod": alibi(32, "cpu")} | ({"mask_mod": causal, "runs": True} if runs else {})
+    wanted = problem(**mods)
+    names = [each.name for each in arguments(wanted.structure, config)]
+    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.packed)
+
+
+def test_blocks_of_a_heads_64_rows_suit_heads_that_share_a_tile():
+    """They were cut to one consumer first, which is the kernel of one head once more."""
+    wanted = problem(mask_mod=causal, block=(64, 128), q_len=64, group=4)
+    packed = [each for each in space(wanted, H200) if getattr(each, "packed", False)]
+    assert packed and {each.consumers for each in packed} == {2}
+    assert len({replace(each, packed=False) for each in packed}) == len(packed)
 
 
 def test_no_other_device_ever_sees_it():

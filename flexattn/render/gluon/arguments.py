@@ -9,6 +9,7 @@ from flexattn.render.gluon.tiles import tiles_of
 from flexattn.render.triton_ops import signature_type
 from flexattn.space.config import PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.space.terms import skips_far
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
@@ -36,6 +37,8 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     }
     found: list[Argument] = []
     for argument in triton_arguments(structure, like):
+        if argument.name == "REACH" and not skips_far(structure, config):
+            continue  # heads that share a tile need other keys each
         if argument.name in described:
             argument = _descriptor(argument.name, *described[argument.name])
         found.append(argument)

@@ -1,0 +1,3 @@
+from tests.quick_interpreter import hurry
+
+hurry()
