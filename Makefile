@@ -20,7 +20,8 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # One process holds one Triton, and interprets or compiles. A folder without tests fails (pytest's status 5).
 COMPILED := env -u TRITON_INTERPRET -u FLEXATTN_INTERPRET
-INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
+# Tiny products of torch: with a thread for each core, each of JOBS processes waits for the others'.
+INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1 OMP_NUM_THREADS=1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600
 WITH_OLDEST := PYTHONPATH=$(OLDEST)
 NO_DEVICE := not gpu and not neuron and not full_matrix and not full_autotune
