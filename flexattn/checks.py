@@ -100,7 +100,11 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale as a number; raises InputError unless float32 holds it."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
-    value = float(scale)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of many elements
+        got = f"scale is a {type(scale).__name__}"
+        raise InputError(got, "it is one number", "leave it None for 1/sqrt(D)") from None
     if not abs(value) <= MAX_FLOAT32:
         rule = "it is a finite number of 32 bits"
         raise InputError(f"scale={scale}", rule, "leave it None for 1/sqrt(D)")

@@ -112,7 +112,8 @@ def recall(given: Arguments) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
     try:
         key = _key(given)
-    except RuntimeError:  # tensors without strides: the long way says what is wrong with them
+    # Tensors without strides, or a scale that is no number: the long way says what is wrong.
+    except (RuntimeError, TypeError, ValueError):
         return None
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):

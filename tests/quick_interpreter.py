@@ -1,8 +1,9 @@
 """Triton's interpreter without what it does over and over: the same values in half the time.
 
 Of a test's time in the interpreter, a sixth went into patching triton.language again at every call
-of a device function, a quarter into asking with a dozen of Triton's own operations whether a sum
-of integers overflows, and a sixteenth into building one table of dtypes per operation.
+of a device function, a quarter into finding out with a dozen of Triton's own operations whether a
+sum of integers overflows, which it then tells nobody, and a sixteenth into building one table of
+dtypes per operation. Here a sum that overflows is an error.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _refuse_overflow(lhs, rhs, binary_op):
 
 
 def hurry():
-    """Changes the interpreter of this process."""
+    """Changes the interpreter of this process, which compiles nothing."""
     interpreter._patch_lang = _Once(interpreter._patch_lang)
     interpreter._get_np_dtype = _dtypes(interpreter._get_np_dtype)
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _refuse_overflow
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = staticmethod(_refuse_overflow)

@@ -60,6 +60,8 @@ REFUSED = {
     "devices": ({"k": zeros(B, Hkv, S, D, device="meta")}, InputError, "meta.*one device.*move"),
     "nan_scale": ({"scale": math.nan}, InputError, "nan.*finite number.*None"),
     "infinite_scale": ({"scale": -math.inf}, InputError, "-inf.*finite"),
+    "scale_in_words": ({"scale": "half"}, InputError, "scale is a str.*one number"),
+    "a_scale_a_head": ({"scale": torch.ones(2)}, InputError, "scale is a Tensor.*one number"),
     "both_ways_to_ask_for_lse": (
         {"return_lse": True, "return_aux": AuxRequest(lse=True)}, InputError, "only one of them"
     ),
