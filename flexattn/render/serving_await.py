@@ -3,7 +3,9 @@
 A word of the workspace that no one has written holds EMPTY, which no result is. A part is stored
 without fence or counter; who merges it reads its words until none of them is EMPTY. Parts are
 awaited from programs of lower number alone: blocks start in the order of their numbers, as the
-decoupled look-back of Merrill and Garland's prefix sum takes for granted too.
+decoupled look-back of Merrill and Garland's prefix sum takes for granted too. Each word is stored
+once, by one thread: a second store of it could land after who merges has left EMPTY there again,
+and then the next launch would take it for a word of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ EMPTY = -1
 _HELD = 16
 
 
-def await_context(vector: int, vectors: int) -> dict[str, object]:
+def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict[str, object]:
     """What the template says of it: a thread has `vectors` vectors of `vector` words in a tensor.
 
-    An element is a vector of a part's output, with its row's weight.
+    An element is a vector of a part's output, with its row's weight. threads: a power of two of
+    them share a row, numbered from a multiple of it. columns: of a row; threads beyond its vectors
+    hold what the first ones do.
     """
     loads = next(n for n in range(min(vectors, _HELD), 0, -1) if vectors % n == 0)
     return {
@@ -31,10 +35,14 @@ def await_context(vector: int, vectors: int) -> dict[str, object]:
         ),
         "poll_pack": loads,
         "left": (
-            "{ .reg .pred p;",
-            f"setp.ne.s32 p, ${vector + 4}, 0;",
-            f"@p st.relaxed.gpu.global{_wide(vector)}.b32 [$1], {_group(range(3, vector + 3))};",
-            f"@p st.relaxed.gpu.global.b32 [$2], ${vector + 3};",
+            "{ .reg .pred wanted, own, first; .reg .b32 thread;",
+            f"setp.ne.s32 wanted, ${vector + 4}, 0;",
+            "mov.u32 thread, %tid.x;",
+            f"and.b32 thread, thread, {threads - 1};",
+            f"setp.lt.and.u32 own, thread, {columns // vector}, wanted;",
+            "setp.eq.and.u32 first, thread, 0, wanted;",
+            f"@own st.relaxed.gpu.global{_wide(vector)}.b32 [$1], {_group(range(3, vector + 3))};",
+            f"@first st.relaxed.gpu.global.b32 [$2], ${vector + 3};",
             "mov.u32 $0, 0; }",
         ),
         "left_constraints": ",".join(["=r", "l", "l", *["r"] * (vector + 2)]),

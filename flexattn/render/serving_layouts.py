@@ -102,7 +102,12 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "v_lines": -(-WORD * v // LINE),
         "deal_round": config.deal == "round",
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
-        **await_context(_vector(form, config), _parts(form, config) * _rows_held(form, config)),
+        **await_context(
+            _vector(form, config),
+            _parts(form, config) * _rows_held(form, config),
+            32 * config.num_warps // min(config.num_warps, _merge_rows(form, config)),
+            form.head_dim_v,
+        ),
     }
 
 

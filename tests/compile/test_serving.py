@@ -118,6 +118,24 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"
 
 
+@pytest.mark.parametrize(
+    ("Hq", "D", "numbers", "threads", "own"),
+    [
+        (32, 128, (8, 128, 4, 1, 2, 1), 32, 32),
+        (32, 128, (8, 128, 8, 1, 1, 1), 64, 64),
+        (8, 64, (8, 128, 8, 1, 1, 1), 256, 64),
+    ],
+)
+def test_one_thread_stores_a_word(Hq, D, numbers, threads, own):
+    """Of the threads of a row the first stores its weight, and a vector who has it first."""
+    wanted = form(heads=(Hq, 8), D=(D, D))
+    config = ServingConfig(*numbers, "await", "heads")
+    ptx = compile_source(render_serving(wanted, config, DEVICE, "once"), DEVICE).asm["ptx"]
+    assert re.search(rf"and\.b32 thread, thread, {threads - 1};", ptx)
+    assert re.search(rf"setp\.lt\.and\.u32 own, thread, {own}, wanted;", ptx)
+    assert re.search(r"@first st\.relaxed\.gpu\.global\.b32", ptx)
+
+
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize(("kv", "D", "lines"), [(BF16, 128, 4), (torch.float8_e4m3fn, 64, 2)])
 def test_a_program_asks_for_its_next_units_first_tile(kv, D, lines, page):

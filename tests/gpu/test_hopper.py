@@ -276,11 +276,13 @@ def test_bits_stay_from_run_to_run(D, mods):
     made = prepared(q, k, v, score_mod, mask)
     first = offered(made.launch.problem)[0]
     turns = first.consumers > 1
+    # Programs that stay keep a walk in the registers of a part of Q.
+    stays = replace(first, schedule="static", q_registers=0)
     for config in (
         first,
-        replace(first, schedule="static"),
-        replace(first, schedule="static", ping_pong=turns),
-        replace(first, schedule="dynamic"),
+        stays,
+        replace(stays, ping_pong=turns),
+        replace(stays, schedule="dynamic"),
     ):
         wanted = run_with(made, config)
         for _ in range(50):

@@ -43,6 +43,38 @@ def test_rows_and_dtypes(group, dtype, D, name):
         assert empty(plan)
 
 
+@pytest.mark.parametrize(
+    ("group", "D", "config"),
+    [
+        (1, 128, ServingConfig(8, 64, 2, 1, 4, 1, "await", "heads")),
+        (1, 64, ServingConfig(8, 128, 8, 1, 1, 1, "await", "heads")),
+        (2, 64, ServingConfig(8, 128, 8, 1, 1, 1, "await", "round")),
+        (4, 128, ServingConfig(8, 128, 8, 1, 1, 1, "await", "round")),
+    ],
+    ids=str,
+)
+def test_a_word_is_stored_once(group, D, config):
+    """Threads of several warps hold a row's weight, and each of them stored it.
+
+    A store could land after the program that merges had read the first one and left the word
+    EMPTY: once in thousands of launches a word was left, which the next launch took for its own.
+    """
+    lengths = [30_011] if config.deal == "round" else [2047, 517, 9001, 33]
+    each = batch([1] * len(lengths), lengths, 8 * group, 8, D, **BF16)
+    plan = DecodePlan(
+        batch=len(lengths), kv_len=32_768, heads=(8 * group, 8), head_dim=D, page_size=16,
+        config=config,
+    )  # fmt: skip
+    cache, table = poisoned_pages(each, 16)
+    q, lens = each.q[:, None], each.numbers(lengths)
+    wanted = plan.run(q, cache, seq_lens=lens, block_table=table).clone()
+    left = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(2000):
+        got = plan.run(q, cache, seq_lens=lens, block_table=table)
+        left |= (plan._workspace.view(torch.int32) != -1).any() | (got != wanted).any()
+    assert not left
+
+
 def test_sixteen_rows():
     config = ServingConfig(16, 64, 4, 1, 2, 1, "await", "heads")
     for q_len in (3, 4):
