@@ -132,7 +132,6 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if config.walk == "warp":
         context |= {
             "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
-            "ahead": config.ahead and device.backend == "cuda",
             "numbers": "widened" if eight else "halves",
             "kv_element": triton_type(form.kv_dtype),
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
@@ -283,7 +282,6 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device),
         "jit": "triton.jit",
         "alone": config.walk == "warp",
-        "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],

@@ -9,7 +9,7 @@ from dataclasses import replace
 from flexattn.device import Device
 from flexattn.render.score_printer import PrintedScore
 from flexattn.render.serving_await import EMPTY, await_context
-from flexattn.space.serving import ITEMSIZE, LINE, ServingConfig, ServingForm
+from flexattn.space.serving import ITEMSIZE, ServingConfig, ServingForm
 
 __all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
 
@@ -21,8 +21,6 @@ _LAYOUTS = (
         r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
     ),
 )
-# Bytes of a word of the cache as it is read.
-WORD = 4
 # Vectors of parts that a thread awaits at a time.
 AWAITED = 16
 
@@ -62,7 +60,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         shape = warps, own // inside, inside
         return linear(kept, [split(base) for base in lanes], *shape)
 
-    in_word = WORD // ITEMSIZE[form.kv_dtype]
+    in_word = 4 // ITEMSIZE[form.kv_dtype]
     # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
     k_side = 4 * in_word
     v_side = min(k_side, form.head_dim_v // 8)
@@ -98,8 +96,6 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "in_word": in_word,
         "k_side": k_side,
         "v_side": v_side,
-        "k_lines": -(-WORD * k // LINE),
-        "v_lines": -(-WORD * v // LINE),
         "deal_round": config.deal == "round",
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(

@@ -51,8 +51,6 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     if config.walk == "warp":
         return serving_warps.reasons(config, form, device)
     found = []
-    if config.ahead:
-        found.append("ahead is for tiles that are dealt by heads")
     if config.combine == "await":
         found.append("parts are awaited where tiles are dealt by heads or round")
     elif config.combine not in get_args(Combine):
@@ -115,10 +113,12 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
 
 
 def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
-    # Of 8 bits nobody has measured it: there the tuner starts with both.
-    warps_first = ITEMSIZE[form.kv_dtype] > 1
-    if warps_first:
-        yield from _walking_alone(form, device)
+    if device.capability == 90 and 0 < form.rows <= 8:
+        for each in serving_warps.preferences(form):
+            programs = each.programs(device)
+            # Each head has as many: more idle ones than this cost more than walking apart gives.
+            if programs % form.kv_heads <= programs // 8:
+                yield each
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
@@ -135,18 +135,6 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
         yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
     yield ServingConfig(16, 32, 4, 2, 1)
     yield ServingConfig(16, 16, 4, 1, 1)
-    if not warps_first:
-        yield from _walking_alone(form, device)
-
-
-def _walking_alone(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
-    if device.capability != 90 or not 0 < form.rows <= 8:
-        return
-    for each in serving_warps.preferences(form):
-        programs = each.programs(device)
-        # Each head has as many: more idle ones than this cost more than walking apart gives.
-        if programs % form.kv_heads <= programs // 8:
-            yield each
 
 
 def _combine(height: int, widest: int) -> Combine:

@@ -91,7 +91,6 @@ class ServingConfig:
     combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
     program that finishes last, or "launch", a second kernel. Of the others "await": the program
     that has the unit's end waits for the words of those before it.
-    ahead: of "heads", a program asks for the first tile of its next unit while it works on one.
     """
 
     BLOCK_M: int
@@ -102,7 +101,6 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     deal: Deal = "even"
-    ahead: bool = False
 
     @property
     def walk(self) -> Walk:

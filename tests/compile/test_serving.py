@@ -136,31 +136,6 @@ def test_one_thread_stores_a_word(Hq, D, numbers, threads, own):
     assert re.search(r"@first st\.relaxed\.gpu\.global\.b32", ptx)
 
 
-@pytest.mark.parametrize("page", [0, 16])
-@pytest.mark.parametrize(("kv", "D", "lines"), [(BF16, 128, 4), (torch.float8_e4m3fn, 64, 2)])
-def test_a_program_asks_for_its_next_units_first_tile(kv, D, lines, page):
-    """Each thread for a key's lines of K and V, in the turn of one unit, not of each tile."""
-    about = {"kv": kv, "scaled": kv != BF16, "D": (D, D), "page": page}
-    wanted = form(**about)
-    config = ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads", ahead=True)
-    assert not reasons(config, wanted, DEVICE)
-    plain, ahead = (
-        compile_source(render_serving(wanted, each, DEVICE, "test"), DEVICE)
-        for each in (replace(config, ahead=False), config)
-    )
-    asked = [each.asm["ptx"].count("prefetch.global.L2") for each in (plain, ahead)]
-    assert asked[1] - asked[0] == lines
-    assert resources(ahead, DEVICE).spills == spills_by_tile(ahead) == 0
-    one = form(**about, B=1)
-    assert not reasons(replace(config, deal="round", ahead=False), one, DEVICE)
-    assert any(
-        "of one unit" in each for each in reasons(replace(config, deal="round"), one, DEVICE)
-    )
-    assert any(
-        "ahead" in e for e in reasons(replace(config, deal="even", combine="last"), one, DEVICE)
-    )
-
-
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 

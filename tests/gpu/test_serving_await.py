@@ -12,7 +12,6 @@ CONFIGS = {
     "heads": ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads"),
     "default": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"),
     "one warp": ServingConfig(8, 32, 1, 1, 8, 1, "await", "heads"),
-    "ahead": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads", ahead=True),
     "two warps": ServingConfig(8, 64, 2, 1, 4, 2, "await", "heads"),
     "round": ServingConfig(8, 128, 8, 1, 1, 1, "await", "round"),
     "round, 4 warps": ServingConfig(8, 64, 4, 1, 2, 1, "await", "round"),

@@ -11,7 +11,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 CONFIGS = {
     "4 warps of 32 keys": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"),
     "three a multiprocessor": ServingConfig(8, 64, 4, 1, 3, 1, "await", "heads"),
-    "ahead": ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads", ahead=True),
     "2 warps": ServingConfig(8, 64, 2, 1, 4, 1, "await", "heads"),
     "8 warps": ServingConfig(8, 256, 8, 1, 1, 1, "await", "heads"),
     "round": ServingConfig(8, 256, 8, 1, 1, 1, "await", "round"),

@@ -35,7 +35,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"q_len": 4}, "program", "even", 16),
         ({"q_len": 8}, "program", "even", 32),
         ({"total_q": 512}, "program", "even", 64),
-        ({"kv": torch.float8_e4m3fn}, "program", "even", 16),
+        ({"kv": torch.float8_e4m3fn}, "warp", "heads", 8),
         ({"kv": torch.float32}, "program", "even", 16),
         ({"D": (80, 80)}, "program", "even", 16),
         ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, "program", "even", 64),
