@@ -143,6 +143,55 @@ def test_a_program_asks_for_its_next_units_first_tile(kv, D, lines, page):
     )
 
 
+def draft_tree(kind=torch.bool):
+    """Of each request all keys in the past, and of its last 8 those that a table shows."""
+    past, above = torch.arange(8, dtype=torch.int32), torch.ones(8, 8, dtype=kind)
+
+    def mask(b, h, q, kv):
+        return (kv < past[b]) | (above[q - past[b], (kv - past[b]).clamp(min=0)] != 0)
+
+    return mask
+
+
+READS = {
+    torch.bool: "u8",
+    torch.int8: "u8",
+    torch.float16: "u16",
+    torch.float32: "b32",
+    torch.int64: "b64",
+}
+
+
+@pytest.mark.parametrize("kind", READS, ids=str)
+def test_a_mask_that_reads_the_last_keys_costs_the_other_tiles_nothing(kind):
+    """A tree's table took on a layout of its own, scores and sums with it, and a second loop."""
+    numbers = (32, 64, 4, 3, 2, 1)
+    plain, tree = (
+        compile_source(
+            render_serving(form(B=8, q_len=8, **about), ServingConfig(*numbers), DEVICE, "test"),
+            DEVICE,
+        )
+        for about in ({}, {"mask": draft_tree(kind)})
+    )
+    moved = [each.asm["ttgir"].count("ttg.convert_layout") for each in (plain, tree)]
+    assert moved[0] == moved[1], "no score moves between threads for the table"
+    assert tree.asm["ttgir"].count("async_copy_global_to_local") == 2 * 3, "one pipeline"
+    assert resources(tree, DEVICE).matrix_instructions == 64, "one loop"
+    assert spills_by_tile(tree) == 0
+    assert resources(tree, DEVICE).spills < 10
+    width = len(re.findall(rf"@p ld\.global\.{READS[kind]} word", tree.asm["ptx"]))
+    assert width == 32 * 64 // 128
+
+
+@pytest.mark.parametrize("numbers", [(16, 64, 4, 3, 2, 1), (64, 64, 4, 2, 2, 1)], ids=str)
+def test_such_a_mask_in_tiles_of_other_heights(numbers):
+    wanted = form(B=8, q_len=8, mask=draft_tree())
+    compiled = compile_source(
+        render_serving(wanted, ServingConfig(*numbers), DEVICE, "test"), DEVICE
+    )
+    assert spills_by_tile(compiled) == 0
+
+
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
