@@ -13,7 +13,7 @@ from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.serving_layouts import serving_layouts, warp_sizes, with_layouts
-from flexattn.render.serving_reads import peeks_of, reads_last_keys
+from flexattn.render.serving_reads import fetched_ahead, peeks_of, reads_last_keys
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -134,6 +134,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "mask_apart": late and config.walk == "warp",
         "peeks": () if mask is None else peeks_of(mask),
         "prefetch": device.backend == "cuda",
+        "fetched": (*fetched_ahead(form.score), *fetched_ahead(form.mask)),
     }
     if config.walk == "warp":
         context |= {

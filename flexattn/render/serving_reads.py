@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexattn.problem import Captures
 from flexattn.render.mask_parts import MaskParts
 from flexattn.render.span import free_bounds_of
 from flexattn.render.triton_ops import itemsize, triton_type
+from flexattn.render.triton_printer import buffer_names
+from flexattn.space.serving import LINE
 
-__all__ = ["Peek", "peeks_of", "reads_last_keys"]
+__all__ = ["Fetched", "Peek", "fetched_ahead", "peeks_of", "reads_last_keys"]
+
+# At most so many lines of memory are asked for along each dimension of a captured tensor.
+AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,38 @@ class Peek:
     register: str
     bits: int
     value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Elements of a captured tensor whose lines of memory a kernel asks for at its start.
+
+    Texts of the element's address and of whether it exists, for numbers named `line`.
+    """
+
+    address: str
+    exists: str
+
+
+def fetched_ahead(captures: Captures | None) -> Iterator[Fetched]:
+    """The first elements along each dimension of what a mod captures: a line each, or a row.
+
+    That is nearly all of a small tensor. Every address is that of an element, also of a view with
+    gaps, so nothing but the tensor's own memory is touched.
+    """
+    if captures is None:
+        return
+    mod = captures.mod
+    for slot, buffer in enumerate(mod.buffers):
+        base, sizes, strides = buffer_names(mod.kind, slot, buffer.rank)
+        for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            step = f"line * {stride}"
+            index = "line"
+            if dim == buffer.rank - 1 and captures.contiguous[slot]:
+                step = index = f"line * {LINE // itemsize(buffer.dtype)}"
+            others = [f"({each} > 0)" for each in sizes if each != size]
+            exists = [f"(line < {AHEAD})", f"({index} < {size})", *others]
+            yield Fetched(f"{base} + {step}", " & ".join(exists))
 
 
 def reads_last_keys(captures: Captures | None, mask: MaskParts | None) -> bool:

@@ -12,7 +12,7 @@ import triton
 
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
-from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
@@ -181,6 +181,30 @@ def test_a_mask_that_reads_the_last_keys_costs_the_other_tiles_nothing(kind):
     assert resources(tree, DEVICE).spills < 10
     width = len(re.findall(rf"@p ld\.global\.{READS[kind]} word", tree.asm["ptx"]))
     assert width == 32 * 64 // 128
+
+
+ASKED = {
+    "program": ServingConfig(16, 64, 4, 3, 2, 1),
+    "heads": AWAITED["heads"],
+    "round": AWAITED["round"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_first_lines_of_captured_tensors_are_asked_for(name):
+    """Cold, a table that another table leads to cost two waits for memory, one after the other."""
+    mods = {"score": alibi(32, "cpu")}, {"mask": draft_tree()}
+    about = [{}, {"score": softcap(30.0)}, *mods]
+    found = []
+    for each in about:
+        wanted = form(B=1 if name == "round" else 8, q_len=2, **each)
+        source = render_serving(wanted, ASKED[name], DEVICE, "test")
+        found.append(compile_source(source, DEVICE).asm["ptx"])
+    counts = [ptx.count("prefetch.global.L2") for ptx in found]
+    assert [each - counts[0] for each in counts] == [0, 0, 1, 3]
+    if name != "round":  # its tiles' first loads come before all else
+        for ptx in found:
+            assert ptx.rindex("prefetch.global.L2") < ptx.index("ld.global")
 
 
 @pytest.mark.parametrize("numbers", [(16, 64, 4, 3, 2, 1), (64, 64, 4, 2, 2, 1)], ids=str)
