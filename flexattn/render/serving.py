@@ -13,6 +13,7 @@ from flexattn.render.arguments import Argument, captured_arguments
 from flexattn.render.mask_parts import MaskParts, whole
 from flexattn.render.score_printer import PrintedScore, whole_score
 from flexattn.render.serving_layouts import serving_layouts, warp_sizes, with_layouts
+from flexattn.render.serving_reads import fetched_ahead, peeks_of, reads_last_keys
 from flexattn.render.source import BASE_2, Source
 from flexattn.render.span import Edge, edges, free_bounds_of, free_edges
 from flexattn.render.triton_ops import signature_type, triton_type
@@ -90,6 +91,9 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if score is not None and config.walk == "warp":
         score = with_layouts(score)
     mask = _printed(form.mask, form, device)
+    late = not form.prefix and reads_last_keys(form.mask, mask)
+    if late and config.walk == "program":
+        mask = _printed(form.mask, form, device, peeks=True)
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
     v = rendering.named_pieces("v", form.head_dim_v)
@@ -126,8 +130,11 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
         "late_sum": config.BLOCK_M <= 32,
-        "mask_apart": mask is not None and _reads_keys(form, mask),
+        # A warp of its own reads in the layout of its scores, and has its next tile in registers.
+        "mask_apart": late and config.walk == "warp",
+        "peeks": () if mask is None else peeks_of(mask),
         "prefetch": device.backend == "cuda",
+        "fetched": (*fetched_ahead(form.score), *fetched_ahead(form.mask)),
     }
     if config.walk == "warp":
         context |= {
@@ -162,6 +169,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
         "prefetch": False,
+        "peeks": (),
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
@@ -313,32 +321,28 @@ def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
     return rows, max(1, min(32, held // (rows * width)))
 
 
-def _traits(form: ServingForm, device: Device, rowwise: bool = True) -> Traits:
+def _traits(
+    form: ServingForm, device: Device, rowwise: bool = True, peeks: bool = False
+) -> Traits:
     return Traits(
         head_per_row=rowwise,
         batch_per_row=rowwise and form.prefix,
         interpreted=device.backend == "interpreter",
         fast_tanh=device.has_tanh and form.dtype == "bfloat16",
         short_tanh=form.dtype in ("bfloat16", "float16"),
+        peeks=peeks,
     )
 
 
-def _reads_keys(form: ServingForm, mask: MaskParts) -> bool:
-    """Whether a mask reads memory for each key, and only for the last keys of a request.
-
-    Scores take on the layout that such reads ask for, and the whole tile pays for it.
-    """
-    assert form.mask is not None
-    printed = [part.printed for part in mask.parts]
-    reads = any("tl.load(" in line for each in printed for line in (*each.early, *each.body))
-    free = None if form.prefix else free_bounds_of(form.mask.mod)
-    return reads and free is not None and not any(lowest for lowest, *_ in free)
-
-
-def _printed(captures: Captures | None, form: ServingForm, device: Device) -> MaskParts | None:
+def _printed(
+    captures: Captures | None, form: ServingForm, device: Device, peeks: bool = False
+) -> MaskParts | None:
     if captures is None:
         return None
     needed = "i < end"
     if not form.prefix and free_bounds_of(captures.mod) is not None:
         needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
-    return whole(captures, _traits(form, device), needed)
+    if peeks:
+        # Nothing but its end bounds what is free, so no tile begins before it.
+        needed = "start_n + BLOCK_N > free_high"
+    return whole(captures, _traits(form, device, peeks=peeks), needed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
@@ -80,6 +81,12 @@ def triton_type(dtype: str) -> str:
 def signature_type(dtype: str) -> str:
     """`fp32` for "float32", as a kernel's signature names it."""
     return _TYPES[dtype][1]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element in memory."""
+    bits = re.search(r"\d+", signature_type(dtype))
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 def is_known(dtype: str) -> bool:

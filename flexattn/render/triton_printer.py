@@ -29,7 +29,8 @@ class Traits:
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
-    for the output's dtype. short_tanh: an exponential and a division are.
+    for the output's dtype. short_tanh: an exponential and a division are. peeks: what differs by
+    key is read by the `peek` of its dtype, which the template defines.
     """
 
     interpreted: bool = False
@@ -37,6 +38,7 @@ class Traits:
     batch_per_row: bool = False
     fast_tanh: bool = False
     short_tanh: bool = False
+    peeks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +327,10 @@ class _Printer:
         address = " + ".join([base, *terms[key]])
         inside = self._logical("and", checks[key]) if checks[key] else ""
         checked = f", mask={inside}, other=0" if inside else ""
-        loaded = _Value(f"tl.load({address}{checked})", buffer.dtype, row, key)
+        text = f"tl.load({address}{checked})"
+        if key and inside and self.traits.peeks:
+            text = f"peek_{buffer.dtype}({address}, {inside})"
+        loaded = _Value(text, buffer.dtype, row, key)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not row and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)

@@ -12,7 +12,7 @@ import triton
 
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
-from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
@@ -134,6 +134,79 @@ def test_one_thread_stores_a_word(Hq, D, numbers, threads, own):
     assert re.search(rf"and\.b32 thread, thread, {threads - 1};", ptx)
     assert re.search(rf"setp\.lt\.and\.u32 own, thread, {own}, wanted;", ptx)
     assert re.search(r"@first st\.relaxed\.gpu\.global\.b32", ptx)
+
+
+def draft_tree(kind=torch.bool):
+    """Of each request all keys in the past, and of its last 8 those that a table shows."""
+    past, above = torch.arange(8, dtype=torch.int32), torch.ones(8, 8, dtype=kind)
+
+    def mask(b, h, q, kv):
+        return (kv < past[b]) | (above[q - past[b], (kv - past[b]).clamp(min=0)] != 0)
+
+    return mask
+
+
+READS = {
+    torch.bool: "u8",
+    torch.int8: "u8",
+    torch.float16: "u16",
+    torch.float32: "b32",
+    torch.int64: "b64",
+}
+
+
+@pytest.mark.parametrize("kind", READS, ids=str)
+def test_a_mask_that_reads_the_last_keys_costs_the_other_tiles_nothing(kind):
+    """A tree's table took on a layout of its own, scores and sums with it, and a second loop."""
+    numbers = (32, 64, 4, 3, 2, 1)
+    plain, tree = (
+        compile_source(
+            render_serving(form(B=8, q_len=8, **about), ServingConfig(*numbers), DEVICE, "test"),
+            DEVICE,
+        )
+        for about in ({}, {"mask": draft_tree(kind)})
+    )
+    moved = [each.asm["ttgir"].count("ttg.convert_layout") for each in (plain, tree)]
+    assert moved[0] == moved[1], "no score moves between threads for the table"
+    assert tree.asm["ttgir"].count("async_copy_global_to_local") == 2 * 3, "one pipeline"
+    assert resources(tree, DEVICE).matrix_instructions == 64, "one loop"
+    assert spills_by_tile(tree) == 0
+    assert resources(tree, DEVICE).spills < 10
+    width = len(re.findall(rf"@p ld\.global\.{READS[kind]} word", tree.asm["ptx"]))
+    assert width == 32 * 64 // 128
+
+
+ASKED = {
+    "program": ServingConfig(16, 64, 4, 3, 2, 1),
+    "heads": AWAITED["heads"],
+    "round": AWAITED["round"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_first_lines_of_captured_tensors_are_asked_for(name):
+    """Cold, a table that another table leads to cost two waits for memory, one after the other."""
+    mods = {"score": alibi(32, "cpu")}, {"mask": draft_tree()}
+    about = [{}, {"score": softcap(30.0)}, *mods]
+    found = []
+    for each in about:
+        wanted = form(B=1 if name == "round" else 8, q_len=2, **each)
+        source = render_serving(wanted, ASKED[name], DEVICE, "test")
+        found.append(compile_source(source, DEVICE).asm["ptx"])
+    counts = [ptx.count("prefetch.global.L2") for ptx in found]
+    assert [each - counts[0] for each in counts] == [0, 0, 1, 3]
+    if name != "round":  # its tiles' first loads come before all else
+        for ptx in found:
+            assert ptx.rindex("prefetch.global.L2") < ptx.index("ld.global")
+
+
+@pytest.mark.parametrize("numbers", [(16, 64, 4, 3, 2, 1), (64, 64, 4, 2, 2, 1)], ids=str)
+def test_such_a_mask_in_tiles_of_other_heights(numbers):
+    wanted = form(B=8, q_len=8, mask=draft_tree())
+    compiled = compile_source(
+        render_serving(wanted, ServingConfig(*numbers), DEVICE, "test"), DEVICE
+    )
+    assert spills_by_tile(compiled) == 0
 
 
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

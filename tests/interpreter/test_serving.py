@@ -60,6 +60,27 @@ def test_every_mod_of_the_catalogue(entry):
     check(batch([5] * 4, [53, 0, 17, 128]), page=5, **mods)
 
 
+READ = (torch.bool, torch.uint8, torch.int64, torch.float16)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("per_sm", [1, 7])
+@pytest.mark.parametrize("kind", READ, ids=str)
+def test_a_tree_of_draft_tokens(kind, per_sm):
+    """The table is read for the last keys alone; of what is no key, or no row, it has nothing."""
+    each = batch([5] * 6, [53, 5, 16, 17, 128, 36], 6, 2)
+    past = torch.tensor(each.kv_lens) - 5
+    above = torch.ones(6, 5, 7).tril().to(kind)[..., ::2].repeat_interleave(2, 2)[..., :5]
+    above[:, 3, 1:3] = 0
+
+    def tree(b, h, q, kv):
+        return (kv < past[b]) | (above[b, q - past[b], (kv - past[b]).clamp(min=0)] != 0)
+
+    config = ServingConfig(16, 16, 4, 2, per_sm)
+    check(each, config=config, mask_mod=tree)
+    check(each, config=config, page=0, mask_mod=tree)
+
+
 def test_a_mixed_batch_of_chunks_and_single_tokens():
     each = batch([40, 1, 0, 1, 17, 3], [100, 53, 9, 1, 17, 0], 6, 2)
     for mods in ({}, {"mask_mod": causal}, {"mask_mod": sliding_window(9)}):
