@@ -24,6 +24,8 @@ RecordKind: TypeAlias = Kind | Literal["serving"]
 
 # What prints for plain torch, or runs in the interpreter, decides no compiled kernel.
 _NOT_RENDERING = ("torch_printer.py", "interpreted_math.py", "interpreted_gluon.py")
+# What ends a cascade: no record names a config of it, or was timed with it.
+_OF_CASCADES = ("serving_join.py",)
 # What renders a plan's kernels alone.
 _OF_SERVING = ("serving.py", "serving_await.py", "serving_layouts.py")
 # How a score_mod is taken apart, after its fingerprint was made.
@@ -107,7 +109,7 @@ def renderer_hash(part: Literal["", "gluon", "serving"] = "") -> str:
     if part == "serving":
         files = [package / "render" / name for name in _OF_SERVING]
     else:
-        left_out = (*_NOT_RENDERING, *_OF_SERVING)
+        left_out = (*_NOT_RENDERING, *_OF_CASCADES, *_OF_SERVING)
         folder = package / "render" / part
         files = sorted(path for path in folder.glob("*.py") if path.name not in left_out)
         files += [Path(mods.__file__).parent / name for name in _OF_MODS]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexattn.errors import InputError
 from flexattn.serving.cache import KVCache
+from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
 from flexattn.space.serving import ServingConfig
@@ -24,7 +25,8 @@ class CascadePlan:
     request behind it. The other arguments are DecodePlan's; with sinks, they count once. A
     mask_mod is evaluated over the prefix, which no window skips. It compiles and allocates when it
     is built; its runs do neither. On a GPU the two passes run side by side: the second in a stream
-    of the plan's own, which begins and ends with the caller's, also where that is captured.
+    of the plan's own, which begins and ends with the caller's, also where that is captured. The
+    last launch merges the prefix's parts and both states at once.
 
     Method: the rows of all requests form one tall tile over the prefix, and the two states merge
     (Ye et al., Cascade Inference, flashinfer.ai 2024).
@@ -52,8 +54,11 @@ class CascadePlan:
         self._out = torch.empty_like(self.own._out)
         self._lse = torch.empty_like(self.own._lse)
         self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
-        # Launchers by number of rows are made here, so that no run compiles.
-        merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
+        # Who finishes last of a unit has merged its parts already.
+        self._join = Join(self.prefix) if self.prefix.config.combine == "launch" else None
+        if self._join is None:
+            # Compiled here, so that no run does.
+            merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
 
     def run(
         self,
@@ -95,7 +100,10 @@ class CascadePlan:
         rows = own[0].shape[0] * own[0].shape[1]
         out = self._out[:rows].view(own[0].shape)
         lse = self._lse[:rows].view(own[1].shape)
-        return merge_states(*before, *own, out=out, lse=lse)
+        if self._join is None:
+            return merge_states(*before, *own, out=out, lse=lse)
+        assert isinstance(before, tuple) and isinstance(own, tuple)
+        return self._join(before, own, out, lse, prefix_len, v_scale)
 
 
 class _Beside:

@@ -21,6 +21,7 @@ __all__ = ["Kernels", "build"]
 class Kernels(NamedTuple):
     """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
 
+    combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
     gpu: its index, -1 where there is none.
     """
 
@@ -68,7 +69,7 @@ def build(
         if attend.shared_memory > target.shared_memory:
             continue
         combine, programs = None, chosen.programs(target)
-        if chosen.combine == "launch":
+        if chosen.combine == "launch" and not form.prefix:
             source = render_serving_combine(form, chosen, target)
             combine = builder().kernel(source, target, index)
         merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)

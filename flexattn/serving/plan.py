@@ -70,7 +70,8 @@ class DecodePlan:
     config: ServingConfig; where None the one of a tuned record, looked for now, or the static
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
     record is wanted, "" for the best there is. prefix, offset: this plan is the first or
-    the second pass of a CascadePlan, whose runs give row_lens or kv_start.
+    the second pass of a CascadePlan, whose runs give row_lens or kv_start. What the first returns
+    is whole with combine="last" alone; of "launch" the cascade merges the parts.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
     output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
@@ -238,6 +239,12 @@ class DecodePlan:
             with torch.cuda.device(gpu):
                 ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
         return out if lse is None else (out, lse)
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys that the last run could read of a request."""
+        ready = self._last[1]
+        return 0 if ready is None else min(self.maxima.kv_len, ready.keys)
 
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None

@@ -122,12 +122,14 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     widest = max(form.head_dim_qk, form.head_dim_v)
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
-    combine = _combine(height, widest)
+    combine: Combine = "launch" if form.prefix else _combine(height, widest)
     if form.dtype == "float32":
         # Without matrix instructions a tile lives in registers.
         yield ServingConfig(height, 32, 8, 2, 1, 1, combine)
     elif widest <= 128:
-        start = ServingConfig(height, 64, warps, 3, 2, 1, combine)
+        # Beside a shared prefix other programs walk each request's own keys: with one for each SM,
+        # not two, a cascade took 47.1 us of 54.8 on an H200.
+        start = ServingConfig(height, 64, warps, 3, 1 if form.prefix else 2, 1, combine)
         yield start
         yield replace(start, num_stages=2)
     else:

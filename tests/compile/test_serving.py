@@ -16,6 +16,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
+from flexattn.render.serving_join import join_programs, render_join
 from flexattn.resources import resources
 from flexattn.serving.request import Maxima, form_of
 from flexattn.space.serving import (
@@ -258,6 +259,36 @@ def test_the_kernels_that_merge():
         compiled = compile_source(source, DEVICE)
         assert resources(compiled, DEVICE).spills == 0
         assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+
+
+@pytest.mark.parametrize("D", [40, 64, 128, 192, 256, 512])
+@pytest.mark.parametrize("kv", [BF16, torch.float8_e4m3fn])
+def test_the_kernel_that_ends_a_cascade(kv, D):
+    """A warp asks for all parts of a row, and for the own state before, then waits once."""
+    wanted = form(B=32, D=(D, D), kv=kv, scaled=kv != BF16, prefix=True, lse=True)
+    config = next(serving_candidates(wanted, DEVICE))
+    assert (config.combine, config.per_sm) == ("launch", 1)
+    source = render_join(wanted, config, DEVICE)
+    compiled = compile_source(source, DEVICE)
+    assert resources(compiled, DEVICE).spills == 0
+    assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+    assert join_programs(wanted, config, 32) == 32 * 32
+    if D & (D - 1) == 0:
+        ptx = compiled.asm["ptx"]
+        assert "bar.sync" not in ptx and "st.shared" not in ptx
+        wide = [m.start() for m in re.finditer(r"ld\.global\.v4\.b32", ptx)]
+        assert len(wide) >= (16 if D >= 128 else 8)
+        assert not re.search(r"ex2|shfl", ptx[: wide[-1]]), "no part is waited for before"
+
+
+def test_a_prefix_alone_has_other_defaults():
+    """Those of any other form are what they were: two programs for each multiprocessor."""
+    for about in ({"heads": (64, 4)}, {"total_q": 2048}, {"q_len": 16}):
+        config = next(serving_candidates(form(**about), DEVICE))
+        assert (config.walk, config.per_sm) == ("program", 2), about
+    for about in ({"B": 1}, {"B": 4}, {"B": 256}, {"D": (256, 256)}):
+        config = next(serving_candidates(form(prefix=True, **about), DEVICE))
+        assert (config.combine, config.per_sm) == ("launch", 1), about
 
 
 def test_the_space_starts_with_the_default_and_names_its_workspace():

@@ -25,8 +25,10 @@ from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
 from flexattn.render.kernel import render
 from flexattn.render.reach import render_norms, render_reach
+from flexattn.render.serving_join import render_join
 from flexattn.render.source import render_block_mask, render_combine
 from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.space.serving import ServingConfig, ServingForm
 from tests.problems import problem
 
 FILES = Path(__file__).parent / "files"
@@ -133,6 +135,24 @@ GOLDENS = {
     "decode_sinks": lambda: kernel(DECODE, "decode", D=64, sinks="bfloat16"),
     "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
     "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
+    "serving_join_scaled_80": lambda: render_join(
+        ServingForm(
+            "bfloat16",
+            "float8_e4m3fn",
+            80,
+            80,
+            4,
+            8,
+            16,
+            1,
+            128,
+            scaled=True,
+            prefix=True,
+            lse=True,
+        ),
+        ServingConfig(64, 64, 4, 3, 1, combine="launch"),
+        DEVICE,
+    ),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),
 }

@@ -215,27 +215,37 @@ def test_states_merge_and_flex_decode():
         torch.testing.assert_close(x, y)
 
 
-def test_a_cascade():
-    prefix, own, Hq, Hkv = 1001, [256, 1, 77, 300], 32, 8
+CASCADES = {
+    "few rows": (1001, [256, 1, 77, 300], None),
+    "several tiles of rows": (3001, [1 + 13 * b % 200 for b in range(37)], None),
+    "whole units": (70, [256, 1, 77, 300], ServingConfig(16, 64, 4, 2, 1, 100, "launch")),
+    "merged by who finishes last": (1001, [256, 1, 77, 300], ServingConfig(16, 64, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_a_cascade(name):
+    (prefix, own, config), Hq, Hkv = CASCADES[name], 32, 8
+    count = len(own)
     lengths = [prefix + n for n in own]
-    each = batch([1] * 4, lengths, Hq, Hkv, 128, **BF16)
-    split = batch([1] * 5, [*own, prefix], Hq, Hkv, 128, **BF16)
-    for name in ("k", "v"):
-        source = getattr(each, name)
-        for b in range(4):
+    each = batch([1] * count, lengths, Hq, Hkv, 128, **BF16)
+    split = batch([1] * (count + 1), [*own, prefix], Hq, Hkv, 128, **BF16)
+    for side in ("k", "v"):
+        source = getattr(each, side)
+        for b in range(count):
             source[b][:prefix] = source[0][:prefix]
-            getattr(split, name)[b] = source[b][prefix:]
-        getattr(split, name)[4] = source[0][:prefix]
+            getattr(split, side)[b] = source[b][prefix:]
+        getattr(split, side)[count] = source[0][:prefix]
     plan = CascadePlan(
-        batch=4, prefix_len=2048, own_len=512, heads=(Hq, Hkv), head_dim=128, page_size=16,
-        mask_mod=causal,
+        batch=count, prefix_len=4096, own_len=512, heads=(Hq, Hkv), head_dim=128, page_size=16,
+        mask_mod=causal, prefix_config=config,
     )  # fmt: skip
     cache, table = poisoned_pages(split, 16)
     q = each.q[:, None].clone()
     call = {
         "prefix_len": each.numbers([prefix]), "seq_lens": each.numbers(lengths),
-        "kv_start": each.numbers([prefix] * 4), "prefix_table": table[4:].contiguous(),
-        "block_table": table[:4].contiguous(),
+        "kv_start": each.numbers([prefix] * count), "prefix_table": table[count:].contiguous(),
+        "block_table": table[:count].contiguous(),
     }  # fmt: skip
     got = plan.run(q, cache, **call)
     assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)

@@ -1,4 +1,4 @@
-"""What is built on the serving kernels: flex_decode, states that merge, cascades, refusals."""
+"""What is built on the serving kernels: flex_decode, states that merge, refusals."""
 
 import math
 import weakref
@@ -13,7 +13,7 @@ from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError
 from flexattn.mods import bind
-from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
+from flexattn.serving import DecodePlan, ServingConfig, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_cache, poisoned_pages, run
 
@@ -95,47 +95,6 @@ def test_a_state_without_keys_adds_nothing():
         torch.testing.assert_close(merged[1], lse)
     merged = merge_states(*nothing, *nothing)
     assert (merged[0] == 0).all() and (merged[1] == -math.inf).all()
-
-
-@pytest.mark.parametrize("page", [0, 4])
-@pytest.mark.parametrize("prefix", [0, 8, 41])
-@pytest.mark.parametrize("walk", ["program", "warp"])
-def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, prefix, page):
-    """Mods see positions in the whole request, in both passes."""
-    own, q_len, Hq, Hkv = [19, 2, 40], 2, 6, 2
-    config, D, dtype = SMALL, 16, torch.float32
-    if walk == "warp":
-        config, D, dtype = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads"), 64, torch.float16
-    lengths = [prefix + n for n in own]
-    each = batch([q_len] * 3, lengths, Hq, Hkv, D, dtype=dtype)
-    for b in (1, 2):
-        each.k[b][:prefix], each.v[b][:prefix] = each.k[0][:prefix], each.v[0][:prefix]
-    split = batch([q_len] * 4, [*own, prefix], Hq, Hkv, D, dtype=dtype)
-    for name in ("k", "v"):
-        for b in range(3):
-            getattr(split, name)[b] = getattr(each, name)[b][prefix:]
-        getattr(split, name)[3] = getattr(each, name)[0][:prefix]
-    mods = {"score_mod": alibi(Hq, "cpu"), "mask_mod": sliding_window(35)}
-    sinks = torch.randn(Hq)
-    plan = CascadePlan(
-        batch=3, prefix_len=50, own_len=44, q_len=q_len, heads=(Hq, Hkv), head_dim=D,
-        dtype=dtype, device="cpu", page_size=page, sinks=True, config=config,
-        prefix_config=SMALL, **mods,
-    )  # fmt: skip
-    call = {
-        "prefix_len": each.numbers([prefix]),
-        "kv_start": each.numbers([prefix] * 3),
-        "seq_lens": each.numbers(lengths),
-        "sinks": sinks,
-    }
-    if page:
-        cache, table = poisoned_pages(split, page)
-        call |= {"block_table": table[:3], "prefix_table": table[3:]}
-    else:
-        whole = poisoned_cache(split, 50)
-        cache, call["prefix_cache"] = tuple(x[:3] for x in whole), tuple(x[3:] for x in whole)
-    got = plan.run(each.q.unflatten(0, (3, q_len)), cache, **call)
-    assert_right([x.flatten(0, 1) for x in got], each, sinks=sinks, **mods)
 
 
 WRONG = {

@@ -1,0 +1,81 @@
+"""Join: the last launch of a cascade merges the prefix's parts and each request's own state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.build import Launcher, builder
+from flexattn.render.serving_join import join_programs, render_join
+from flexattn.serving.plan import DecodePlan
+
+__all__ = ["Join"]
+
+# Launchers that a cascade remembers, one for each number of rows and of keys that may be read.
+_REMEMBERED = 256
+
+
+class Join:
+    """What follows a run of `prefix`, a plan whose config says combine="launch".
+
+    It reads the parts of the prefix where that run left them, so that no kernel merges them
+    before, and adds them up in float32. It compiles when it is built.
+    """
+
+    def __init__(self, prefix: DecodePlan) -> None:
+        assert prefix.form.prefix and prefix.config.combine == "launch"
+        self._prefix = prefix
+        kernels = prefix._kernels
+        source = render_join(prefix.form, prefix.config, kernels.target)
+        self._kernel = builder().kernel(source, kernels.target, kernels.gpu)
+        self._launchers: dict[tuple[int, ...], Launcher] = {}
+
+    def __call__(
+        self,
+        before: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        prefix_len: Tensor,
+        v_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch on the current stream, behind the prefix's last run; returns (out, lse).
+
+        before: what that run returned, of which units that one program walked whole are there.
+        """
+        rows = lse.numel() // lse.shape[-1]
+        if rows == 0:
+            return out, lse
+        key = (rows, self._prefix.max_keys, 0 if v_scale is None else min(v_scale.numel() - 1, 1))
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            if len(self._launchers) >= _REMEMBERED:
+                self._launchers.clear()
+            launcher = self._launchers[key] = self._prepared(*key)
+        given = [*before, *own, out, lse, prefix_len]
+        if v_scale is not None:
+            given.append(v_scale)
+        gpu = self._kernel.index
+        if gpu < 0:
+            launcher.launch(-1, given)
+        elif gpu == torch._C._cuda_getDevice():
+            launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
+        else:
+            with torch.cuda.device(gpu):
+                launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
+        return out, lse
+
+    def _prepared(self, q_rows: int, max_keys: int, stride_scale: int) -> Launcher:
+        """A launcher that holds what shapes decide."""
+        prefix = self._prefix
+        fixed: dict[str, Any] = {
+            "WORKSPACE": prefix._owned["WORKSPACE"],
+            "q_rows": q_rows,
+            "max_keys": max_keys,
+            "stride_scale": stride_scale,
+        }
+        arguments = self._kernel.source.arguments
+        programs = join_programs(prefix.form, prefix.config, q_rows)
+        return self._kernel.prepare(programs, [fixed.get(each.name) for each in arguments], ())

@@ -1,0 +1,228 @@
+"""Cascades: requests that share a prefix, in two passes and one launch that joins them."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn.serving.join as joins
+import flexattn.serving.plan as plans
+from flexattn.build import TritonLaunch, builder
+from flexattn.catalogue import alibi, sliding_window
+from flexattn.serving import CascadePlan, ServingConfig
+from flexattn.settings import override
+from tests.serving import Batch, assert_right, batch, poisoned_cache, poisoned_pages, quantized
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+OWN = [19, 2, 40]
+LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
+
+
+@dataclass
+class Case:
+    """A plan, what its run is given, and what judges it."""
+
+    plan: CascadePlan
+    each: Batch
+    q: torch.Tensor
+    cache: Any
+    call: dict
+
+    def run(self):
+        """(out, lse) [rows, Hq, ...] of a run that finds NaN wherever it has to write."""
+        plan = self.plan
+        for state in (plan, plan.prefix, plan.own):
+            state._out.fill_(math.nan)
+            state._lse.fill_(math.nan)
+        plan.prefix._workspace.fill_(math.nan)
+        return [x.flatten(0, 1) for x in plan.run(self.q, self.cache, **self.call)]
+
+
+def case(
+    prefix,
+    *,
+    own=OWN,
+    q_len=1,
+    heads=(6, 2),
+    D=16,
+    Dv=None,
+    page=4,
+    dtype=torch.float32,
+    scaled=None,
+    sinks=None,
+    room=0,
+    config=LAUNCH,
+    prefix_config=LAUNCH,
+    **mods,
+):
+    """A batch whose requests have `prefix` keys in common; scaled: of a scale for each head."""
+    count, (Hq, Hkv) = len(own), heads
+    lengths = [prefix + n for n in own]
+    each = batch([q_len] * count, lengths, Hq, Hkv, D, Dv, dtype=dtype)
+    for b in range(1, count):
+        each.k[b][:prefix], each.v[b][:prefix] = each.k[0][:prefix], each.v[0][:prefix]
+    more, exact, kv_dtype = {}, each, dtype
+    if scaled is not None:
+        each, exact, more["k_scale"], more["v_scale"] = quantized(
+            each, kv_dtype := torch.float8_e4m3fn, scaled
+        )
+    split = batch([q_len] * (count + 1), [*own, prefix], Hq, Hkv, D, Dv, dtype=dtype)
+    for name in ("k", "v"):
+        source = getattr(each, name)
+        getattr(split, name)[:] = [*(x[prefix:] for x in source), source[0][:prefix]]
+    plan = CascadePlan(
+        batch=count, prefix_len=max(1, prefix) + room, own_len=max(1, *own) + room, q_len=q_len,
+        heads=heads, head_dim=(D, D if Dv is None else Dv), dtype=dtype, kv_dtype=kv_dtype,
+        device="cpu", page_size=page, sinks=sinks is not None, scaled=scaled is not None,
+        config=config, prefix_config=prefix_config, **mods,
+    )  # fmt: skip
+    call = {
+        "prefix_len": each.numbers([prefix]),
+        "kv_start": each.numbers([prefix] * count),
+        "seq_lens": each.numbers(lengths),
+        **more,
+    }
+    if sinks is not None:
+        call["sinks"] = sinks
+    if page:
+        cache, table = poisoned_pages(split, page)
+        call |= {"block_table": table[:count], "prefix_table": table[count:]}
+    else:
+        whole = poisoned_cache(split, max(1, *own, prefix) + room)
+        cache = tuple(x[:count] for x in whole)
+        call["prefix_cache"] = tuple(x[count:] for x in whole)
+    return Case(plan, exact, each.q.unflatten(0, (count, q_len)), cache, call)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("prefix", [0, 8, 41])
+@pytest.mark.parametrize("combine", ["launch", "last"])
+@pytest.mark.parametrize("walk", ["program", "warp"])
+def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, combine, prefix, page):
+    """Mods see positions in the whole request, in both passes."""
+    about = {"config": LAUNCH, "D": 16, "dtype": torch.float32}
+    if walk == "warp":
+        config = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
+        about = {"config": config, "D": 64, "dtype": torch.float16}
+    mods = {"score_mod": alibi(6, "cpu"), "mask_mod": sliding_window(35)}
+    sinks = torch.randn(6)
+    found = case(
+        prefix, q_len=2, page=page, sinks=sinks, room=9,
+        prefix_config=ServingConfig(16, 16, 4, 2, combine=combine), **about, **mods,
+    )  # fmt: skip
+    assert (found.plan._join is None) == (combine == "last")
+    assert_right(found.run(), found.each, sinks=sinks, **mods)
+
+
+# BLOCK_M, per_sm and least decide, with 4 multiprocessors, into how many parts units of a prefix
+# of 333 keys are cut.
+CUTS = {
+    "a few parts": (ServingConfig(16, 16, 4, 2, 2, combine="launch"), {2, 3}),
+    "more parts than are asked for at once": (
+        ServingConfig(16, 16, 4, 2, 24, combine="launch"),
+        {21},
+    ),
+    "whole units beside cut ones": (ServingConfig(16, 16, 4, 2, 2, 30, "launch"), {1, 2}),
+    "whole units alone": (ServingConfig(16, 16, 4, 2, 1, 100, "launch"), {1}),
+    "all rows in one tile": (ServingConfig(64, 32, 4, 2, 1, combine="launch"), {2, 3}),
+}
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 16, 17, 333])
+@pytest.mark.parametrize("name", CUTS)
+def test_wherever_the_prefix_is_cut(name, prefix):
+    """Each row's parts are found, and nothing that a run found in its memory counts."""
+    config, parts = CUTS[name]
+    found = case(prefix, q_len=3, prefix_config=config)
+    first = [x.clone() for x in found.run()]
+    assert_right(first, found.each)
+    assert all(map(torch.equal, found.run(), first)), "sums are of one order"
+    if prefix == 333:
+        # By the rule of triton/serving.jinja: 3 requests, positions and heads of a KV head, of 2.
+        units, count = 2 * -(-3 * 3 * 3 // config.BLOCK_M), -(-prefix // config.BLOCK_N)
+        piece = max(-(-units * count // (4 * config.per_sm)), config.least)
+        ends = [(u * count // piece, (u * count + count - 1) // piece) for u in range(units)]
+        assert {last - first + 1 for first, last in ends} == parts
+
+
+@pytest.mark.parametrize("own", [[0, 0, 0], [0, 5, 0]])
+@pytest.mark.parametrize("combine", ["launch", "last"])
+def test_rows_that_see_nothing(combine, own):
+    """Of no key on either side 0 and -inf; of none on one side the other's state."""
+    for prefix in (0, 37):
+        found = case(prefix, own=own, prefix_config=ServingConfig(16, 16, 4, 2, combine=combine))
+        out, lse = found.run()
+        assert_right((out, lse), found.each)
+        if prefix == 0:
+            assert (out[0] == 0).all() and (lse[0] == -math.inf).all()
+
+
+@pytest.mark.parametrize("combine", ["launch", "last"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
+@pytest.mark.parametrize("least", [1, 50], ids=["parts", "whole"])
+def test_scales_count_once(least, per_head, combine):
+    found = case(
+        70, dtype=torch.bfloat16, D=32, scaled=per_head,
+        prefix_config=ServingConfig(16, 16, 4, 2, 2, least, combine),
+    )  # fmt: skip
+    assert_right(found.run(), found.each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("D", "Dv"), [(24, 40), (64, 192), (16, 260)])
+def test_head_dimensions_that_are_no_powers_of_two(D, Dv, dtype):
+    sinks = torch.randn(6)
+    config = ServingConfig(16, 16, 4, 1, combine="launch")
+    found = case(50, D=D, Dv=Dv, dtype=dtype, sinks=sinks, config=config, prefix_config=config)
+    assert_right(found.run(), found.each, sinks=sinks)
+
+
+def test_fewer_requests_and_longer_tables_than_before():
+    """What shapes decide is found again for each of them."""
+    found = case(61, q_len=2, room=30)
+    each, call = found.each, found.call
+    table = call["prefix_table"]
+    wide = torch.nn.functional.pad(table, (0, 5), value=-7)
+    for count, now in ((3, table), (2, table), (1, wide), (3, wide), (3, table)):
+        few = replace(
+            each, q=each.q[: 2 * count], q_lens=each.q_lens[:count], kv_lens=each.kv_lens[:count]
+        )
+        less = {name: call[name][:count] for name in ("seq_lens", "kv_start", "block_table")}
+        given = call | less | {"prefix_table": now}
+        assert_right(Case(found.plan, few, found.q[:count], found.cache, given).run(), few)
+
+
+def test_both_launches_stop_where_the_pages_of_the_prefix_end():
+    """A length that its table has no room for is clamped, as without FLEXATTN_CHECK."""
+    found, short = case(48), case(48)
+    for each in (found, short):
+        each.call["prefix_table"] = each.call["prefix_table"][:, :8]
+    short.call["prefix_len"] = short.each.numbers([32])
+    with override(check=False):
+        assert all(map(torch.equal, found.run(), [x.clone() for x in short.run()]))
+
+
+def test_a_run_is_three_launches_and_allocates_nothing(monkeypatch):
+    found = case(61, q_len=2, config=ServingConfig(16, 16, 4, 2))
+    first = [x.clone() for x in found.run()]
+    before, count = builder().compiled, []
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a run allocates nothing")
+
+    def counted(launch, stream, given):
+        count.append(launch)
+        return plain(launch, stream, given)
+
+    plain = TritonLaunch.launch
+    monkeypatch.setattr(TritonLaunch, "launch", counted)
+    for name in ("empty", "zeros", "empty_strided", "full", "empty_like"):
+        monkeypatch.setattr(torch, name, refused)
+    monkeypatch.setattr(plans, "build", refused)
+    monkeypatch.setattr(joins, "render_join", refused)
+    got = found.plan.run(found.q, found.cache, **found.call)
+    monkeypatch.undo()
+    assert len(count) == 3 and builder().compiled == before
+    assert all(torch.equal(x.flatten(0, 1), y) for x, y in zip(got, first, strict=True))
