@@ -290,6 +290,7 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device),
         "jit": "triton.jit",
         "alone": config.walk == "warp",
+        "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],

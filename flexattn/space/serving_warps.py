@@ -71,10 +71,6 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (form.aligned and not form.shared_kv, "K and V are apart, and aligned to 16 bytes"),
         (not form.prefix and form.requests <= 1024, "of at most 1024 requests, no shared prefix"),
         (
-            0 < form.rows <= config.BLOCK_M,
-            f"one tile of rows holds all {form.rows or 'that a chunk may have'} of a request",
-        ),
-        (
             device.backend == "interpreter"
             or _held(config, form) + _BESIDE <= config.registers(form, device),
             f"{_held(config, form)} registers hold a thread's K, V, Q, scores and output",
@@ -84,8 +80,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             f"{form.kv_heads} KV heads have programs of their own",
         ),
         (
-            config.deal != "round" or _goes_round(form),
-            "tiles of one request go round",
+            config.deal != "round" or _goes_round(config, form),
+            "tiles of one request and one tile of rows go round",
         ),
     )
     return [rule for kept, rule in rules if not kept]
@@ -101,9 +97,9 @@ def _held(config: ServingConfig, form: ServingForm) -> int:
     return tiles + form.requests // 32 * (1 if form.mask is None else 2)
 
 
-def _goes_round(form: ServingForm) -> bool:
+def _goes_round(config: ServingConfig, form: ServingForm) -> bool:
     """Whether where a program's first tile lies says nothing of a length."""
-    return form.requests == 1 and not form.offset
+    return form.requests == 1 and 0 < form.rows <= config.BLOCK_M and not form.offset
 
 
 def _height(form: ServingForm) -> int:
