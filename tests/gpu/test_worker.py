@@ -93,7 +93,8 @@ def test_a_second_race_goes_on_with_the_same_kernels(worker, here):
     worker.open(make_task(SMALL, here, policy=Policy(True, True, 4, 1.0)))
     first, second = (worker.sample(CONFIGS, 4, 1.0) for _ in "ab")
     for a, b in zip(first, second, strict=True):
-        assert 0.5 < statistics.median(a) / statistics.median(b) < 2
+        # Of each the least: a process beside this one may take the GPU in any sample.
+        assert 0.5 < min(a) / min(b) < 2
 
 
 def test_the_hopeless_give_one_value(worker, here):
