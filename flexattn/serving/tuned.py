@@ -13,7 +13,7 @@ from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.serving.request import Maxima
 from flexattn.settings import current, say_once
-from flexattn.space.serving import ServingConfig, ServingForm, reasons
+from flexattn.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
 
 __all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "batch_lengths", "tuned"]
 
@@ -130,10 +130,14 @@ def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") 
     if current().mode == "off" or device.backend == "interpreter":
         return None
     here, places = environment("serving", device), layers(device)
+    height = next(serving_candidates(form, device)).BLOCK_M
     found: list[tuple[Stored, Key]] = []
     for name in able:
         key = ServingProblem(form, maxima, name).key
         for stored in ranked(key, here, places):
+            other_rows = form.rows > 0 and stored.answer.sizes[1] != key.sizes[1]
+            if other_rows and _config(stored).BLOCK_M != height:
+                continue  # several short tiles would each read the keys again
             broken = reasons(_config(stored), form, device)
             if not broken:
                 found.append((stored, key))

@@ -102,6 +102,17 @@ def test_the_best_record_is_taken(store):
     assert found(task(), device=INTERPRETER) is None
 
 
+def test_a_neighbours_tile_holds_as_many_rows(store):
+    """Of 32 rows four tiles of eight each read all keys: 158 us instead of 75 on an H200."""
+    tiles = {8: ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads"), 64: replace(ONE, BLOCK_M=64)}
+    store.write(record(task(), tiles[8]))
+    assert found(task(q_len=2)).config == tiles[8]
+    assert found(task(q_len=4)) is None and found(task(q_len=8)) is None
+    store.write(record(task(q_len=16), tiles[64]))
+    assert found(task(q_len=12)).config == tiles[64]
+    assert found(task(q_len=2)).config == tiles[8]
+
+
 def test_the_class_that_is_asked_for_or_the_one_there_is(store):
     store.write(record(task(lengths="ragged"), TWO))
     assert found(task()).config == TWO, "better than nothing"
