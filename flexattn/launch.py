@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.build import Launcher
+from flexattn.counters import counter
 from flexattn.descales import NO_DESCALES, Descales
 from flexattn.device import Device
 from flexattn.dispatch import Choice, Dispatcher
@@ -135,7 +136,13 @@ class Launch:
         descales: Descales = NO_DESCALES,
     ) -> Outputs:
         """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
-        device, structure, shape = self.device, self.choice.problem.structure, self.out_shape
+        device, structure, shape, gpu = (
+            self.device, self.choice.problem.structure, self.out_shape, self.gpu,
+        )  # fmt: skip
+        if gpu >= 0 and gpu != torch._C._cuda_getDevice():
+            with torch.cuda.device(gpu):
+                return self.run(q, k, v, scale, rest, sinks, descales)
+        stream = raw_stream(gpu) if gpu >= 0 else -1
         out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
         lse = maxima = None
         written: list[Any] = [out]
@@ -154,7 +161,7 @@ class Launch:
             given.append(workspace)
             merged = [workspace, *written]
         if self.counts:
-            given.append(torch.zeros(1, dtype=torch.int32, device=device))
+            given.append(counter(device, stream))
         given.append(scale)
         if sinks is not None:
             given.append(sinks)
@@ -165,14 +172,7 @@ class Launch:
         if reaches is not None:
             given.append(reaches)
         given += rest
-        gpu = self.gpu
-        if gpu < 0:
-            self._launch(-1, given, merged, reaches, scale, rest)
-        elif gpu == torch._C._cuda_getDevice():
-            self._launch(raw_stream(gpu), given, merged, reaches, scale, rest)
-        else:
-            with torch.cuda.device(gpu):
-                self._launch(raw_stream(gpu), given, merged, reaches, scale, rest)
+        self._launch(stream, given, merged, reaches, scale, rest)
         return Outputs(out, lse, maxima)
 
     def _launch(

@@ -26,7 +26,7 @@ from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
 from flexattn.mods import Witness, watch
 from flexattn.plan import Plan
-from flexattn.runs import known_runs
+from flexattn.runs import known_runs, versions
 from flexattn.settings import Settings, current
 
 __all__ = ["Arguments", "recall", "remember"]
@@ -70,15 +70,17 @@ class _Score(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A BlockMask, its parts that a launch reads, its runs, and the same of its mask_mod.
+    """A BlockMask, its parts that a launch reads, and the same of its mask_mod.
 
-    shapes: of its lists, which a launch was made for; runs are known for their lists' shapes.
+    lists: its tensors. looked: what they were like when the launch was made, as looks says: how
+    often they had been written to where it reads runs.
     """
 
     mask: weakref.ref[Any]
     parts: tuple[Any, ...]
-    shapes: list[Any]
-    runs: Tensor | None
+    lists: list[Tensor]
+    looks: Callable[[list[Tensor]], list[Any]]
+    looked: list[Any]
     witness: Witness
 
     def holds(self, mask: Any) -> bool:
@@ -86,9 +88,7 @@ class _Mask(NamedTuple):
         parts = _parts(mask)
         if not (same and all(map(is_, parts, self.parts))):
             return False
-        runs = self.runs
-        kept = _shapes(parts) == self.shapes if runs is None else known_runs(mask) is runs
-        return kept and self.witness.holds(parts[0])
+        return self.looks(self.lists) == self.looked and self.witness.holds(parts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,10 @@ def remember(given: Arguments, plan: Plan) -> None:
         copied = any(a is not b for a, b in zip((plan.lists or ())[:4], parts[1:5], strict=True))
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
-        runs = known_runs(block_mask)
-        shapes = _shapes(parts)
-        mask = _Mask(weakref.ref(block_mask, _forgetting(key)), parts, shapes, runs, watched)
+        lists = [each for each in parts[1:5] if each is not None]
+        looks = _shapes if known_runs(block_mask) is None else versions
+        reference = weakref.ref(block_mask, _forgetting(key))
+        mask = _Mask(reference, parts, lists, looks, looks(lists), watched)
     launch = plan.launch
     where, rest = launch.device.type, plan.rest()
     found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
@@ -174,9 +175,9 @@ def _parts(mask: BlockMask) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _shapes(parts: tuple[Any, ...]) -> list[Any]:
-    """Of the lists among a mask's parts: `.data = …` changes them in place."""
-    return [None if each is None else (each.shape, each.stride()) for each in parts[1:5]]
+def _shapes(lists: list[Tensor]) -> list[Any]:
+    """Of a mask's lists: `.data = …` changes them in place."""
+    return [(each.shape, each.stride()) for each in lists]
 
 
 def _key(given: Arguments) -> tuple[Any, ...] | None:

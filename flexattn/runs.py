@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Rows", "keep_runs", "known_runs", "rows_of"]
+__all__ = ["Rows", "keep_runs", "known_runs", "rows_of", "versions"]
 
 _ATTRIBUTE = "_flexattn_runs"
 
@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
     runs: Tensor
     lists: tuple[Tensor | None, ...]
-    versions: tuple[Any, ...]
+    versions: list[Any]
 
 
 def rows_of(
@@ -84,9 +84,9 @@ def _ends(counts: Tensor, indices: Tensor, kv_blocks: int) -> tuple[Tensor, ...]
 def keep_runs(mask: BlockMask, runs: Tensor) -> None:
     """Keep a mask's runs with it, while nobody writes to its lists."""
     lists = _lists(mask)
-    versions = _versions(lists)
-    if versions is not None:
-        setattr(mask, _ATTRIBUTE, _Kept(runs, lists, versions))
+    given = [each for each in lists if each is not None]
+    if not any(each.is_inference() for each in given):
+        setattr(mask, _ATTRIBUTE, _Kept(runs, lists, versions(given)))
 
 
 def known_runs(mask: BlockMask) -> Tensor | None:
@@ -99,20 +99,21 @@ def known_runs(mask: BlockMask) -> Tensor | None:
     if kept is None:
         return None
     lists = _lists(mask)
-    same = all(map(is_, lists, kept.lists))
-    return kept.runs if same and _versions(lists) == kept.versions else None
+    if not all(map(is_, lists, kept.lists)):
+        return None
+    given = [each for each in lists if each is not None]
+    return kept.runs if versions(given) == kept.versions else None
+
+
+def versions(lists: list[Tensor]) -> list[Any]:
+    """How often a mask's lists were written to, where they lie and what shapes they have.
+
+    A version counts what is written in place; `.data = …` gives other memory and sizes unseen.
+    """
+    return [(each._version, each.data_ptr(), each.shape) for each in lists]
 
 
 def _lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
     return (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
     )  # fmt: skip
-
-
-def _versions(lists: tuple[Tensor | None, ...]) -> tuple[Any, ...] | None:
-    # A version counts what is written in place; `.data = …` gives other memory and sizes unseen.
-    # Lists, not generators: a repeated call comes here, and generators take twice as long.
-    given = [each for each in lists if each is not None]
-    if any([each.is_inference() for each in given]):
-        return None
-    return tuple([(each._version, each.data_ptr(), each.shape) for each in given])
