@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn import checks, options
+from flexattn.compiler_context import without_collections
 from flexattn.descales import Descales
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.launch import Outputs
@@ -86,21 +87,22 @@ def flex_attention(
 
 def _serve(given: Arguments) -> Outputs:
     """The long way: validate, choose the path, make the plan."""
-    call = make_call(*given)
-    route, why = route_of(call)
-    if route in PLANLESS:
-        check_call(call)
+    # What is new is traced and rendered here, and a part of it compiled.
+    with without_collections():
+        call = make_call(*given)
+        route, why = route_of(call)
+        planned = None if route in PLANLESS else plan(call)
+    if planned is not None:
+        outputs = planned.run()
+        remember(given, planned)
+        return outputs
+    check_call(call)
     if route == "reference":
         return _reference(call)
     if route == "torch":
         say_once(f"{why}: the call is handed to torch's flex_attention")
         return _torch(call)
-    if route == "empty":
-        return _empty(call)
-    planned = plan(call)
-    outputs = planned.run()
-    remember(given, planned)
-    return outputs
+    return _empty(call)
 
 
 def make_call(

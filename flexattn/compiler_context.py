@@ -59,7 +59,8 @@ def anew() -> AbstractContextManager[None]:
 def without_collections() -> AbstractContextManager[None]:
     """No garbage is collected inside: a compile makes many objects beside the many that stay.
 
-    A collection looks at all of them, for 0.1 to 0.3 s of a compile in a process with torch.
+    So do a trace and a rendering. A collection looks at all of them, for 0.1 to 0.3 s in a process
+    with torch.
     """
     return _collector.off()
 

@@ -45,16 +45,16 @@ def strays(ptx: str) -> list[str]:
         return ["no start of the consumers' work"]
     lines = ptx.splitlines()
     behind = set(re.findall(r"%p\d+\b", ptx[begin.end() :]))
-    held = _held(lines)
+    wide = {name for name, held in _held(lines).items() if any(bits & ~FEW for bits in held)}
     found = []
     for line in lines:
+        if wide.isdisjoint(_READ.findall(line)):
+            continue
         if _MOVES.match(line) or _NUMBER.match(line) or _TOLD.match(line):
             continue
-        read = (held.get(name, NONE) for name in _READ.findall(line))
-        wide = any(bits & ~FEW for each in read for bits in each)
         compared = _COMPARED.match(line)
         # What is compared before the work begins, and not asked for again, is the first one's own.
-        if wide and (compared is None or compared[1] in behind):
+        if compared is None or compared[1] in behind:
             found.append(line)
     return found
 
@@ -71,6 +71,8 @@ def _held(lines: list[str]) -> dict[str, Bits]:
     while grown:
         grown = False
         for move in moves:
+            if held.keys().isdisjoint(move.group(3, 4)):
+                continue
             made = _made(move, held)
             known = held.get(move[2], NONE)
             joined = tuple(a | b for a, b in zip(made, known, strict=True))

@@ -225,3 +225,17 @@ def test_mods_masks_and_what_they_capture_are_not_kept_alive():
     del bias, mod, mask
     gc.collect()
     assert [each() for each in left] == [None] * 4
+
+
+def test_no_garbage_is_collected_while_a_plan_is_made():
+    """A collection of the whole process added 0.15 s to one first call of a mod in six."""
+    q, k, v = inputs()
+    collecting = []
+
+    def mod(score, b, h, q_idx, kv_idx):
+        collecting.append(gc.isenabled())
+        return 0.625 * score
+
+    call(q, k, v, score_mod=mod)
+    assert collecting[0] is False
+    assert gc.isenabled()
