@@ -27,7 +27,7 @@ _NOT_RENDERING = ("torch_printer.py", "interpreted_math.py", "interpreted_gluon.
 # What ends a cascade: no record names a config of it, or was timed with it.
 _OF_CASCADES = ("serving_join.py",)
 # What renders a plan's kernels alone.
-_OF_SERVING = ("serving.py", "serving_await.py", "serving_layouts.py")
+_OF_SERVING = ("serving.py", "serving_await.py", "serving_layouts.py", "serving_reads.py")
 # How a score_mod is taken apart, after its fingerprint was made.
 _OF_MODS = ("dependence.py", "rules.py", "terms.py")
 # What becomes of the Hopper template's PTX.

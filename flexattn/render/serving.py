@@ -92,7 +92,8 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         score = with_layouts(score)
     mask = _printed(form.mask, form, device)
     late = not form.prefix and reads_last_keys(form.mask, mask)
-    if late and config.walk == "program":
+    # In PTX, or as the interpreter reads.
+    if late and config.walk == "program" and device.backend != "hip":
         mask = _printed(form.mask, form, device, peeks=True)
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.cache.environment import environment
-from flexattn.cache.key import Key, Sizes, mod_name
+from flexattn.cache.key import Key, Sizes, mod_name, rounded
 from flexattn.cache.layers import Stored, layers, origin, ranked
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -79,6 +79,8 @@ class ServingProblem:
 
 
 _LAYOUT = ("shared_kv", "prefix", "offset", "aligned")
+# Of a tile that its program's warps share: a matrix instruction has no fewer.
+_LEAST_ROWS = 16
 _RANK = {"hit": 0, "hint": 1, "nearest": 2}
 
 
@@ -135,19 +137,30 @@ def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") 
     for name in able:
         key = ServingProblem(form, maxima, name).key
         for stored in ranked(key, here, places):
-            other_rows = form.rows > 0 and stored.answer.sizes[1] != key.sizes[1]
-            if other_rows and _config(stored).BLOCK_M != height:
-                continue  # several short tiles would each read the keys again
+            if not _holds_rows(stored, form, height):
+                continue
             broken = reasons(_config(stored), form, device)
             if not broken:
                 found.append((stored, key))
                 break
-            said = "; ".join(broken)
-            say_once(f"{stored.path}: its config cannot run on {device.name}: {said}")
+            if stored.how != "nearest":  # a neighbour was measured for another form
+                said = "; ".join(broken)
+                say_once(f"{stored.path}: its config cannot run on {device.name}: {said}")
     if not found:
         return None
     best, key = min(found, key=lambda each: (_RANK[each[0].how], each[0].distance))
     return Tuned(_config(best), origin(best, key.sizes), best)
+
+
+def _holds_rows(stored: Stored, form: ServingForm, height: int) -> bool:
+    """Whether a record is of as many rows, or its tile holds them as well as the default's height.
+
+    Several short tiles would each read the keys again, and a tall one computes rows of nobody.
+    """
+    _, q_len, _ = stored.answer.sizes
+    if not form.rows or rounded(q_len * form.group) == form.rows:
+        return True
+    return min(form.rows, height) <= _config(stored).BLOCK_M <= max(_LEAST_ROWS, height)
 
 
 def _config(stored: Stored) -> ServingConfig:

@@ -89,8 +89,9 @@ class ServingConfig:
     evenly between programs of its own, so that those of all heads read the same keys at a time;
     "round", those of one request go round the programs, which then need not know its length.
     combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
-    program that finishes last, or "launch", a second kernel. Of the others "await": the program
-    that has the unit's end waits for the words of those before it.
+    program that finishes last, or "launch", a second kernel (of a cascade's prefix: the one that
+    ends it). Of the others "await": the program that has the unit's end waits for the words of
+    those before it.
     """
 
     BLOCK_M: int

@@ -78,7 +78,7 @@ def serving_sources(
     title = f"serving {form.dtype} keys {form.kv_dtype} page={form.page} for {device.arch}"
     for config in configs:
         combine = None
-        if config.combine == "launch":
+        if config.combine == "launch" and not form.prefix:
             combine = render_serving_combine(form, config, device)
         yield config, render_serving(form, config, device, title), combine
 

@@ -135,6 +135,8 @@ def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
     ("name", "kinds"),
     [
         ("serving_layouts.py", {"serving"}),
+        ("serving_reads.py", {"serving"}),
+        ("serving_join.py", set()),
         ("interpreted_gluon.py", set()),
         ("score_printer.py", {"prefill", "decode", "serving"}),
         ("tiles.py", {"prefill"}),

@@ -113,6 +113,23 @@ def test_a_neighbours_tile_holds_as_many_rows(store):
     assert found(task(q_len=2)).config == tiles[8]
 
 
+@pytest.mark.parametrize(
+    ("q_len", "heads", "height"),
+    [(4, (16, 8), 16), (3, (16, 8), 16), (5, (32, 8), 64), (7, (32, 8), 16)],
+)
+def test_its_own_record_serves_a_problem_whatever_its_tile(store, q_len, heads, height):
+    """Sizes as measured were held against rounded ones: of 3, 5 and 7 queries none was found."""
+    own, config = task(q_len=q_len, heads=heads), ServingConfig(height, 64, 4, 3, 1, 2, "launch")
+    store.write(record(own, config))
+    assert found(own).config == config
+
+
+def test_a_neighbours_tile_may_hold_more_rows_than_there_are(store):
+    config = ServingConfig(16, 64, 4, 3, 1, 2)
+    store.write(record(task(q_len=2, heads=(16, 8)), config))
+    assert found(task(q_len=4, heads=(16, 8))).config == config
+
+
 def test_the_class_that_is_asked_for_or_the_one_there_is(store):
     store.write(record(task(lengths="ragged"), TWO))
     assert found(task()).config == TWO, "better than nothing"
