@@ -228,8 +228,8 @@ def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
     wide = 4 if Dv == 128 else 2
     for words, tensor in ((4, D), (wide, Dv)):
         reads = config.own * tensor // (32 * 4 * words)
-        assert len(re.findall(rf"ld\.global\.[a-z0-9:.]*v{words}\.b32", ptx)) >= reads
-    assert not re.search(r"ld\.global\.[a-z0-9:.]*b(8|16)\b", ptx)
+        assert len(re.findall(rf"ld\.global\.[\w:.]*v{words}\.b32", ptx)) >= reads
+    assert not re.search(r"ld\.global\.[\w:.]*b(8|16)\b", ptx)
 
 
 @pytest.mark.parametrize(
