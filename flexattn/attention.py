@@ -87,15 +87,15 @@ def flex_attention(
 
 def _serve(given: Arguments) -> Outputs:
     """The long way: validate, choose the path, make the plan."""
-    # What is new is traced and rendered here, and a part of it compiled.
+    # What is new is traced, rendered, compiled and loaded.
     with without_collections():
         call = make_call(*given)
         route, why = route_of(call)
-        planned = None if route in PLANLESS else plan(call)
-    if planned is not None:
-        outputs = planned.run()
-        remember(given, planned)
-        return outputs
+        if route not in PLANLESS:
+            planned = plan(call)
+            outputs = planned.run()
+            remember(given, planned)
+            return outputs
     check_call(call)
     if route == "reference":
         return _reference(call)

@@ -29,7 +29,9 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
         yield ServingConfig(8, 64, 2, 1, 4, 1, "await", "heads")
     wide, narrow = (ServingConfig(8, keys, 4, 1, 2, 1, "await", "heads") for keys in (128, 64))
     # Contiguous keys and few requests need less under way: 2 % of 8 x 8k keys, 1.6 % of 64 x 4k.
-    yield from (narrow, wide) if not form.page or form.requests <= 8 else (wide, narrow)
+    # Keys of D 64 are half as long: of few requests the wide tile takes 11 % less.
+    least = form.head_dim_v == 128 and (not form.page or form.requests <= 8)
+    yield from (narrow, wide) if least else (wide, narrow)
 
 
 def space(form: ServingForm) -> Iterator[ServingConfig]:
