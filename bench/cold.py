@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cold", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each kind and mode")
     parser.add_argument("--kinds", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE",
+        help=f"out of {', '.join(map(repr, MODES))}; the first alone for new mods",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write every sample")
     args = parser.parse_args(argv)
     import torch
@@ -60,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_export, args.kinds, folders))
         for kind, own in zip(args.kinds, folders, strict=True):
-            found[kind] = _samples(kind, args.rounds, own)
+            found[kind] = _samples(kind, args.modes, args.rounds, own)
     if args.out:
         report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(found), new_mods(found), sep="\n\n")
-    return int(any(_worked(each) for modes in found.values() for each in modes["binaries"]))
+    loaded = (each for modes in found.values() for each in modes.get("binaries", ()))
+    return int(any(map(_worked, loaded)))
 
 
 def table(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
@@ -103,12 +108,13 @@ def _export(kind: str, folder: Path) -> None:
     _child(own, "export", kind, str(folder / "exported"))
 
 
-def _samples(kind: str, rounds: int, folder: Path) -> dict[str, list[Any]]:
+def _samples(kind: str, modes: Sequence[str], rounds: int, folder: Path) -> dict[str, list[Any]]:
     """Modes in turns, so that a machine that warms up warms up for all of them."""
     exported = folder / "exported"
-    found: dict[str, list[Any]] = {mode: [] for mode in MODES}
+    found: dict[str, list[Any]] = {mode: [] for mode in modes}
     for _ in range(rounds):
-        for mode, (warm, binaries) in MODES.items():
+        for mode in modes:
+            warm, binaries = MODES[mode]
             with tempfile.TemporaryDirectory(dir=folder) as empty:
                 cache = str(folder / "warm") if warm else empty
                 environment = {
