@@ -26,7 +26,7 @@ from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
 from flexattn.mods import Witness, watch
 from flexattn.plan import Plan
-from flexattn.runs import known_runs, versions
+from flexattn.runs import known_runs, unwritten, versions
 from flexattn.settings import Settings, current
 
 __all__ = ["Arguments", "recall", "remember"]
@@ -72,23 +72,21 @@ class _Score(NamedTuple):
 class _Mask(NamedTuple):
     """A BlockMask, its parts that a launch reads, and the same of its mask_mod.
 
-    lists: its tensors. looked: what they were like when the launch was made, as looks says: how
-    often they had been written to where it reads runs.
+    seen: its lists, each with what it was like when the launch was made: how often it had been
+    written to where the launch reads runs. unchanged: whether they are so still.
     """
 
     mask: weakref.ref[Any]
     parts: tuple[Any, ...]
-    lists: list[Tensor]
-    looks: Callable[[list[Tensor]], list[Any]]
-    looked: list[Any]
+    seen: list[Any]
+    unchanged: Callable[[list[Any]], bool]
     witness: Witness
 
     def holds(self, mask: Any) -> bool:
         same = self.mask() is mask
         parts = _parts(mask)
-        if not (same and all(map(is_, parts, self.parts))):
-            return False
-        return self.looks(self.lists) == self.looked and self.witness.holds(parts[0])
+        same = same and all(map(is_, parts, self.parts)) and self.unchanged(self.seen)
+        return same and self.witness.holds(parts[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +152,11 @@ def remember(given: Arguments, plan: Plan) -> None:
         if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
             return
         lists = [each for each in parts[1:5] if each is not None]
-        looks = _shapes if known_runs(block_mask) is None else versions
         reference = weakref.ref(block_mask, _forgetting(key))
-        mask = _Mask(reference, parts, lists, looks, looks(lists), watched)
+        if known_runs(block_mask) is None:
+            mask = _Mask(reference, parts, _shapes(lists), _as_large, watched)
+        else:
+            mask = _Mask(reference, parts, versions(lists), unwritten, watched)
     launch = plan.launch
     where, rest = launch.device.type, plan.rest()
     found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
@@ -176,25 +176,34 @@ def _parts(mask: BlockMask) -> tuple[Any, ...]:
 
 
 def _shapes(lists: list[Tensor]) -> list[Any]:
-    """Of a mask's lists: `.data = …` changes them in place."""
-    return [(each.shape, each.stride()) for each in lists]
+    """A mask's lists with their shapes and strides: `.data = …` changes them in place."""
+    return [(each, each.shape, each.stride()) for each in lists]
+
+
+def _as_large(seen: list[Any]) -> bool:
+    for each, shape, strides in seen:
+        if each.shape != shape or each.stride() != strides:
+            return False
+    return True
 
 
 def _key(given: Arguments) -> tuple[Any, ...] | None:
     """What two calls have in common that the same launch may serve; None for no plain tensors."""
     (
         q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux, sinks,
-    ) = given[:11]  # fmt: skip
+        q_descale, k_descale, v_descale,
+    ) = given  # fmt: skip
     if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
         return None
     if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
         return None
     if scale is not None and type(scale) is not float:
         scale = float(scale)
-    factors, descales = None, given.descales
+    factors = None
     if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):
         return None
-    if descales is not NO_DESCALES:
+    if not q_descale is k_descale is v_descale is None:
+        descales = given.descales
         if any(x is not None and (type(x) is not Tensor or x.is_neg()) for x in descales):
             return None
         factors = descales.facts()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Rows", "keep_runs", "known_runs", "rows_of", "versions"]
+__all__ = ["Rows", "keep_runs", "known_runs", "rows_of", "unwritten", "versions"]
 
 _ATTRIBUTE = "_flexattn_runs"
 
@@ -101,16 +101,23 @@ def known_runs(mask: BlockMask) -> Tensor | None:
     lists = _lists(mask)
     if not all(map(is_, lists, kept.lists)):
         return None
-    given = [each for each in lists if each is not None]
-    return kept.runs if versions(given) == kept.versions else None
+    return kept.runs if unwritten(kept.versions) else None
 
 
 def versions(lists: list[Tensor]) -> list[Any]:
-    """How often a mask's lists were written to, where they lie and what shapes they have.
+    """A mask's lists, how often they were written to, where they lie and what shapes they have.
 
     A version counts what is written in place; `.data = …` gives other memory and sizes unseen.
     """
-    return [(each._version, each.data_ptr(), each.shape) for each in lists]
+    return [(each, each._version, each.data_ptr(), each.shape) for each in lists]
+
+
+def unwritten(seen: list[Any]) -> bool:
+    """Whether lists still are as `versions` saw them."""
+    for each, version, place, shape in seen:
+        if each._version != version or each.data_ptr() != place or each.shape != shape:
+            return False
+    return True
 
 
 def _lists(mask: BlockMask) -> tuple[Tensor | None, ...]:

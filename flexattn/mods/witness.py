@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
-
 from flexattn.mods.identity import MISSING, Identity
 
 __all__ = ["Witness", "witness"]
@@ -35,7 +33,7 @@ class Witness:
                 self._names.append((owner, name, value))
             else:
                 self._cells.append((owner, value))
-        self._tensors = [(tensor, _looks(tensor)) for tensor in identity.tensors]
+        self._tensors = [(t, t.shape, t.stride(), t.dtype, t.device) for t in identity.tensors]
 
     def holds(self, fn: FunctionType) -> bool:
         """Whether `fn`, the function it was made for, reads now what it read then."""
@@ -55,11 +53,15 @@ class Witness:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
         # A tensor is given other data in place by `.data = …`, as Module.to() does.
-        return all([_looks(tensor) == looks for tensor, looks in self._tensors])
+        for tensor, shape, strides, dtype, device in self._tensors:
+            same = tensor.shape == shape and tensor.stride() == strides
+            if not same or tensor.dtype != dtype or tensor.device != device:
+                return False
+        return True
 
     def requires_grad(self) -> bool:
         """Whether a tensor that the function captures requires grad."""
-        return any([tensor.requires_grad for tensor, _ in self._tensors])
+        return any([each[0].requires_grad for each in self._tensors])
 
 
 def witness(fn: FunctionType, identity: Identity) -> Witness | None:
@@ -67,7 +69,3 @@ def witness(fn: FunctionType, identity: Identity) -> Witness | None:
     if identity.reads is None or not identity.trusted:
         return None
     return Witness(fn, identity)
-
-
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
