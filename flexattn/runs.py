@@ -105,17 +105,19 @@ def known_runs(mask: BlockMask) -> Tensor | None:
 
 
 def versions(lists: list[Tensor]) -> list[Any]:
-    """A mask's lists, how often they were written to, where they lie and what shapes they have.
+    """A mask's lists, how often they were written to, where they lie and how.
 
     A version counts what is written in place; `.data = …` gives other memory and sizes unseen.
     """
-    return [(each, each._version, each.data_ptr(), each.shape) for each in lists]
+    return [(x, x._version, x.data_ptr(), x.shape, x.is_contiguous()) for x in lists]
 
 
 def unwritten(seen: list[Any]) -> bool:
     """Whether lists still are as `versions` saw them."""
-    for each, version, place, shape in seen:
-        if each._version != version or each.data_ptr() != place or each.shape != shape:
+    for each, version, place, shape, dense in seen:
+        if each._version != version or each.data_ptr() != place:
+            return False
+        if each.shape != shape or each.is_contiguous() != dense:
             return False
     return True
 

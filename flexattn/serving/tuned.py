@@ -157,8 +157,9 @@ def _holds_rows(stored: Stored, form: ServingForm, height: int) -> bool:
 
     Several short tiles would each read the keys again, and a tall one computes rows of nobody.
     """
-    _, q_len, _ = stored.answer.sizes
-    if not form.rows or rounded(q_len * form.group) == form.rows:
+    batch, q_len, _ = stored.answer.sizes
+    measured = q_len * form.group * (batch if form.prefix else 1)
+    if not form.rows or rounded(measured) == form.rows:
         return True
     return min(form.rows, height) <= _config(stored).BLOCK_M <= max(_LEAST_ROWS, height)
 

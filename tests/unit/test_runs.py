@@ -75,6 +75,14 @@ def test_lists_that_are_written_to_are_walked_from_then_on(name):
     assert known_runs(mask) is None and known_runs(made()) is not None
 
 
+def test_lists_that_are_turned_in_place_have_no_runs():
+    """Of square lists the turned ones have the same memory, shape and version."""
+    mask = made()
+    assert mask.kv_indices.shape[-1] == mask.kv_indices.shape[-2]
+    mask.kv_indices.data = mask.kv_indices.data.transpose(-1, -2)
+    assert known_runs(mask) is None
+
+
 def test_what_cannot_be_watched_has_no_runs():
     with torch.inference_mode():
         mask = made()
