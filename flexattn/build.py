@@ -19,17 +19,16 @@ from flexattn.binary_store import Binaries
 from flexattn.compiler_context import (
     anew,
     source_lines,
-    with_one_program,
     without_collections,
 )
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
 from flexattn.lru import Lru
-from flexattn.one_program import block_warps
+from flexattn.ptx.merge_consumers import block_warps
+from flexattn.ptx.stages import compiled_by
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
-from flexattn.thread_bits import strays
 
 DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
@@ -112,26 +111,16 @@ def compile_source(source: Source, device: Device) -> Any:
 
     Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
     """
+    compiled = _compiled(source, device)
     warps = block_warps(source.text)
-    compiled = _compiled(source, device, warps is not None)
-    if warps is None:
-        return compiled
-    if compiled.metadata.num_warps != warps:
-        # Triton 3.6 keeps kernels by their source alone: this one was compiled by somebody else.
+    if warps is not None and compiled.metadata.num_warps != warps:
+        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the pass.
         with anew():
-            compiled = _compiled(source, device, True)
-    found = strays(compiled.asm["ptx"])
-    if found or compiled.metadata.num_warps != warps:
-        raise BuildError(
-            f"{source.path()} for {compiled.metadata.num_warps} warps of {warps}: {found[:3]}",
-            "consumers share a program of which a thread knows seven bits of its number",
-            'report it; kernel_options={"BACKEND": "TRITON"} takes another kernel',
-        )
+            compiled = _compiled(source, device)
     return compiled
 
 
-def _compiled(source: Source, device: Device, shared: bool) -> Any:
-    """shared: consumers are one program."""
+def _compiled(source: Source, device: Device) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -147,7 +136,7 @@ def _compiled(source: Source, device: Device, shared: bool) -> Any:
         with (
             source_lines(current().debug > 0),
             without_collections(),
-            with_one_program(shared),
+            compiled_by(source.stages),
         ):
             return triton.compile(
                 _syntax(source)(load(path), _signature(source), {}, attrs),

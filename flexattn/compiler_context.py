@@ -1,4 +1,4 @@
-"""What a compile changes meanwhile: lines of sources, Python's collector, one program for all."""
+"""What a compile changes meanwhile: lines of sources, Triton's cache, Python's collector."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
-from flexattn.one_program import hook
-
-__all__ = ["anew", "source_lines", "with_one_program", "without_collections"]
+__all__ = ["anew", "source_lines", "without_collections"]
 
 
 class _Switch:
@@ -65,11 +62,6 @@ def without_collections() -> AbstractContextManager[None]:
     return _collector.off()
 
 
-def with_one_program(wanted: bool) -> AbstractContextManager[None]:
-    """Consumers share a program in what is compiled inside and says so; see one_program."""
-    return _programs.off(wanted)
-
-
 def _lines_on() -> bool:
     from triton import knobs
 
@@ -94,21 +86,6 @@ def _turn_lines(on: bool) -> None:
     knobs.compilation.disable_line_info = not on
 
 
-class _Programs:
-    """Triton's hook of stages: whose it was before, while it is ours."""
-
-    def __init__(self) -> None:
-        self._before: Any = None
-
-    def turn(self, on: bool) -> None:
-        from triton import knobs
-
-        if not on:
-            self._before = knobs.runtime.add_stages_inspection_hook
-        knobs.runtime.add_stages_inspection_hook = self._before if on else hook(self._before)
-
-
 _lines = _Switch(_lines_on, _turn_lines)
 _cached = _Switch(_takes_cached, _turn_cached)
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
-_programs = _Switch(lambda: True, _Programs().turn)

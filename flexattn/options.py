@@ -9,13 +9,14 @@ from typing import Any, get_args
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
+from flexattn.ptx.assembler import PTXAS, Ptxas
 from flexattn.settings import say_once
 from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig, Language
 from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND",
-    "RULES_OFF", "TANH",
+    "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS",
 )  # fmt: skip
 # Keys of torch that change nothing here: the backward's, ROCm's and hints that are not needed.
 WITHOUT_EFFECT = (
@@ -33,7 +34,7 @@ WITHOUT_EFFECT = (
 )
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
-OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH")
+OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS")
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
 BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
 
@@ -42,8 +43,9 @@ BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
 class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
-    kind, language: of the template. exact: the whole config, where a tuner decides; the numbers
-    are then not looked at. rules_off, tanh: as a Structure has them.
+    kind, language: of the template. merge_consumers, ptxas: of Hopper's. exact: the whole config,
+    where a tuner decides; the numbers are then not looked at. rules_off, tanh: as a Structure has
+    them.
     """
 
     kind: str | None = None
@@ -54,6 +56,8 @@ class Options:
     num_stages: int | None = None
     num_splits: int | None = None
     use_tma: bool | None = None
+    merge_consumers: bool | None = None
+    ptxas: Ptxas | None = None
     exact: Config | None = None
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
@@ -72,7 +76,9 @@ class Options:
         }
         if isinstance(config, GluonPrefillConfig):
             return _gluon(config, forced)
-        forced.pop("use_tma" if isinstance(config, DecodeConfig) else "num_splits", None)
+        unknown = ("use_tma" if isinstance(config, DecodeConfig) else "num_splits", *_OF_GLUON)
+        for name in unknown:
+            forced.pop(name, None)
         return replace(config, **forced)
 
 
@@ -96,7 +102,10 @@ def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillCo
     return replace(config, **forced)
 
 
-_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
+_OF_GLUON = ("merge_consumers", "ptxas")
+_NUMBERS = (
+    "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma", *_OF_GLUON
+)  # fmt: skip
 NONE = Options()
 
 
@@ -131,6 +140,8 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         num_stages=_integer(chosen, "num_stages"),
         num_splits=_integer(chosen, "SPLIT_KV"),
         use_tma=_boolean(chosen, "USE_TMA"),
+        merge_consumers=_boolean(chosen, "MERGE_CONSUMERS"),
+        ptxas=_ptxas(chosen.get("PTXAS")),
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_tanh(chosen.get("TANH", "auto")),
     )
@@ -192,9 +203,18 @@ def _tanh(value: object) -> Tanh:
     raise ConfigError(f"kernel_options['TANH']={value!r}", f"it is one of {get_args(Tanh)}")
 
 
+def _ptxas(value: object) -> Ptxas | None:
+    if value is None:
+        return None
+    for known in PTXAS:
+        if value == known:
+            return known
+    raise ConfigError(f"kernel_options['PTXAS']={value!r}", f"it is one of {PTXAS}")
+
+
 def _language(chosen: Mapping[str, Any]) -> Language | None:
     backend = chosen.get("BACKEND", "AUTO")
-    if backend == "GLUON":
+    if backend == "GLUON" or (backend == "AUTO" and chosen.keys() & {"MERGE_CONSUMERS", "PTXAS"}):
         return "gluon"
     return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
 

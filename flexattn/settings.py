@@ -215,6 +215,12 @@ def neuron_environment(artifacts: Path, target: str) -> dict[str, str]:
     return dict(os.environ) | own | {"PYTHONPATH": _import_path()}
 
 
+def names_ptxas() -> bool:
+    """Whether the environment names a ptxas for Triton: whoever does wants that one."""
+    names = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+    return any(os.environ.get(name) for name in names)
+
+
 def nrtpy_python() -> str:
     """The python that has nrtpy: the one that is named, else this one."""
     return str(current().nrtpy_python or sys.executable)

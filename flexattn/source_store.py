@@ -22,6 +22,7 @@ from flexattn.device import Device
 from flexattn.errors import CacheError
 from flexattn.files import publish, read_regular, sealed, unsealed
 from flexattn.problem import Captures, Structure
+from flexattn.ptx.stages import Stages
 from flexattn.render.arguments import Argument
 from flexattn.render.source import Source, digest_of
 from flexattn.settings import say_once
@@ -29,7 +30,7 @@ from flexattn.space.config import Config, Language
 
 __all__ = ["Sources"]
 
-SCHEMA = 1
+SCHEMA = 2
 HEADER = "# from a directory of exported kernels\n"
 MAX_INDEX, MAX_SOURCE = 2**18, 2**22
 
@@ -44,6 +45,7 @@ class _Rendered:
     num_stages: int
     language: Language
     registers: int
+    stages: Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def _code() -> str:
     parts = [
         path for name in ("mods", "space", "render") for path in (package / name).rglob("*.py")
     ]
-    parts += [package / name for name in ("problem.py", "one_program.py", "launch.py")]
+    parts += [package / name for name in ("problem.py", "ptx/merge_consumers.py", "launch.py")]
     digest = hashlib.sha256()
     for path in sorted(parts):
         digest.update(path.relative_to(package).as_posix().encode() + b"\n" + path.read_bytes())

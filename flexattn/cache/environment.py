@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from flexattn import cuda_driver, mods, render
 from flexattn.cache.record import SCHEMA, Environment, Policy
 from flexattn.device import Device
 from flexattn.problem import Kind
+from flexattn.ptx.assembler import triton_version
 from flexattn.render.environment import template_hash
 
 __all__ = ["RecordKind", "environment", "renderer_hash", "serving_policy", "source_hash"]
@@ -31,7 +31,7 @@ _OF_SERVING = ("serving.py", "serving_await.py", "serving_layouts.py", "serving_
 # How a score_mod is taken apart, after its fingerprint was made.
 _OF_MODS = ("dependence.py", "rules.py", "terms.py")
 # What becomes of the Hopper template's PTX.
-_OF_GLUON = "one_program.py"
+_OF_GLUON = "ptx/merge_consumers.py"
 _DOCSTRING = re.compile(r'^[ \t]*r?"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 # With a quote behind it this may be the inside of a string, which counts.
 _COMMENT = re.compile(r"""(^|[ ]{2})[ \t]*#[^"'\n]*$""", re.MULTILINE)
@@ -65,7 +65,7 @@ def _environment(kind: RecordKind, device: Device, graph: bool, cold_l2: bool) -
     return Environment(
         schema=SCHEMA,
         template=source_hash(kind, device.has_wgmma),
-        triton=_triton(),
+        triton=triton_version(),
         # A plain text: torch's own class parses both versions at every comparison.
         torch=str(torch.__version__),
         driver=_driver(),
@@ -126,14 +126,6 @@ def bare(source: str) -> str:
     """
     stripped = _COMMENT.sub("", _DOCSTRING.sub("", source))
     return "\n".join(line.rstrip() for line in stripped.splitlines() if line.strip())
-
-
-def _triton() -> str:
-    """Triton's version, from its text: a process that compiles nothing need not import it."""
-    spec = importlib.util.find_spec("triton")
-    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
-    return found.group(1) if found else ""
 
 
 def _driver() -> str:

@@ -14,6 +14,7 @@ from flexattn.device import Device
 from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
+from flexattn.ptx.stages import OWN_STAGES, Stages
 from flexattn.render.arguments import (
     Argument,
     arguments,
@@ -50,7 +51,8 @@ class Source:
     """A rendered kernel: its text, its hash, its arguments, and how to compile it.
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
-    that a thread may have, 0 for what the compiler finds best. stored: it was read, not rendered,
+    that a thread may have, 0 for what the compiler finds best. stages: passes over its PTX, and
+    which ptxas. stored: it was read, not rendered,
     and is not compiled.
     """
 
@@ -61,6 +63,7 @@ class Source:
     num_stages: int
     language: Language = "triton"
     registers: int = 0
+    stages: Stages = OWN_STAGES
     stored: bool = field(default=False, compare=False)
 
     def path(self) -> Path:
@@ -236,9 +239,11 @@ def make_source(
     num_stages: int,
     language: Language = "triton",
     registers: int = 0,
+    stages: Stages = OWN_STAGES,
 ) -> Source:
     """A template with its context, header and arguments as a Source; found: the arguments."""
     lines = [*header, f"template: {template} {template_hash(template)}"]
+    lines += [f"pass: {name} (flexattn/ptx/{name}.py)" for name in stages.passes]
     text = render_template(
         template,
         {
@@ -252,7 +257,7 @@ def make_source(
     # What a macro left out leaves an empty line: none stands inside a function.
     text = re.sub(r"\n+(\n {4})", r"\1", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
-    source = Source(text, "", found, num_warps, num_stages, language, registers)
+    source = Source(text, "", found, num_warps, num_stages, language, registers, stages)
     return replace(source, hash=digest_of(source))
 
 
@@ -264,6 +269,8 @@ def digest_of(source: Source) -> str:
     key = f"{body}\n{signature} {source.num_warps} {source.num_stages}"
     if source.registers:
         key += f" {source.registers}"
+    if source.stages.ptxas:
+        key += f" {source.stages.ptxas}"
     return hashlib.sha256(key.encode()).hexdigest()
 
 

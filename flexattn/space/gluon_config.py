@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from flexattn.ptx.assembler import Ptxas
+
 __all__ = [
     "CONSUMER_REGISTERS",
     "CONSUMER_ROWS",
@@ -50,6 +52,9 @@ class GluonPrefillConfig:
     unit. A block that stays, with room for a second Q, can do either.
     narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
     becomes bfloat16 before the kernel.
+    merge_consumers: one consumer is compiled, and a pass over its PTX makes that of all of them
+    (flexattn/ptx/merge_consumers.py): half the compile time, or a third; else each is compiled.
+    ptxas: the assembler among those that Triton brings, "" for its own choice.
     packed: the consumers have the same rows of as many heads of a group, each its own head: of few
     query positions a tile is then full, where heads share keys.
     """
@@ -69,6 +74,8 @@ class GluonPrefillConfig:
     narrow: bool = False
     long_turns: bool = False
     packed: bool = False
+    merge_consumers: bool = True
+    ptxas: Ptxas = ""
 
     @property
     def heads(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.one_program import EVERY_WARP
+from flexattn.ptx.merge_consumers import EVERY_WARP
 from flexattn.render.kernel import render
 from flexattn.space.config import GluonPrefillConfig
 from tests.problems import problem

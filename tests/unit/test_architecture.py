@@ -24,10 +24,10 @@ EDGES = {
     "neuroncore": set(),
     "device": {"mods", "neuroncore"},
     "problem": {"mods", "device"},
-    "space": {"problem"},
-    # What a kernel says to the one who compiles it.
-    "one_program": set(),
-    "render": {"space", "one_program"},
+    "space": {"problem", "ptx"},
+    # What happens to a kernel's PTX: a source says which of it, a compile does it.
+    "ptx": {"errors"},
+    "render": {"space", "ptx"},
     "binary": set(),
     "cuda_driver": set(),
     # A kernel's description is decoded as strictly as a record, by the same code.
@@ -36,9 +36,8 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    "compiler_context": {"one_program"},
-    "thread_bits": {"one_program"},
-    "build": {"cuda_launch", "binary_store", "compiler_context", "thread_bits"},
+    "compiler_context": set(),
+    "build": {"cuda_launch", "binary_store", "compiler_context", "ptx"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},

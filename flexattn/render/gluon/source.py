@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.one_program import ALONE, shared_program
 from flexattn.problem import Structure
+from flexattn.ptx import merge_consumers
+from flexattn.ptx.stages import Stages
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
@@ -125,6 +126,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # Beside 128 columns two consumers have registers left for what passes while values are summed.
     wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
     ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
+    merges = config.merge_consumers and config.consumers > 1
     context = {
         **mods,
         "hoisted": hoisted,
@@ -149,10 +151,12 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
+        "merge_consumers": merges,
+        "registers": config.registers,
         "packed": config.packed,
         "turn": free_v - config.num_stages - slots - config.consumers,
-        "alone": ALONE,
-        "shared_program": shared_program(config.consumers, config.registers),
+        "alone": merge_consumers.ALONE,
+        "announcement": merge_consumers.announcement(config.consumers, config.registers),
         "noted": noted,
         "handed": handed,
         "block_keys": config.BLOCK_N,
@@ -192,4 +196,15 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+    passes = (merge_consumers.NAME,) if merges else ()
+    return make_source(
+        TEMPLATE,
+        device,
+        header,
+        context,
+        found,
+        WARPS,
+        config.num_stages,
+        "gluon",
+        stages=Stages(passes, config.ptxas),
+    )

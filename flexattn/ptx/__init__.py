@@ -1,0 +1,1 @@
+"""What happens to a kernel between Triton's PTX and its machine code: passes, and which ptxas."""
