@@ -243,6 +243,7 @@ def test_another_users_lock_is_held_as_well(tmp_path, monkeypatch):
                 said.append("timed")
 
         monkeypatch.setattr(os, "open", refusing)
+        monkeypatch.setattr(Path, "open", lambda path, mode: os.open(path, os.O_RDWR))
         other = threading.Thread(target=timing)
         other.start()
         while not said and other.is_alive():
