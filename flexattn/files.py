@@ -57,8 +57,7 @@ def refuse_others(path: str | Path, state: os.stat_result) -> None:
     """
     rule = "it belongs to this user or to root, and nobody else may write it"
     if state.st_uid not in (os.geteuid(), 0):
-        do = "copy it, or name a directory of your own"
-        raise CacheError(f"{path} belongs to user {state.st_uid}", rule, do)
+        raise CacheError(f"{path} belongs to user {state.st_uid}", rule)
     sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
     if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
         mode = stat.filemode(state.st_mode)

@@ -39,19 +39,19 @@ def text_file(name: str, text: str) -> Path:
     try:
         return _kept(folder / name, text)
     except (CacheError, OSError) as error:
-        why = error.line if isinstance(error, CacheError) else error.strerror
-        do = error.do if isinstance(error, CacheError) else ""
+        why = error.line if isinstance(error, CacheError) else f"{folder}: {error.strerror}"
+        do = isinstance(error, CacheError) and error.do
     try:
         path = _kept(private_folder() / "kernels" / name, text)
     except OSError as error:
         raise CacheError(
-            f"{folder}: {why}; no temporary folder either: {error.strerror or error}",
+            f"{why}; no temporary folder either: {error.strerror}",
             "a rendered kernel lies in a file",
             "set FLEXATTN_CACHE_DIR or TMPDIR to a directory that can be written",
         ) from error
     say_once(
-        f"{folder} is not used: {why}. Sources of kernels lie in {path.parent} until this process "
-        f"ends; {do or 'FLEXATTN_CACHE_DIR names another directory'}"
+        f"sources of kernels lie in {path.parent} until this process ends: {why}; "
+        f"{do or 'FLEXATTN_CACHE_DIR names another directory'}"
     )
     return path
 

@@ -38,7 +38,7 @@ def with_triton_cache(compile: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     if given != own:
         knobs.cache.dir = own
         say_once(
-            f"Triton's cache {given} is not used: {why}. Compiled kernels lie in {own} until this "
-            f"process ends; TRITON_CACHE_DIR names another directory"
+            f"compiled kernels lie in {own} until this process ends: Triton's cache {given}: "
+            f"{why}; TRITON_CACHE_DIR names another directory"
         )
     return compile(*args, **kwargs)

@@ -215,7 +215,7 @@ def test_the_private_folder_ends_with_its_process(caches):
     path, mode = done.stdout.split()
     assert path.startswith(str(caches / "temporary")) and mode == "0o700"
     assert list((caches / "temporary").iterdir()) == []
-    assert done.stderr.count("/dev/null/cache/kernels is not used") == 1
+    assert done.stderr.count("/dev/null/cache/kernels: Not a directory") == 1
 
 
 def test_private_folders_of_killed_processes_are_removed_by_the_next(caches):
