@@ -15,7 +15,7 @@ from typing import Any
 
 from flexattn.binary import binary_of
 from flexattn.binary_store import Binaries
-from flexattn.build import compile_source
+from flexattn.build import compile_source, path_of
 from flexattn.cache.store import Store
 from flexattn.device import Device
 from flexattn.dispatch import choices
@@ -139,7 +139,7 @@ class _Writer:
         binary = binary_of(compiled, self._device.arch)
         if binary is None:
             raise UnsupportedError(
-                f"{source.path()} as a binary", "it needs what only Triton's own launcher does"
+                f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
             )
         if binary.shared <= self._device.shared_memory:
             self._binaries.write(source, binary, compiled.metadata.triton_version)

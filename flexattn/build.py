@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import threading
 import time
@@ -16,6 +15,9 @@ from typing import Any, Protocol
 
 from flexattn.binary import Binary, binary_of
 from flexattn.binary_store import Binaries
+from flexattn.codecache.files import text_file
+from flexattn.codecache.module import module_of
+from flexattn.codecache.triton_cache import with_triton_cache
 from flexattn.compiler_context import (
     anew,
     source_lines,
@@ -96,14 +98,27 @@ class TritonLaunch:
         )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def load(path: Path) -> Any:
-    """The `kernel` function of a rendered file, as triton.jit made it."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.kernel
+_functions: Lru[Path, Any] = Lru(4096)
+
+
+def path_of(source: Source) -> Path:
+    """The file of a source, for people and profilers; it is written if need be."""
+    return text_file(f"kernel_{source.hash[:24]}.py", source.text)
+
+
+def load(source: Source) -> Any:
+    """The `kernel` function of a source, as triton.jit made it of the text that was rendered.
+
+    Raises RenderAnew for a text that was read.
+    """
+    if source.stored:
+        raise RenderAnew(source.hash)
+    path = path_of(source)
+    found = _functions.get(path)
+    if found is None:
+        found = module_of(path, source.text).kernel
+        _functions.put(path, found)
+    return found
 
 
 def compile_source(source: Source, device: Device) -> Any:
@@ -124,7 +139,7 @@ def _compiled(source: Source, device: Device) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    path = source.path()
+    path = path_of(source)
     arch: int | str = device.capability or device.arch
     target = GPUTarget(device.backend, arch, device.warp_size)
     attrs = {
@@ -138,8 +153,9 @@ def _compiled(source: Source, device: Device) -> Any:
             without_collections(),
             compiled_by(source.stages),
         ):
-            return triton.compile(
-                _syntax(source)(load(path), _signature(source), {}, attrs),
+            return with_triton_cache(
+                triton.compile,
+                _syntax(source)(load(source), _signature(source), {}, attrs),
                 target=target,
                 options={
                     "num_warps": source.num_warps,
@@ -188,7 +204,10 @@ def _syntax(source: Source) -> Any:
 
 
 class RenderAnew(Exception):
-    """A source that was read from a directory has no binary there that this process can load."""
+    """A source that was read from a directory has no binary there that this process can load.
+
+    Its text may be anybody's: it is not executed.
+    """
 
 
 class Builder:
@@ -240,9 +259,9 @@ class Builder:
 
     def _build(self, source: Source, device: Device, index: int) -> Kernel:
         if current().debug >= 4:
-            log.debug("%s\n%s", source.path(), source.text)
+            log.debug("%s\n%s", path_of(source), source.text)
         if index < 0:
-            return Kernel(source, load(source.path()), index)
+            return Kernel(source, load(source), index)
         found = self._load(source, device, index)
         if found is None and source.stored:
             raise RenderAnew(source.hash)

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn import options
 from flexattn.attention import PLANLESS, Route, check_call, make_call, route_of
+from flexattn.build import path_of
 from flexattn.device import detect
 from flexattn.dispatch import Choice
 from flexattn.mods.expr import pretty
@@ -131,8 +132,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         config=choice.config,
         config_origin=choice.origin,
         grid=launch.geometry,
-        source=choice.source.path(),
-        combine_source=choice.combine.path() if choice.combine is not None else None,
+        source=path_of(choice.source),
+        combine_source=path_of(choice.combine) if choice.combine is not None else None,
         score_mod=_text(structure.score),
         mask_mod=_text(structure.mask),
     )

@@ -13,19 +13,20 @@ from typing import Any
 
 from flexattn.errors import CacheError
 
-__all__ = ["publish", "read_regular", "sealed", "unsealed"]
+__all__ = ["publish", "read_regular", "refuse_others", "sealed", "unsealed"]
 
 
-def read_regular(path: str | Path, most: int) -> bytes | None:
+def read_regular(path: str | Path, most: int, *, trusted: bool = False) -> bytes | None:
     """The bytes of a plain file; None where nothing is there.
 
-    Raises CacheError for a link, a directory, a pipe, a file above `most` bytes or one that
-    cannot be read. Nothing here waits: a pipe is opened without blocking.
+    trusted: what it holds decides which code runs, so `refuse_others` judges it first. Raises
+    CacheError for a link, a directory, a pipe, a file above `most` bytes or one that cannot be
+    read. Nothing here waits: a pipe is opened without blocking.
     """
     try:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(path, flags)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise CacheError(f"{path}: {error.strerror}", "it is a plain file, and readable") from None
@@ -33,6 +34,8 @@ def read_regular(path: str | Path, most: int) -> bytes | None:
         state = os.fstat(handle)
         if not stat.S_ISREG(state.st_mode) or state.st_size > most:
             raise CacheError(f"{path}: no file of at most {most} bytes", "it is a plain file")
+        if trusted:
+            refuse_others(path, state)
         # One read holds all of a file that nobody is writing; a file object costs more than it.
         parts = []
         while part := os.read(handle, state.st_size + 1):
@@ -46,16 +49,38 @@ def read_regular(path: str | Path, most: int) -> bytes | None:
         os.close(handle)
 
 
-def publish(path: Path, content: str | bytes) -> None:
-    """Write beside the file, see it on the disk, and move it there in one step."""
-    data = content.encode() if isinstance(content, str) else content
+def refuse_others(path: str | Path, state: os.stat_result) -> None:
+    """Raise CacheError for a file or a folder that another user owns or may write.
+
+    state: of what lies at the path. Root may be the owner. In a folder with the sticky bit others
+    may write, because they can neither replace nor remove what is ours.
+    """
+    rule = "it belongs to this user or to root, and nobody else may write it"
+    if state.st_uid not in (os.geteuid(), 0):
+        raise CacheError(f"{path} belongs to user {state.st_uid}", rule)
+    sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
+    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        mode = stat.filemode(state.st_mode)
+        raise CacheError(f"{path} is {mode}", rule, f"chmod go-w {path}")
+
+
+def publish(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write beside the file and move it there in one step: whole, or not at all.
+
+    Others may read the file. durable: wait until the disk has it; without that, a file that a
+    power failure cut short is for the reader to see.
+    """
+    data = memoryview(content.encode() if isinstance(content, str) else content)
     handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        try:
             os.fchmod(handle, 0o644)
-            file.write(data)
-            file.flush()
-            os.fsync(handle)
+            while data:
+                data = data[os.write(handle, data) :]
+            if durable:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -62,7 +62,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "FLEXATTN_CACHE_DIR",
         "~/.cache/flexattn",
         "where rendered kernel sources (kernels), the user's tuned records (records) and the "
-        "list of problems without one (untuned.jsonl) are written",
+        "list of problems without one (untuned.jsonl) are written; a temporary folder holds a "
+        "process's sources where others may write kernels, or nobody can",
     ),
     (
         "FLEXATTN_CACHE",
@@ -81,7 +82,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "FLEXATTN_BINARIES",
         "",
         "a directory that `flexattn export --with-binaries` made: its kernels are loaded instead "
-        "of compiled and its mods are recognised without a trace; nothing else is searched",
+        "of compiled and its mods are recognised without a trace; files that are another user's "
+        "(but root's), or that others may write, are not used; nothing else is searched",
     ),
     (
         "FLEXATTN_CHECK",

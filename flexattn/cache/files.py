@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from flexattn.files import publish, read_regular
 
-__all__ = ["append_line", "aside", "drop_lines", "listing", "locked"]
+__all__ = ["append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock"]
 
 _LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -19,12 +20,17 @@ _LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 def append_line(path: Path, line: bytes, most: int) -> bool:
     """Add a line in one write, so that lines of several processes never mix.
 
-    False where the file would pass `most` bytes. Raises OSError where it cannot be written.
+    False where the file would pass `most` bytes. Raises OSError where it cannot be written; of a
+    line for which the disk has no room nothing stays.
     """
     with _held(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as handle:
-        if os.fstat(handle).st_size + len(line) >= most:
+        size = os.fstat(handle).st_size
+        if size + len(line) >= most:
             return False
-        return os.write(handle, line + b"\n") == len(line) + 1
+        if os.write(handle, line + b"\n") <= len(line):
+            os.ftruncate(handle, size)  # the next line would go on where this one broke off
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return True
 
 
 def drop_lines(path: Path, drop: Callable[[bytes], bool], most: int) -> int:
@@ -70,13 +76,21 @@ def aside(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
+def open_lock(path: Path) -> int:
+    """A file to lock, made where it is not there; another user's is only read, which is enough."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One writer at a time in an environment's folder; the kernel frees it if the writer dies.
 
     Where the file system knows no locks, the writers go on without: each file is still whole.
     """
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = open_lock(folder / ".lock")
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -91,3 +105,14 @@ def listing(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+def is_closed(folder: Path) -> bool:
+    """Whether a folder, or one above it, is another user's and not for this one to look into."""
+    try:
+        os.stat(folder / ".")
+    except PermissionError:
+        return True
+    except OSError:  # it is not there, or not yet
+        return False
+    return False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flexattn.cache.environment import environment
+from flexattn.cache.files import is_closed
 from flexattn.cache.key import Key, Sizes, key_of, sizes_of
 from flexattn.cache.record import Answer, Environment, Record, slug
 from flexattn.cache.store import REAL, Store, generation
@@ -118,7 +119,11 @@ def layers(device: Device) -> tuple[Layer, ...]:
 @lru_cache(maxsize=64)
 def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[Layer, ...]:
     found = [Layer("FLEXATTN_CACHE", Store(root)) for root in explicit]
-    found.append(Layer("user", Store(cache_dir / "records")))
+    users = cache_dir / "records"
+    if is_closed(users):
+        say_once(f"{users} is not looked at: this user may not read it")
+    else:
+        found.append(Layer("user", Store(users)))
     shipped = configs_folder()
     if shipped is not None:
         found.append(Layer("shipped", Store(shipped / slug(device))))

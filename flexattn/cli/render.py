@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from flexattn import options
+from flexattn import build, options
 from flexattn.cli.arguments import (
     AsJson,
     BlockSize,
@@ -31,6 +30,7 @@ from flexattn.cli.arguments import (
 from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
+from flexattn.codecache.files import text_file
 from flexattn.device import NEURON, Device, named
 from flexattn.dispatch import Choice, choices
 from flexattn.errors import InputError
@@ -154,8 +154,8 @@ def _rendered(
         f"{device.name} ({device.arch})",
         describe(choice.config),
         choice.origin,
-        str(choice.source.path()),
-        None if choice.combine is None else str(choice.combine.path()),
+        str(build.path_of(choice.source)),
+        None if choice.combine is None else str(build.path_of(choice.combine)),
         _expression(structure.score) if expr else None,
         _expression(structure.mask) if expr else None,
         choice.source.text if Show.source in wanted else None,
@@ -199,10 +199,8 @@ def _expression(captures: Captures | None) -> str | None:
 def _assembly(choice: Choice, kernel: Any, device: Device) -> str:
     """Write the compiler's last text, PTX or AMD's assembly, beside the source; its path."""
     kind = "amdgcn" if device.backend == "hip" else "ptx"
-    source: Path = choice.source.path()
-    path = source.with_name(f"{source.stem}.{device.arch}.{kind}")
-    path.write_text(kernel.asm[kind])
-    return str(path)
+    stem = build.path_of(choice.source).stem
+    return str(text_file(f"{stem}.{device.arch}.{kind}", kernel.asm[kind]))
 
 
 def _print(found: Rendered) -> None:

@@ -9,7 +9,6 @@ NKI_ARTIFACTS_DIR, which must stand before nki is imported: hence a process for 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +17,17 @@ from typing import Any
 
 import torch
 
+from flexattn.codecache.module import module_of
+
 __all__ = ["Job", "main"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel's file with its arguments by name, in order; tensors are torch's."""
+    """A kernel's file and text with its arguments by name, in order; tensors are torch's."""
 
     path: Path
+    text: str
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -43,17 +45,9 @@ def main(argv: Sequence[str]) -> None:
         if isinstance(each, numpy.ndarray)
     }
     numpy.savez(inputs_path, **arrays)  # type: ignore[arg-type]
-    results = _kernel(job.path)(*given)
+    results = module_of(job.path, job.text).kernel(*given)
     results = results if isinstance(results, tuple) else (results,)
     torch.save([_torch(each) for each in results], results_path)
-
-
-def _kernel(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.kernel
 
 
 def _numpy(value: Any) -> Any:

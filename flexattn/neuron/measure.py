@@ -175,7 +175,9 @@ class NeuronMeasurer(Closing):
         while kernels:
             source, values = kernels.pop()
             place = Path(tempfile.mkdtemp(dir=self._folder))
-            torch.save(Job(path_of(source), source.arguments, values), place / "job.pt")
+            torch.save(
+                Job(path_of(source), source.text, source.arguments, values), place / "job.pt"
+            )
             files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
             command = [sys.executable, "-m", "flexattn.neuron.device_child", *files]
             environment = neuron_environment(place / "artifacts", prepared.target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.codecache.files import text_file
+from flexattn.codecache.module import module_of
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.files import publish
 from flexattn.launch import Lists
 from flexattn.mods import Bound
 from flexattn.neuron import feasible
@@ -24,7 +24,6 @@ from flexattn.neuroncore import CORES
 from flexattn.problem import Problem
 from flexattn.render.nki.printer import TABLE_LIMIT
 from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
-from flexattn.settings import current
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, described
 
 __all__ = ["Outputs", "Prepared", "path_of", "prepare"]
@@ -123,21 +122,12 @@ def _exact(value: float, target: str) -> float:
 
 def path_of(source: NkiSource) -> Path:
     """The file of a source, beside those of other kernels; it is written if need be."""
-    folder = current().cache_dir / "kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"nki_{source.hash[:24]}.py"
-    publish(path, source.text)
-    return path
+    return text_file(f"nki_{source.hash[:24]}.py", source.text)
 
 
 def _function(source: NkiSource) -> Any:
-    """The kernel of a source, as the real package decorates it; it must come from a file."""
-    path = path_of(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.kernel
+    """The kernel of a source, as the real package decorates it; it looks its text up."""
+    return module_of(path_of(source), source.text).kernel
 
 
 def prepare(

@@ -1,14 +1,11 @@
-"""Source: a rendered kernel, written to a file that says what it is for."""
+"""Source: a rendered kernel, whose header says what it is for."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.mods.algebra import bounds_of
@@ -27,7 +24,6 @@ from flexattn.render.mask_parts import MaskParts, mask_parts, whole
 from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
 from flexattn.render.triton_printer import Traits, print_mod
-from flexattn.settings import current
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles, multiplies_ramp, skips_far
 from flexattn.space.tiles import tiles_per_q, walks_runs
@@ -65,18 +61,6 @@ class Source:
     registers: int = 0
     stages: Stages = OWN_STAGES
     stored: bool = field(default=False, compare=False)
-
-    def path(self) -> Path:
-        """The file that holds the text; written on first use, whole or not at all."""
-        folder = current().cache_dir / "kernels"
-        path = folder / f"kernel_{self.hash[:24]}.py"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=folder, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                file.write(self.text)
-            os.replace(name, path)
-        return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ EDGES = {
     "cuda_launch": {"render", "binary", "cuda_driver"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
+    # Kernels' texts as files and as modules, whoever rendered them: it takes a name and a text.
+    "codecache": set(),
     "compiler_context": set(),
-    "build": {"cuda_launch", "binary_store", "compiler_context", "ptx"},
+    "build": {"cuda_launch", "binary_store", "compiler_context", "ptx", "codecache"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},

@@ -18,6 +18,7 @@ from flexattn.files import sealed, unsealed
 from flexattn.render.arguments import Argument
 from flexattn.render.source import Source
 from flexattn.settings import override, say_once
+from tests.stored_kernels import belongs_to_another
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 BOX = TensorMap((1, 1, 128, 64), 3)
@@ -220,3 +221,16 @@ class TestBuilder:
         with override(binaries=root):
             Builder().kernel(SOURCE, H200, 0)
         assert len(self.compiles) == 1 and "NO_BINARY_FOR_GPU" in caplog.text
+
+
+def writable(path, monkeypatch):
+    path.chmod(0o664)
+
+
+@pytest.mark.parametrize("of", [described, code])
+@pytest.mark.parametrize("change", [writable, belongs_to_another])
+def test_code_that_others_could_have_changed_is_not_loaded(root, of, change, monkeypatch, caplog):
+    """Its sha256 stands in a file beside it, which the same people could have changed."""
+    change(of(root), monkeypatch)
+    assert Binaries(root).find(SOURCE, H200) is None
+    assert "nobody else may write" in caplog.text and "kernel is compiled" in caplog.text

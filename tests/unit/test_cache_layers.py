@@ -1,6 +1,7 @@
 """Where a config comes from: layers in order, hits before hints before neighbours, and why."""
 
 import logging
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -64,6 +65,7 @@ def elsewhere(record, **changes):
 
 
 ONE, TWO, THREE = (PrefillConfig(64, 64, 4, stages) for stages in (2, 3, 4))
+SPLIT = DecodeConfig(16, 64, 4, 2, 1)
 
 
 def test_nothing_is_found_in_empty_places(places):
@@ -218,6 +220,27 @@ def test_a_decode_record_serves_another_batch_with_other_splits(places):
 
 
 # costs, and what is remembered
+
+
+def test_a_directory_of_another_user_is_said_once_and_passed_over(places, monkeypatch, caplog):
+    """Each key that was looked for warned of a file of its own."""
+    for wanted in (PREFILL, DECODE):
+        places["shipped"].write(recorded(wanted, ONE if wanted is PREFILL else SPLIT))
+    closed = str(places["user"].root)
+
+    def refusing(real):
+        def refuse(path, *args, **kwargs):
+            if str(path).startswith(closed):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *args, **kwargs)
+
+        return refuse
+
+    for name in ("stat", "open"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    module._layers.cache_clear()
+    assert [find(wanted, H200).how for wanted in (PREFILL, DECODE)] == ["hit", "hit"]
+    assert len(caplog.records) == 1 and closed in caplog.text
 
 
 def test_a_record_of_this_process_is_seen_at_once(places):

@@ -201,6 +201,21 @@ def test_keys_with_paths_in_them_stay_inside(store):
     assert store.read(record.environment, key) == record
 
 
+def test_two_users_of_a_group_write_to_one_directory(store, monkeypatch):
+    """The lock is the file of who came first: the other may read it, which a lock needs."""
+    assert store.write(RECORD)
+    opened = os.open
+
+    def refusing(path, flags, *args, **kwargs):
+        if str(path).endswith(".lock") and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert store.write(other(), replace=True)
+    assert store.read(HERE, RECORD.key) == other()
+
+
 @pytest.mark.slow
 def test_sixteen_writers_half_of_them_killed(tmp_path):
     """Forked from one parent that has imported everything: what is tested is the writing."""

@@ -86,6 +86,15 @@ def test_same_text_is_recognised(tmp_path):
     assert bound.mod == wanted and value(bound, score=9, q_idx=3) == 2 * 0.5 + 1.5 + 30
 
 
+def test_what_others_may_write_is_traced(tmp_path, caplog):
+    """A file says what a callable means: another one gives other results without a word."""
+    record(made(MODULE), "score", tmp_path)
+    (path,) = (tmp_path / "mods").iterdir()
+    path.chmod(0o666)
+    assert seen(made(MODULE), "score", tmp_path)[1] >= 1
+    assert "nobody else may write" in caplog.text and "the mod is traced" in caplog.text
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_text_is_traced(tmp_path, change):
     record(made(MODULE), "score", tmp_path)

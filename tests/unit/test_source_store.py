@@ -172,3 +172,14 @@ def test_what_is_not_sound_is_rendered_and_said(tmp_path, fault, caplog):
         index.write_text(sealed(told))
     assert found(tmp_path, wanted, choice.config) is None
     assert "the kernel is rendered" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["json", "py"])
+def test_what_others_may_write_is_rendered(tmp_path, kind, caplog):
+    """Who writes both files gives any text the hash that it needs."""
+    wanted = problem(**CAPPED)
+    choice, _ = export(tmp_path, wanted)
+    for path in (tmp_path / "sources").glob(f"*.{kind}"):
+        path.chmod(0o666)
+    assert found(tmp_path, wanted, choice.config) is None
+    assert "nobody else may write" in caplog.text and "the kernel is rendered" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -106,3 +107,19 @@ def test_a_disk_that_refuses_leaves_the_list_whole(tmp_path, monkeypatch):
         drop_lines(path, b"drop".__eq__, MOST)
     assert path.read_text().splitlines() == [json.dumps({"a": 1}), "drop"]
     assert [each.name for each in tmp_path.iterdir()] == ["lines"]
+
+
+def test_a_line_for_which_there_is_no_room_leaves_nothing_behind(tmp_path):
+    """Half of it stayed, and the next line, which went on there, was lost too."""
+    path = tmp_path / "lines"
+    append_line(path, b"first", MOST)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Beyond this size the kernel takes no byte of any file, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError, match="No space"):
+            append_line(path, b"a long second line", MOST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert append_line(path, b"third", MOST)
+    assert path.read_bytes() == b"first\nthird\n"

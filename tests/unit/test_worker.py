@@ -17,7 +17,7 @@ from flexattn.measure.failures import clipped, failed, is_sticky
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess
 from flexattn.measure.worker import Deadlines, Worker
-from flexattn.settings import override, worker_environment
+from flexattn.settings import override, say_once, worker_environment
 from tests.unit.labs import LAB, config, task
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +215,41 @@ def test_timing_waits_for_another_tuner_and_says_so(tmp_path):
         other.join(timeout=10)
     assert order == ["gates share", "first", "second"]
     assert len(said) == 1 and "gpu-1" in said[0]
+
+
+def test_without_a_directory_for_locks_it_is_measured_all_the_same(caplog):
+    """A tuner in a container with a read-only HOME stopped before it measured anything."""
+    say_once.cache_clear()
+    with override(cache_dir=Path("/dev/null/cache")):
+        for _ in range(2):
+            with device_lock("gpu-1", alone=True):
+                pass
+    assert len(caplog.records) == 1 and "may time on gpu-1 too" in caplog.text
+
+
+def test_another_users_lock_is_held_as_well(tmp_path, monkeypatch):
+    """Two users share a cache directory; the lock is the file of who came first."""
+    said = []
+    with override(cache_dir=tmp_path), device_lock("gpu-1", alone=False):
+        opened = os.open
+
+        def refusing(path, flags, *args, **kwargs):
+            if flags & (os.O_RDWR | os.O_WRONLY):
+                raise PermissionError(13, "Permission denied", str(path))
+            return opened(path, flags, *args, **kwargs)
+
+        def timing():
+            with override(cache_dir=tmp_path), device_lock("gpu-1", alone=True, say=said.append):
+                said.append("timed")
+
+        monkeypatch.setattr(os, "open", refusing)
+        monkeypatch.setattr(Path, "open", lambda path, mode: os.open(path, os.O_RDWR))
+        other = threading.Thread(target=timing)
+        other.start()
+        while not said and other.is_alive():
+            time.sleep(0.01)
+    other.join(timeout=10)
+    assert len(said) == 2 and "waiting for gpu-1" in said[0]
 
 
 @pytest.mark.parametrize(
