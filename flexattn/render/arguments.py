@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -77,19 +78,21 @@ def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
-    """What a launch passes for them: pointer, sizes and strides of each tensor, then numbers."""
+def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
+    """What a launch passes for `captured_arguments`, by name."""
     if captures is None or bound is None:
-        return []
-    if not bound.tensors:
-        return [*bound.scalars]
-    values: list[Any] = []
-    for tensor, contiguous in zip(bound.tensors, captures.contiguous, strict=True):
-        values.append(tensor)
-        values += tensor.shape
-        strides = tensor.stride()
-        values += strides[:-1] if contiguous else strides
-    return [*values, *bound.scalars]
+        return {}
+    values: dict[str, Any] = {}
+    kind = captures.mod.kind
+    for slot, (tensor, inner) in enumerate(zip(bound.tensors, captures.contiguous, strict=True)):
+        shape, steps = tensor.shape, tensor.stride()
+        base, sizes, strides = _captured_names(kind, slot, len(shape), inner)
+        values[base] = tensor
+        values.update(zip(sizes, shape, strict=True))
+        values.update(zip(strides, steps[:-1] if inner else steps, strict=True))
+    for slot, number in enumerate(bound.scalars):
+        values[scalar_name(kind, slot)] = number
+    return values
 
 
 def _tensors(structure: Structure, config: Config) -> list[Argument]:
@@ -168,13 +171,22 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
     mod = captures.mod
     found = []
     for slot, buffer in enumerate(mod.buffers):
-        base, sizes, strides = buffer_names(mod.kind, slot, buffer.rank)
+        inner = captures.contiguous[slot]
+        base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
         found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
         found += [Argument(size, "i32") for size in sizes]
-        kept = strides[:-1] if captures.contiguous[slot] else strides
-        found += [Argument(stride, "i64") for stride in kept]
+        found += [Argument(stride, "i64") for stride in strides]
     found += [
         Argument(scalar_name(mod.kind, slot), signature_type(dtype))
         for slot, dtype in enumerate(mod.scalars)
     ]
     return found
+
+
+@lru_cache(maxsize=1024)
+def _captured_names(
+    kind: str, slot: int, rank: int, inner: bool
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Pointer, sizes and strides of a captured tensor; inner: its last stride is 1, not told."""
+    base, sizes, strides = buffer_names(kind, slot, rank)
+    return base, sizes, strides[:-1] if inner else strides
