@@ -14,8 +14,9 @@ from flexattn.mods import Bound
 from flexattn.mods.algebra import Table, bounds_of, tables_of
 from flexattn.problem import Captures
 from flexattn.render.arguments import captured_values
+from flexattn.render.block_mask import STRIP, render_block_mask
 from flexattn.render.bounds_printer import table_values
-from flexattn.render.source import STRIP, Source, render_block_mask
+from flexattn.render.source import Source
 
 __all__ = ["BlockClassifier"]
 

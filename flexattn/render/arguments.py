@@ -8,9 +8,7 @@ from math import gcd
 from typing import Any
 
 from flexattn.mods import Bound
-from flexattn.mods.algebra import Bounds
 from flexattn.problem import Captures, Structure
-from flexattn.render.bounds_printer import table_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
@@ -60,22 +58,6 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
         Argument("num_splits", "i32"),
         Argument("num_rows", "i64"),
     )
-
-
-def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
-    """Arguments of the kernel that classifies the blocks of a mask."""
-    found = [
-        Argument("KINDS", "*i8", 16),
-        Argument("first_row", "i64"),
-        *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
-        *captured_arguments(captures),
-    ]
-    for number, use in enumerate(bounds.tables):
-        buffer = captures.mod.buffers[use.slot]
-        element = "u8" if buffer.dtype == "bool" else signature_type(buffer.dtype)
-        names = table_names(number, use, buffer.rank)
-        found += [Argument(name, kind or f"*{element}") for name, kind in names]
-    return tuple(found)
 
 
 def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
