@@ -25,8 +25,9 @@ from flexattn.mods.bind import record
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem
 from flexattn.reach import sources
+from flexattn.render.block_mask import render_block_mask
 from flexattn.render.narrow_values import render_narrow_values
-from flexattn.render.source import Source, render_block_mask
+from flexattn.render.source import Source
 from flexattn.settings import current, override
 from flexattn.source_store import Sources
 from flexattn.space.gluon_config import GluonPrefillConfig

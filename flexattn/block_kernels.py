@@ -14,8 +14,9 @@ from flexattn.mods import Bound
 from flexattn.mods.algebra import Table, bounds_of, tables_of
 from flexattn.problem import Captures
 from flexattn.render.arguments import captured_values
+from flexattn.render.block_mask import STRIP, render_block_mask
 from flexattn.render.bounds_printer import table_values
-from flexattn.render.source import STRIP, Source, render_block_mask
+from flexattn.render.source import Source
 
 __all__ = ["BlockClassifier"]
 
@@ -41,19 +42,24 @@ class BlockClassifier:
         self._captures = Captures(bound.mod, tuple(t.stride()[-1:] == (1,) for t in bound.tensors))
         self._source = _mask_source(self._captures, block, self._target)
         _, heads, q_len, kv_len = sizes
-        blocks = -(-q_len // block[0]), -(-kv_len // block[1])
-        self._sizes = [heads, q_len, kv_len, *blocks]
         bounds = bounds_of(bound.mod)
         self._tables: tuple[Table, ...] = tables_of(bounds.tables, bound.tensors, block)
-        self._given = captured_values(self._captures, bound)
-        for use, table in zip(bounds.tables, self._tables, strict=True):
-            self._given += table_values(use, table)
+        self._given: dict[str, Any] = {
+            "H": heads,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "q_blocks": -(-q_len // block[0]),
+            "kv_blocks": -(-kv_len // block[1]),
+            **captured_values(self._captures, bound),
+        }
+        for number, (use, table) in enumerate(zip(bounds.tables, self._tables, strict=True)):
+            self._given |= table_values(number, use, table)
 
     def run(self, kinds: Tensor, first_row: int) -> None:
         """Write kinds int8 [rows, kv blocks], contiguous; rows are counted over B, H, q blocks."""
         rows, columns = kinds.shape
         programs = rows * -(-columns // STRIP)
-        given = [kinds, first_row, *self._sizes, *self._given]
+        given = {"KINDS": kinds, "first_row": first_row, **self._given}
         _launch(self._source, self._target, self._index, programs, given)
 
 
@@ -72,11 +78,13 @@ def _place(device: torch.device) -> tuple[Device, int]:
     return detect(device), torch.cuda.current_device() if device.index is None else device.index
 
 
-def _launch(source: Source, target: Device, index: int, programs: int, given: list[Any]) -> None:
+def _launch(
+    source: Source, target: Device, index: int, programs: int, given: dict[str, Any]
+) -> None:
     kernel = builder().kernel(source, target, index)
-    launcher = kernel.prepare(programs, [None] * len(given), ())
+    launcher, values = kernel.prepare(programs, {}, list(given)), list(given.values())
     if index < 0:
-        launcher.launch(-1, given)
+        launcher.launch(-1, values)
         return
     with torch.cuda.device(index):
-        launcher.launch(torch.cuda.current_stream(index).cuda_stream, given)
+        launcher.launch(torch.cuda.current_stream(index).cuda_stream, values)

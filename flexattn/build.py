@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
 from flexattn.lru import Lru
+from flexattn.ptx.hook import compiled_by
 from flexattn.ptx.merge_consumers import block_warps
-from flexattn.ptx.stages import compiled_by
+from flexattn.render.binding import Binding, bind
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
 
@@ -56,23 +57,31 @@ class Kernel:
         metadata = getattr(self.compiled, "metadata", None)
         return 0 if metadata is None else int(metadata.shared)
 
-    def prepare(self, programs: int, fixed: Sequence[Any], boxes: Sequence[Any]) -> Launcher:
+    def prepare(
+        self,
+        programs: int,
+        fixed: Mapping[str, Any],
+        given: Sequence[str],
+        boxes: Mapping[str, Any] | None = None,
+        spare: Collection[str] = (),
+    ) -> Launcher:
         """A launcher of `programs` programs that already holds the arguments of every call.
 
-        fixed: all arguments in the order of the source's, None for what each call gives.
-        boxes: how each tensor that is read through a descriptor lies in memory.
+        fixed: their values by name. given: the names of what each call passes, in order. boxes:
+        how each tensor that is read through a descriptor lies in memory, by name. spare: names
+        that this kernel may lack. Raises ArgumentError; see render.binding.bind.
         """
+        bound = bind(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:
-            found = self.source.arguments
-            return CudaLaunch(self.binary, found, self.index, programs, fixed, boxes)
-        return TritonLaunch(self.compiled, programs, tuple(fixed), self.index)
+            return CudaLaunch(self.binary, bound, self.index, programs)
+        return TritonLaunch(self.compiled, programs, bound, self.index)
 
 
 class Launcher(Protocol):
     """Something that launches a prepared kernel."""
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
-        """Launch on a stream, with values for the arguments that were not fixed, in order."""
+        """Launch on a stream, with the values whose names it was prepared for, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +90,17 @@ class TritonLaunch:
 
     compiled: Any
     programs: int
-    fixed: tuple[Any, ...]
+    bound: Binding
     index: int
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
         """As Launcher.launch."""
-        values = iter(given)
-        args = [next(values) if value is None else value for value in self.fixed]
+        bound = self.bound
+        if len(given) != bound.passed:
+            raise ValueError(f"{len(given)} values for {bound.passed} names")
+        args = list(bound.fixed)
+        for argument, place in bound.given:
+            args[argument] = given[place]
         if self.index < 0:
             self.compiled[(self.programs,)](*args)
             return

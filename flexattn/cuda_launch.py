@@ -17,7 +17,7 @@ from typing import Any
 from flexattn import cuda_driver
 from flexattn.binary import Binary
 from flexattn.errors import BuildError, InputError
-from flexattn.render.arguments import Argument
+from flexattn.render.binding import Binding
 
 MAP_BYTES = 128
 RANK = 4
@@ -44,43 +44,35 @@ class Frame:
 class CudaLaunch:
     """A kernel with its fixed arguments; `launch` takes the others.
 
-    fixed: the arguments in the order of `arguments`, None where a call gives the value.
-    boxes: for each tensor descriptor in order, (shape, strides) of its tensor.
+    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor.
     """
 
-    def __init__(
-        self,
-        binary: Binary,
-        arguments: Sequence[Argument],
-        index: int,
-        programs: int,
-        fixed: Sequence[Any],
-        boxes: Sequence[Any],
-    ) -> None:
+    def __init__(self, binary: Binary, bound: Binding, index: int, programs: int) -> None:
         self._function = loaded(binary, index)
         self._index = index
         self._programs = programs
         self._threads = binary.num_warps * 32
         self._shared = binary.shared
         self._maps = binary.maps
-        self._boxes = tuple(boxes)
+        self._boxes = bound.boxes
         self._local = threading.local()
-        self._types = types = [argument.type for argument in arguments]
-        given = [i for i, value in enumerate(fixed) if value is None]
-        kept = [i for i, value in enumerate(fixed) if value is not None]
+        self._types = types = bound.types
+        given = [i for i, _ in bound.given]
+        kept = [i for i in range(len(types)) if i not in given]
         # Addresses that calls give lie first and are written one by one, which takes less time
         # than a pack; then the numbers that calls give, and behind them what is kept.
-        tensors = [place for place, i in enumerate(given) if types[i][0] in "*t"]
-        numbers = [place for place, i in enumerate(given) if types[i][0] not in "*t"]
+        tensors = [(i, place) for i, place in bound.given if types[i][0] in "*t"]
+        numbers = [(i, place) for i, place in bound.given if types[i][0] not in "*t"]
+        self._passed = bound.passed
         self._given = len(given)
-        self._order = [given[place] for place in tensors + numbers] + kept
-        self._fixed = [fixed[i] for i in kept]
-        self._tensors = list(enumerate(tensors))
-        described = (slot for slot, place in self._tensors if types[given[place]][0] == "t")
+        self._order = [i for i, _ in tensors + numbers] + kept
+        self._fixed = [bound.fixed[i] for i in kept]
+        self._tensors = [(slot, place) for slot, (_, place) in enumerate(tensors)]
+        described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
         self._described = list(enumerate(described))
-        self._numbers = numbers
+        self._numbers = [place for _, place in numbers]
         self._behind = 8 * len(tensors)
-        self._pack = _packer(types[given[place]] for place in numbers).pack_into
+        self._pack = _packer(types[i] for i, _ in numbers).pack_into
         self._driver = cuda_driver.launch_kernel()
         self._check(binary)
 
@@ -98,12 +90,12 @@ class CudaLaunch:
             )
 
     def launch(self, stream: int, given: Sequence[Any]) -> None:
-        """Launch on a stream, with values for the arguments that are None in `fixed`, in order."""
+        """Launch on a stream, with the values whose names it was prepared for, in their order."""
         frame: Frame | None = getattr(self._local, "frame", None)
         if frame is None:
             frame = self._local.frame = self._frame()
-        if len(given) != self._given:
-            raise ValueError(f"{len(given)} values for {self._given} arguments")
+        if len(given) != self._passed:
+            raise ValueError(f"{len(given)} values for {self._passed} names")
         slots = frame.slots
         for slot, place in self._tensors:
             slots[slot] = given[place].data_ptr()

@@ -29,13 +29,14 @@ class Descales(NamedTuple):
             (f"{name}_descale" for name, x in named if x is not None and x.requires_grad), ""
         )
 
-    def strides(self) -> list[int]:
-        """Between batches and heads, 0 where there is one of them."""
-        found = []
-        for x in self:
+    def strides(self) -> dict[str, int]:
+        """Between batches and heads, 0 where there is one of them, by kernels' names for them."""
+        found = {}
+        for name, x in zip(self._fields, self, strict=True):
             sizes = (1, 1) if x is None else x.shape
             steps = (0, 0) if x is None else x.stride()
-            found += [0 if n == 1 else step for n, step in zip(sizes, steps, strict=True)]
+            for axis, n, step in zip("bh", sizes, steps, strict=True):
+                found[f"{name}_descale_{axis}"] = 0 if n == 1 else step
         return found
 
 

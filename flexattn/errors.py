@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "BuildError",
     "CacheError",
     "ConfigError",
@@ -56,6 +57,10 @@ class SettingsError(FlexAttnError):
 
 class RenderError(FlexAttnError):
     """A template could not be rendered: a fault of flexattn, not of the caller."""
+
+
+class ArgumentError(FlexAttnError):
+    """A kernel's arguments and what a launch gives do not match: a fault of flexattn."""
 
 
 class BuildError(FlexAttnError):

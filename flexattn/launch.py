@@ -21,11 +21,19 @@ from flexattn.options import Options
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.reach import Reach, pays
 from flexattn.reach import begin as begin_reach
-from flexattn.render.arguments import captured_values
+from flexattn.render.arguments import captured_arguments, captured_values
+from flexattn.render.binding import strides
 from flexattn.runs import known_runs
 from flexattn.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.space.terms import skips_far
 from flexattn.space.tiles import Geometry, geometry, walks_runs
+
+# What a call passes to its launches, by the names that kernels have for it; the mask's lists and
+# what the mods capture follow. None stands for what no kernel of this call takes.
+_GIVEN = (
+    "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
+    "K_DESCALE", "V_DESCALE", "REACH",
+)  # fmt: skip
 
 
 class Lists(NamedTuple):
@@ -52,12 +60,15 @@ class Lists(NamedTuple):
             known_runs(mask),
         )
 
-    def read(self, runs: bool) -> list[Tensor]:
-        """The tensors that a kernel takes, in the order of its arguments."""
+    def read(self, runs: bool) -> dict[str, Tensor]:
+        """The tensors that a kernel takes, by its names for them."""
         if runs:
             assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
-            return [self.runs]
-        return [each for each in self[:4] if each is not None]
+            return {"RUNS": self.runs}
+        found = {"KV_NUM": self.kv_num, "KV_IDX": self.kv_idx}
+        if self.full_num is not None and self.full_idx is not None:
+            found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
+        return found
 
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
         """What they mean to a kernel's code; `group` query heads share a KV head."""
@@ -86,9 +97,10 @@ class Launch:
 
     gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
-    splits leave for it. runs: the kernel reads a mask's runs, not its lists. counts: its blocks
-    take their tiles from a counter. narrow: what V of fp8 passes before it. reach: finds which
-    keys are too far to count, where the call is long enough for that.
+    splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
+    the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter. narrow:
+    what V of fp8 passes before it. reach: finds which keys are too far to count, where the call is
+    long enough for that.
     """
 
     choice: Choice
@@ -102,6 +114,7 @@ class Launch:
     combine: Launcher | None
     workspace: int
     runs: bool
+    rest: tuple[str, ...]
     counts: bool = False
     narrow: NarrowValues | None = None
     reach: Reach | None = None
@@ -114,16 +127,17 @@ class Launch:
     def rest_of(
         self, lists: Lists | None, score: Bound | None, mask: Bound | None
     ) -> tuple[Any, ...]:
-        """The arguments that follow the scale: the mask's lists, then what the mods capture.
+        """What the mask's lists hold and what the mods capture, as the kernel is given it.
 
-        They are the same for as long as these tensors have the sizes and strides they have.
+        The values are the same for as long as these tensors have the sizes and strides they have.
         """
         structure = self.choice.problem.structure
-        return (
-            *(() if lists is None else lists.read(self.runs)),
-            *captured_values(structure.score, score),
-            *captured_values(structure.mask, mask),
-        )
+        if not self.rest:
+            return ()
+        values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
+        values.update(captured_values(structure.score, score))
+        values.update(captured_values(structure.mask, mask))
+        return tuple([values[name] for name in self.rest])
 
     def run(
         self,
@@ -144,53 +158,31 @@ class Launch:
                 return self.run(q, k, v, scale, rest, sinks, descales)
         stream = raw_stream(gpu) if gpu >= 0 else -1
         out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
-        lse = maxima = None
-        written: list[Any] = [out]
+        lse = maxima = workspace = zero = reaches = None
         if structure.lse:
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
-            written.append(lse)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
-            written.append(maxima)
-        if structure.fp8 and self.narrow is None:
+        if self.narrow is not None:
+            v = self.narrow.run(v, stream)
+        elif structure.fp8:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
-        given: list[Any] = [q, k, v, *written]
-        merged: list[Any] = []
         if self.workspace:
             workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
-            given.append(workspace)
-            merged = [workspace, *written]
         if self.counts:
-            given.append(counter(device, stream))
-        given.append(scale)
-        if sinks is not None:
-            given.append(sinks)
-            merged.append(sinks)
-        if descales is not NO_DESCALES:
-            given += [each for each in descales if each is not None]
-        reaches = None if self.reach is None else self.reach.empty(device)
-        if reaches is not None:
-            given.append(reaches)
-        given += rest
-        self._launch(stream, given, merged, reaches, scale, rest)
-        return Outputs(out, lse, maxima)
-
-    def _launch(
-        self,
-        stream: int,
-        given: list[Any],
-        merged: list[Any],
-        reaches: Tensor | None,
-        scale: float,
-        rest: Sequence[Any],
-    ) -> None:
-        if self.narrow is not None:
-            given[2] = self.narrow.run(given[2], stream)
-        if self.reach is not None and reaches is not None:
-            self.reach.run(given[0], given[1], reaches, scale, rest, stream)
+            zero = counter(device, stream)
+        if self.reach is not None:
+            reaches = self.reach.empty(device)
+        # In the order of _GIVEN, then of `rest`.
+        given = (
+            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, reaches, *rest
+        )  # fmt: skip
+        if self.reach is not None:
+            self.reach.run(given, stream)
         self.attend.launch(stream, given)
         if self.combine is not None:
-            self.combine.launch(stream, merged)
+            self.combine.launch(stream, given)
+        return Outputs(out, lse, maxima)
 
 
 def _list(tensor: Tensor) -> Tensor:
@@ -224,58 +216,51 @@ def prepare(
     grid = geometry(problem, config, target)
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
     out_strides = _like(q, out_shape)
-    statistics = [None] * (structure.lse + structure.max_scores)
-    fixed: list[Any] = [None, None, None, None, *statistics]
     rows = problem.B * problem.Hq * problem.q_len
     split = grid.num_splits > 1
-    if merger is not None:
-        # A kernel that does not split never touches its workspace.
-        fixed.append(None if split else 0)
-    fixed += _sizes(problem, q, k, v)
-    fixed += out_strides[:3]
-    fixed += [problem.Hq, problem.Hq // problem.Hkv, problem.q_len, problem.kv_len]
-    fixed.append(grid.num_tiles)
-    if isinstance(config, GluonPrefillConfig):
-        fixed.append(grid.num_tiles * problem.B * (problem.Hq // config.heads))
-    counts = isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic"
-    if counts:
-        fixed.append(None)
-    if merger is not None:
-        fixed += [grid.num_splits, rows]
-    fixed.append(None)
     runs = walks_runs(structure, config)
-    sinks = [None] * bool(structure.sinks)
-    fixed += sinks
+    lengths = {"q_len": problem.q_len, "kv_len": problem.kv_len}
+    heads = {"Hq": problem.Hq, "group": problem.Hq // problem.Hkv}
+    fixed: dict[str, Any] = {
+        **_strides_of(problem, q, k, v), **_output_strides(out_strides), **heads, **lengths,
+        "num_tiles": grid.num_tiles,
+    }  # fmt: skip
+    if isinstance(config, GluonPrefillConfig):
+        fixed["num_units"] = grid.num_tiles * problem.B * (problem.Hq // config.heads)
+    if merger is not None:
+        fixed |= {"num_splits": grid.num_splits, "num_rows": rows}
+        if not split:  # the kernel never touches its workspace
+            fixed["WORKSPACE"] = 0
     if structure.fp8:
+        fixed |= descales.strides()
         # A factor that is not given has address 0, which the kernel reads as 1.
-        fixed += [0 if each is None else None for each in descales] + descales.strides()
-    reach = None
+        fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
+    rest: list[str] = []
+    if lists is not None:
+        fixed |= _mask_strides(lists, runs)
+        rest += lists.read(runs)
+    for captures in (structure.score, structure.mask):
+        rest += [argument.name for argument in captured_arguments(captures)]
+    given, reach = (*_GIVEN, *rest), None
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
-        before = 0 if lists is None else len(lists.read(runs))
-        reach = Reach.of(problem, q, k, before, target, index)
-        reach = reach if pays(problem) else None
-        fixed.append(0 if reach is None else None)
-    if lists is not None:
-        fixed += [None] * len(lists.read(runs))
-        fixed += _mask_strides(lists, runs)
-    captured = len(choice.source.arguments) - len(fixed)
-    assert captured >= 0, "a kernel has every argument that a launch gives it"
-    fixed += [None] * captured
-    boxes, narrow = [], None
+        reach = Reach.of(problem, q, k, given, target, index)
+        if not pays(problem):
+            reach, fixed["REACH"] = None, 0
+    boxes, narrow = {}, None
     if isinstance(config, GluonPrefillConfig):
         values = _dense(v.shape) if structure.fp8 else _box(v)
         if config.narrow:
             narrow = NarrowValues.of(v, target, index)
             values = _dense(narrow.shape)
-        boxes = [_box(q), _box(k), values, Box(out_shape, out_strides)]
+        boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
     elif isinstance(config, PrefillConfig) and config.use_tma:
-        boxes = [_box(q), _box(k), _box(v)]
+        boxes = {"Q": _box(q), "K": _box(k), "V": _box(v)}
     combine = None
     if merger is not None and split:
-        sizes = [*out_strides[:3], problem.Hq, problem.q_len, grid.num_splits, rows]
-        combine = merger.prepare(rows, [None, None, *statistics, *sinks, *sizes], ())
+        # It takes some of what the other one takes.
+        combine = merger.prepare(rows, fixed, given, spare=(*fixed, *given))
     return Launch(
         choice,
         grid,
@@ -284,35 +269,44 @@ def prepare(
         out_dtype(q.dtype),
         out_shape,
         out_strides,
-        kernel.prepare(grid.programs, fixed, boxes),
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=_GIVEN),
         combine,
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
-        counts,
+        tuple(rest),
+        isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic",
         narrow,
         reach,
     )
 
 
-def _sizes(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> list[int]:
-    """Strides of q, k and v, as many as the kernel asks for."""
+def _strides_of(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Strides of q, k and v: of the head dimension where it is not 1."""
     layout = problem.structure.layout
-    return [
-        stride
-        for tensor, contiguous in (
-            (q, layout.q_contiguous),
-            (k, layout.k_contiguous),
-            (v, layout.v_contiguous),
-        )
-        for stride in _strides(tensor)[: 3 if contiguous else 4]
-    ]
+    return {
+        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
+    }
 
 
-def _mask_strides(lists: Lists, runs: bool) -> list[int]:
+def _output_strides(strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"stride_o{axis}": stride for axis, stride in zip("bhm", strides[:3], strict=True)}
+
+
+def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
     """Rows between batches and heads (0 where the mask broadcasts), and the widths of lists."""
     B, H, blocks = lists.kv_num.shape
-    strides = [0 if B == 1 else H * blocks, 0 if H == 1 else blocks]
-    return strides if runs else strides + [each.shape[-1] for each in lists.read(runs)[1::2]]
+    found = {
+        "stride_mask_b": 0 if B == 1 else H * blocks,
+        "stride_mask_h": 0 if H == 1 else blocks,
+    }
+    if runs:
+        return found
+    tensors = lists.read(runs).items()
+    return found | {
+        name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in tensors if name.endswith("IDX")
+    }
 
 
 def _like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -325,25 +319,15 @@ def _like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _strides(tensor: Tensor) -> list[int]:
-    """Strides with 0 where a dimension has one element, whatever torch keeps there."""
-    return [
-        0 if size == 1 else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ]
-
-
 def _dense(shape: tuple[int, ...]) -> Box:
     """Of what lies contiguous: fp8's V in bfloat16, or with its keys innermost."""
     _, heads, rows, width = shape
-    strides = (heads * rows * width, rows * width, width, 1)
-    return Box(tuple(shape), strides)
+    return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
 
 
 def _box(tensor: Tensor) -> Box:
     """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span += -span % (16 // tensor.element_size())
-    strides = [stride or span for stride in _strides(tensor)]
-    strides[-1] = 1
-    return Box(tuple(tensor.shape), tuple(strides))
+    b, h, n, _ = strides("", "bhnd", tensor).values()
+    return Box(tuple(tensor.shape), (b or span, h or span, n or span, 1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flexattn.build import Launcher, builder
 from flexattn.device import Device
+from flexattn.render.binding import strides
 from flexattn.render.narrow_values import BLOCK_N, KEYS, render_narrow_values
 
 __all__ = ["NarrowValues"]
@@ -31,12 +32,11 @@ class NarrowValues:
         B, heads, kv_len, head_dim = v.shape
         width = -(-kv_len // KEYS) * KEYS
         tiles = -(-width // BLOCK_N)
-        # A batch or a head of one has whatever stride torch keeps there.
-        strides = [0 if n == 1 else s for n, s in zip(v.shape[:3], v.stride()[:3], strict=True)]
+        fixed = strides("stride_v", "bhn", v)
+        fixed |= {"heads": heads, "kv_len": kv_len, "width": width, "num_tiles": tiles}
         kernel = builder().kernel(render_narrow_values(head_dim, target), target, index)
-        fixed = [None, None, *strides, heads, kv_len, width, tiles]
         shape = (B, heads, head_dim, width)
-        return cls(shape, kernel.prepare(B * heads * tiles, fixed, ()))
+        return cls(shape, kernel.prepare(B * heads * tiles, fixed, ("V", "OUT")))
 
     def run(self, v: Tensor, stream: int) -> Tensor:
         """V's other form, on a stream."""

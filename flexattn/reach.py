@@ -13,7 +13,7 @@ from torch import Tensor
 from flexattn.build import Launcher, builder
 from flexattn.device import Device
 from flexattn.problem import Problem, Structure
-from flexattn.render.arguments import captured_arguments
+from flexattn.render.binding import strides
 from flexattn.render.reach import render_norms, render_reach, rows_of_part
 from flexattn.render.source import Source
 from flexattn.space.config import Config
@@ -57,64 +57,62 @@ class Reach:
     """The two kernels that find it, for one problem and one set of strides.
 
     size: of what they write, float32: the reaches [B, Hq] first, whole numbers, then what the
-    first kernel leaves for the second. captured: which of the arguments that follow the scale are
-    those that the score_mod captures.
+    first kernel leaves for the second.
     """
 
     size: int
-    captured: slice
     norms: Launcher
     reach: Launcher
 
     @classmethod
     def of(
-        cls, problem: Problem, q: Tensor, k: Tensor, before: int, target: Device, index: int
+        cls,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        given: Sequence[str],
+        target: Device,
+        index: int,
     ) -> Reach:
         """For tensors like q and k on the GPU with this index, or in the interpreter (-1).
 
-        before: how many arguments follow the scale before those of the score_mod.
+        given: the names of what `run` is given. What these kernels write is "REACH" there.
         """
         structure = problem.structure
         rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
         q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)
         q_programs, k_programs = heads * q_parts, k.shape[0] * problem.Hkv * k_parts
+        shared = {
+            "Hq": problem.Hq, "q_len": problem.q_len, "kv_len": problem.kv_len, "q_parts": q_parts,
+            "k_parts": k_parts, "start": heads,
+        }  # fmt: skip
+        passed = ["NORMS" if name == "REACH" else name for name in given]
         layout = structure.layout
-        fixed: list[Any] = [None, None, None]
-        fixed += [*_strides(q, layout.q_contiguous), *_strides(k, layout.k_contiguous)]
-        fixed += [problem.Hq, problem.Hkv, problem.q_len, problem.kv_len]
-        fixed += [q_parts, k_parts, q_programs, heads]
+        fixed = {
+            **shared,
+            **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+            **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+            "Hkv": problem.Hkv,
+            "q_programs": q_programs,
+        }
         first, second = _rendered(structure, target)
         kernel = builder().kernel(first, target, index)
-        norms = kernel.prepare(q_programs + k_programs, fixed, ())
-        batch = 0 if k.shape[0] == 1 else problem.Hkv
-        fixed = [None, problem.Hq, problem.Hq // problem.Hkv, batch]
-        fixed += [problem.q_len, problem.kv_len, q_parts, k_parts]
-        fixed += [heads, heads + q_programs, None]
-        captured = len(captured_arguments(structure.score))
+        norms = kernel.prepare(q_programs + k_programs, fixed, passed, spare=passed)
+        fixed = {
+            **shared,
+            "group": problem.Hq // problem.Hkv,
+            "stride_kb": 0 if k.shape[0] == 1 else problem.Hkv,
+            "k_start": heads + q_programs,
+        }
         kernel = builder().kernel(second, target, index)
-        reach = kernel.prepare(heads, [*fixed, *[None] * captured], ())
-        found = slice(before, before + captured)
-        return cls(heads + q_programs + k_programs, found, norms, reach)
+        reach = kernel.prepare(heads, fixed, passed, spare=passed)
+        return cls(heads + q_programs + k_programs, norms, reach)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `run` writes."""
         return torch.empty(self.size, dtype=torch.float32, device=device)
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        memory: Tensor,
-        scale: float,
-        rest: Sequence[Any],
-        stream: int,
-    ) -> None:
-        """Write the reaches, on a stream; rest: the arguments of attention after the scale."""
-        self.norms.launch(stream, [q, k, memory])
-        self.reach.launch(stream, [memory, scale, *rest[self.captured]])
-
-
-def _strides(tensor: Tensor, contiguous: bool) -> list[int]:
-    """As many as the kernel asks for, 0 where a dimension has one element."""
-    found = [0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    return found[: 3 if contiguous else 4]
+    def run(self, given: Sequence[Any], stream: int) -> None:
+        """Write the reaches, on a stream; given: what attention is given, with `empty` in it."""
+        self.norms.launch(stream, given)
+        self.reach.launch(stream, given)

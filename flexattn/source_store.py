@@ -4,7 +4,7 @@
     <root>/sources/<hash>.py    its text
 
 A process's first render reads all templates, for 0.1 to 0.3 s. The key hashes the structure, the
-config, the device and all code that they pass through: whoever has changed anything renders anew.
+config, the device and all code that renders them: whoever has changed anything renders anew.
 A source from here is for finding its binary and for people to read. Where the binary is refused,
 `build` raises RenderAnew, and what is compiled is what this process has rendered.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from pathlib import Path
 
 from flexattn.cache.codec import decode
@@ -119,22 +118,9 @@ def _key(structure: Structure, config: Config, device: Device) -> str:
         f"{field.name}={_told(getattr(structure, field.name))}" for field in fields(structure)
     ]
     parts += [type(config).__name__, repr(config), repr(device)]
-    parts += [source_hash(structure.kind, device.has_wgmma), _code()]
+    # Which value an argument gets, a launch finds by its name.
+    parts.append(source_hash(structure.kind, device))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-@lru_cache(maxsize=1)
-def _code() -> str:
-    """A hash of the Python that decides what is rendered, and which arguments a launch gives."""
-    package = Path(__file__).parent
-    parts = [
-        path for name in ("mods", "space", "render") for path in (package / name).rglob("*.py")
-    ]
-    parts += [package / name for name in ("problem.py", "ptx/merge_consumers.py", "launch.py")]
-    digest = hashlib.sha256()
-    for path in sorted(parts):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\n" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _told(value: object) -> str:

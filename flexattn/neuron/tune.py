@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from flexattn import __version__
-from flexattn.cache.environment import bare
+from flexattn.cache.closure import bare
 from flexattn.cache.key import key_of
 from flexattn.cache.record import SCHEMA, Decision, Environment, Failed, Record, Trial
+from flexattn.cache.renderers import rendering
 from flexattn.errors import FlexAttnError
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible, model
 from flexattn.neuron.model import estimate
 from flexattn.neuron.nki import costs
 from flexattn.problem import Kind
-from flexattn.render import nki
 from flexattn.render.environment import template_hash
 from flexattn.space.nki import Effort
 from flexattn.space.nki_config import described
@@ -105,6 +105,7 @@ def _template(kind: Kind) -> str:
     names = ["prefill"] if kind == "prefill" else ["decode", "combine"]
     parts = [template_hash(f"nki/{name}.py.jinja") for name in names]
     # What turns a problem into a kernel, and a kernel into an estimate.
-    files = [*Path(nki.__file__).parent.glob("*.py"), *map(Path, (costs.__file__, model.__file__))]
-    parts += [bare(file.read_text(encoding="utf-8")) for file in sorted(files)]
+    parts += rendering("nki").values()
+    files = (path for each in (costs, model) if (path := each.__file__))
+    parts += [bare(Path(path).read_text(encoding="utf-8")) for path in files]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
 from flexattn.mods import Bound
-from flexattn.mods.algebra import Bounds
 from flexattn.problem import Captures, Structure
-from flexattn.render.bounds_printer import table_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
@@ -61,35 +60,21 @@ def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
     )
 
 
-def mask_arguments(captures: Captures, bounds: Bounds) -> tuple[Argument, ...]:
-    """Arguments of the kernel that classifies the blocks of a mask."""
-    found = [
-        Argument("KINDS", "*i8", 16),
-        Argument("first_row", "i64"),
-        *(Argument(name, "i32") for name in ("H", "q_len", "kv_len", "q_blocks", "kv_blocks")),
-        *captured_arguments(captures),
-    ]
-    for number, use in enumerate(bounds.tables):
-        buffer = captures.mod.buffers[use.slot]
-        element = "u8" if buffer.dtype == "bool" else signature_type(buffer.dtype)
-        names = table_names(number, use, buffer.rank)
-        found += [Argument(name, kind or f"*{element}") for name, kind in names]
-    return tuple(found)
-
-
-def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]:
-    """What a launch passes for them: pointer, sizes and strides of each tensor, then numbers."""
+def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
+    """What a launch passes for `captured_arguments`, by name."""
     if captures is None or bound is None:
-        return []
-    if not bound.tensors:
-        return [*bound.scalars]
-    values: list[Any] = []
-    for tensor, contiguous in zip(bound.tensors, captures.contiguous, strict=True):
-        values.append(tensor)
-        values += tensor.shape
-        strides = tensor.stride()
-        values += strides[:-1] if contiguous else strides
-    return [*values, *bound.scalars]
+        return {}
+    values: dict[str, Any] = {}
+    kind = captures.mod.kind
+    for slot, (tensor, inner) in enumerate(zip(bound.tensors, captures.contiguous, strict=True)):
+        shape, steps = tensor.shape, tensor.stride()
+        base, sizes, strides = _captured_names(kind, slot, len(shape), inner)
+        values[base] = tensor
+        values.update(zip(sizes, shape, strict=True))
+        values.update(zip(strides, steps[:-1] if inner else steps, strict=True))
+    for slot, number in enumerate(bound.scalars):
+        values[scalar_name(kind, slot)] = number
+    return values
 
 
 def _tensors(structure: Structure, config: Config) -> list[Argument]:
@@ -168,13 +153,22 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
     mod = captures.mod
     found = []
     for slot, buffer in enumerate(mod.buffers):
-        base, sizes, strides = buffer_names(mod.kind, slot, buffer.rank)
+        inner = captures.contiguous[slot]
+        base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
         found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
         found += [Argument(size, "i32") for size in sizes]
-        kept = strides[:-1] if captures.contiguous[slot] else strides
-        found += [Argument(stride, "i64") for stride in kept]
+        found += [Argument(stride, "i64") for stride in strides]
     found += [
         Argument(scalar_name(mod.kind, slot), signature_type(dtype))
         for slot, dtype in enumerate(mod.scalars)
     ]
     return found
+
+
+@lru_cache(maxsize=1024)
+def _captured_names(
+    kind: str, slot: int, rank: int, inner: bool
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Pointer, sizes and strides of a captured tensor; inner: its last stride is 1, not told."""
+    base, sizes, strides = buffer_names(kind, slot, rank)
+    return base, sizes, strides[:-1] if inner else strides

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Table, TableUse
@@ -73,12 +74,20 @@ def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str],
     return (*found, (f"{base}_levels", "i32"), (f"{base}_shift", "i32"), *strides)
 
 
-def table_values(use: TableUse, table: Table) -> list[object]:
-    """What a launch passes for `table_names`."""
+def table_values(number: int, use: TableUse, table: Table) -> dict[str, Any]:
+    """What a launch passes for `table_names`, by name."""
+    base = f"table{number}"
     strides = table.least.stride()[1:-1]
-    if use.dim < 0:
-        return [table.least, *strides]
-    return [table.least, table.most, table.least.stride(0), table.levels, table.shift, *strides]
+    values: dict[str, Any] = {f"{base}_stride{dim}": stride for dim, stride in enumerate(strides)}
+    values[f"{base}_min"] = table.least
+    if use.dim >= 0:
+        values |= {
+            f"{base}_max": table.most,
+            f"{base}_level": table.least.stride(0),
+            f"{base}_levels": table.levels,
+            f"{base}_shift": table.shift,
+        }
+    return values
 
 
 def _text(

@@ -50,14 +50,27 @@ def block(text: str, width: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def template_hash(name: str) -> str:
-    """A hash of one template and all that it includes, comments stripped."""
+def _template(name: str) -> tuple[str, tuple[str, ...]]:
+    """A template's text without its comments, and the names of those that it includes."""
     text = environment().loader.get_source(environment(), name)[0]  # type: ignore[union-attr]
     included = re.findall(r'{%-? *(?:import|include|from) "([^"]+)"', text)
     bare = re.sub(r"{#.*?#}", "", text, flags=re.DOTALL)
     bare = "\n".join(line for line in bare.splitlines() if not line.lstrip().startswith("# "))
+    return bare, tuple(included)
+
+
+@lru_cache(maxsize=64)
+def template_hash(name: str) -> str:
+    """A hash of one template and all that it includes, comments stripped."""
+    bare, included = _template(name)
     parts = [bare, *(template_hash(each) for each in included)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def template_text(name: str) -> str:
+    """One template and all that it includes, comments stripped."""
+    bare, included = _template(name)
+    return "\n".join([bare, *map(template_text, included)])
 
 
 def render_template(name: str, context: dict[str, object]) -> str:

@@ -8,29 +8,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexattn.device import Device
-from flexattn.mods.algebra import bounds_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 from flexattn.ptx.stages import OWN_STAGES, Stages
-from flexattn.render.arguments import (
-    Argument,
-    arguments,
-    combine_arguments,
-    mask_arguments,
-)
-from flexattn.render.bounds_printer import print_bounds
+from flexattn.render.arguments import Argument, arguments, combine_arguments
 from flexattn.render.environment import render_template, template_hash
 from flexattn.render.mask_parts import MaskParts, mask_parts, whole
 from flexattn.render.score_printer import PrintedScore, print_score
 from flexattn.render.triton_ops import triton_type
-from flexattn.render.triton_printer import Traits, print_mod
+from flexattn.render.triton_printer import Traits
 from flexattn.space.config import Config, Language, PrefillConfig, describe, pieces
 from flexattn.space.terms import loads_tiles, multiplies_ramp, skips_far
 from flexattn.space.tiles import tiles_per_q, walks_runs
 
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
-# Blocks that a program classifies.
-STRIP = 128
 HELPERS = (
     "fast_tanh",
     "short_tanh",
@@ -98,7 +89,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     if structure.kind == "decode":
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
     if score is not None and score.strip:
-        settings |= {"STRIP": _power(config.BLOCK_M + config.BLOCK_N)}
+        settings |= {"STRIP": power(config.BLOCK_M + config.BLOCK_N)}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -108,7 +99,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
     if mask is not None and mask.segments is not None and sparsity is not None:
-        settings["EDGE"] = _power(sparsity.kv_block)
+        settings["EDGE"] = power(sparsity.kv_block)
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
         **mod_context([each.lines for each in used], device),
@@ -181,36 +172,6 @@ def render_combine(structure: Structure, device: Device) -> Source:
     return make_source(
         "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
     )
-
-
-def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: Device) -> Source:
-    """The kernel that classifies every block of a mask."""
-    interpreted = Traits(interpreted=device.backend == "interpreter")
-    mask = print_mod(captures.mod, captures.contiguous, interpreted)
-    bounds = bounds_of(captures.mod)
-    printed = print_bounds(captures.mod, bounds)
-    tile_m, tile_n = (min(32, _power(block)) for block in (q_block, kv_block))
-    settings = {
-        "SPARSE_Q": q_block,
-        "SPARSE_KV": kv_block,
-        "BLOCK_M": tile_m,
-        "BLOCK_N": tile_n,
-        "PARTS_M": -(-q_block // tile_m),
-        "PARTS_N": -(-kv_block // tile_n),
-        "TILES": STRIP,
-    }
-    context = {
-        **mod_context([mask.lines, printed.statements], device),
-        "hoisted": mask.hoisted,
-        "mask": mask,
-        "bounds": printed,
-        "tables": any(use.dim >= 0 for use in bounds.tables),
-        "constants": tuple(settings.items()),
-    }
-    title = f"block mask {q_block}x{kv_block} for {device.arch}"
-    header = [title, f"mask_mod: {one_line(captures)}"]
-    found = mask_arguments(captures, bounds)
-    return make_source("triton/block_mask.py.jinja", device, header, context, found, 4, 1)
 
 
 def make_source(
@@ -314,5 +275,6 @@ def one_line(captures: Captures) -> str:
     return pretty(captures.mod.expr).replace("\n", "; ")
 
 
-def _power(value: int) -> int:
+def power(value: int) -> int:
+    """The least power of two that is not below a size, and a tile of Triton: at least 16."""
     return max(16, 1 << (value - 1).bit_length())

@@ -15,6 +15,8 @@ __all__ = ["Join"]
 
 # Launchers that a cascade remembers, one for each number of rows and of keys that may be read.
 _REMEMBERED = 256
+# What a run passes, by the names that the kernel has for it.
+_GIVEN = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE", "SEQ_LENS", "V_SCALE")
 
 
 class Join:
@@ -54,9 +56,7 @@ class Join:
             if len(self._launchers) >= _REMEMBERED:
                 self._launchers.clear()
             launcher = self._launchers[key] = self._prepared(*key)
-        given = [*before, *own, out, lse, prefix_len]
-        if v_scale is not None:
-            given.append(v_scale)
+        given = (*before, *own, out, lse, prefix_len, v_scale)  # in the order of _GIVEN
         gpu = self._kernel.index
         if gpu < 0:
             launcher.launch(-1, given)
@@ -74,8 +74,9 @@ class Join:
             "WORKSPACE": prefix._owned["WORKSPACE"],
             "q_rows": q_rows,
             "max_keys": max_keys,
-            "stride_scale": stride_scale,
         }
-        arguments = self._kernel.source.arguments
+        spare = () if prefix.form.scaled else ("V_SCALE",)
+        if prefix.form.scaled:
+            fixed["stride_scale"] = stride_scale
         programs = join_programs(prefix.form, prefix.config, q_rows)
-        return self._kernel.prepare(programs, [fixed.get(each.name) for each in arguments], ())
+        return self._kernel.prepare(programs, fixed, _GIVEN, spare=spare)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,9 @@ from flexattn.render.serving import merge_rows, render_merge_states
 from flexattn.settings import current
 
 __all__ = ["merge_states"]
+
+# What a launch passes, by the names that the kernel has for it.
+_GIVEN = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE")
 
 
 def merge_states(
@@ -54,7 +56,7 @@ def merge_states(
         raise InputError("out or lse with gaps", "they are contiguous, and lse is float32")
     if a.numel():
         launcher = _launcher(DTYPES[a.dtype], a.shape[-1], la.numel(), a.device)
-        given: list[Any] = [a, la, b, lb, out, lse]
+        given = (a, la, b, lb, out, lse)  # in the order of _GIVEN
         if a.is_cuda:
             with torch.cuda.device(a.device):
                 launcher.launch(torch._C._cuda_getCurrentRawStream(a.get_device()), given)
@@ -96,4 +98,4 @@ def _launcher(dtype: str, head_dim: int, rows: int, device: torch.device) -> Lau
     index = device.index if device.type == "cuda" else -1
     kernel = builder().kernel(render_merge_states(dtype, head_dim, target), target, index)
     programs = -(-rows // merge_rows(head_dim))
-    return kernel.prepare(programs, [*[None] * 6, rows], ())
+    return kernel.prepare(programs, {"num_rows": rows}, _GIVEN)

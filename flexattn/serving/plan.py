@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from flexattn.build import Launcher
 from flexattn.checks import check_scale
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
-from flexattn.render.arguments import Argument, captured_arguments, captured_values
+from flexattn.render.arguments import captured_values
+from flexattn.render.serving import tied
 from flexattn.render.serving_await import EMPTY
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
@@ -41,8 +41,6 @@ class _Ready:
 
     attend: Launcher
     combine: Launcher | None
-    of_attend: Callable[[Sequence[Any]], Sequence[Any]]
-    of_combine: Callable[[Sequence[Any]], Sequence[Any]]
     out: Tensor
     lse: Tensor | None
     keys: int
@@ -50,9 +48,9 @@ class _Ready:
 
     def launch(self, stream: int, tensors: Sequence[Any]) -> None:
         """Launch on a stream, with what `_TENSORS` names."""
-        self.attend.launch(stream, self.of_attend(tensors))
+        self.attend.launch(stream, tensors)
         if self.combine is not None:
-            self.combine.launch(stream, self.of_combine(tensors))
+            self.combine.launch(stream, tensors)
 
 
 class DecodePlan:
@@ -145,9 +143,7 @@ class DecodePlan:
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
-            if captures is not None:
-                names = [argument.name for argument in captured_arguments(captures)]
-                self._owned |= zip(names, captured_values(captures, bound), strict=True)
+            self._owned |= captured_values(captures, bound)
         if where.type == "cuda":
             self._owned = {
                 name: value.data_ptr() if isinstance(value, Tensor) else value
@@ -291,46 +287,35 @@ class DecodePlan:
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
         fixed: dict[str, Any] = {
             **self._owned,
-            "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
             "stride_om": m.Hq * m.head_dim_v,
             "num_requests": 1 if form.prefix else requests,
-            "total_q": rows,
-            "q_rows": rows if form.prefix else q_rows,
             "max_keys": min(m.kv_len, keys),
             "stride_qm": steps[0],
             "stride_qh": steps[1],
-            "stride_table": 0 if table is None else table.stride(0),
-            "num_pages": cache.pages,
-            "q_len_each": q_rows,
             "softmax_scale": self.scale,
         }
-        for name, each in (("k", cache.steps_k), ("v", cache.steps_v)):
+        rows_of = rows if form.prefix or form.ragged else q_rows
+        fixed["total_q" if form.ragged else "q_rows"] = rows_of
+        if form.prefix:
+            fixed["q_len_each"] = q_rows
+        if form.scaled:
+            fixed["stride_scale"] = 0 if k_scale is None or k_scale.numel() == 1 else 1
+        if form.page:
+            fixed["stride_table"] = 0 if table is None else table.stride(0)
+            fixed["num_pages"] = cache.pages
+        read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
+        for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
-        found = self._kernels.attend.source.arguments
-        of_attend = of_combine = _given(found, fixed)
-        attend = self._kernels.attend.prepare(self._kernels.programs, _fill(found, fixed), ())
-        combine = None
-        if self._kernels.combine is not None:
-            found = self._kernels.combine.source.arguments
-            of_combine = _given(found, fixed)
-            combine = self._kernels.combine.prepare(self._kernels.merges, _fill(found, fixed), ())
+        kernels, combine = self._kernels, None
+        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, spare=_TENSORS)
+        if kernels.combine is not None:
+            # It takes some of what the other one takes.
+            every = (*fixed, *_TENSORS)
+            combine = kernels.combine.prepare(kernels.merges, fixed, _TENSORS, spare=every)
         shape = (*q.shape[:-1], m.head_dim_v)
         lse = None if self._lse is None else self._lse[:rows].view(shape[:-1])
         out = self._out[:rows].view(shape)
-        return _Ready(attend, combine, of_attend, of_combine, out, lse, keys, cache.pages)
-
-
-def _fill(arguments: tuple[Argument, ...], fixed: dict[str, Any]) -> list[Any]:
-    """The kernel's arguments in order, None for what each run gives."""
-    return [fixed.get(argument.name) for argument in arguments]
-
-
-def _given(
-    arguments: tuple[Argument, ...], fixed: dict[str, Any]
-) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes a kernel's arguments out of a run's tensors, in the kernel's order."""
-    names = [argument.name for argument in arguments if fixed.get(argument.name) is None]
-    return itemgetter(*(_TENSORS.index(name) for name in names))
+        return _Ready(attend, combine, out, lse, keys, cache.pages)
 
 
 def _fits(got: Tensor, wanted: Tensor) -> bool:

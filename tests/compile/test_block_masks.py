@@ -8,7 +8,7 @@ from flexattn.catalogue import case
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Captures
-from flexattn.render.source import render_block_mask
+from flexattn.render.block_mask import render_block_mask
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 

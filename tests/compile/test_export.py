@@ -19,9 +19,10 @@ from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
 from flexattn.options import NONE, Options
 from flexattn.problem import Captures
+from flexattn.render.block_mask import render_block_mask
 from flexattn.render.narrow_values import render_narrow_values
 from flexattn.render.reach import render_norms, render_reach
-from flexattn.render.source import render_block_mask, render_combine
+from flexattn.render.source import render_combine
 from flexattn.settings import override
 from flexattn.space import gluon
 from tests.problems import problem

@@ -23,10 +23,11 @@ from flexattn.catalogue import (
 from flexattn.device import named
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
+from flexattn.render.block_mask import render_block_mask
 from flexattn.render.kernel import render
 from flexattn.render.reach import render_norms, render_reach
 from flexattn.render.serving_join import render_join
-from flexattn.render.source import render_block_mask, render_combine
+from flexattn.render.source import render_combine
 from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
 from flexattn.space.serving import ServingConfig, ServingForm
 from tests.problems import problem

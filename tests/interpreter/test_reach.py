@@ -23,6 +23,7 @@ from flexattn.mask_class import mask_class
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.reach import Reach
+from flexattn.render.arguments import captured_values
 from flexattn.render.reach import ALL_KEYS
 from tests.support import (
     DTYPES,
@@ -233,10 +234,11 @@ def reach_of(q, k, slopes, scale):
     shape = Shape(B, Hq, k.shape[1], q_len, k.shape[2], D, D)
     layout = Layout(True, True, True, False)
     problem = make_problem("prefill", "float32", shape, score, None, None, layout)
-    found = Reach.of(problem, q, k, 0, detect(q.device), -1)
-    memory = found.empty(q.device)
-    tensors = [x for t in score.tensors for x in (t, *t.shape)]
-    found.run(q, k, memory, scale, tensors, -1)
+    values = {"Q": q, "K": k, "sm_scale": scale, "REACH": None}
+    values |= captured_values(problem.structure.score, score)
+    found = Reach.of(problem, q, k, list(values), detect(q.device), -1)
+    memory = values["REACH"] = found.empty(q.device)
+    found.run(list(values.values()), -1)
     return memory[: B * Hq].view(B, Hq)
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from flexattn import cuda_driver
+from flexattn.cache import closure, renderers
 from flexattn.cache import environment as module
-from flexattn.cache.environment import bare, environment, serving_policy, source_hash
+from flexattn.cache.environment import environment, serving_policy, source_hash
 from flexattn.cache.record import SCHEMA, Policy, slug
+from flexattn.cache.renderers import RENDERERS
 from flexattn.device import named
+from flexattn.render.environment import templates_folder
 
-H200 = named("nvidia-h200")
+A100, H200 = named("nvidia-a100"), named("nvidia-h200")
 
 
 def test_the_fields_are_this_processs():
@@ -118,87 +121,121 @@ def test_hip_has_its_own_version(monkeypatch):
 
 
 def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
-    plain = {kind: source_hash(kind) for kind in ("prefill", "decode")}
-    hashes = module.template_hash
+    plain = {kind: source_hash(kind, A100) for kind in ("prefill", "decode")}
+    hashes = renderers.template_hash
 
     def changed(name):
         return "0" * 16 if "combine" in name else hashes(name)
 
-    monkeypatch.setattr(module, "template_hash", changed)
+    monkeypatch.setattr(renderers, "template_hash", changed)
     source_hash.cache_clear()
-    assert source_hash("prefill") == plain["prefill"]
-    assert source_hash("decode") != plain["decode"]
+    assert source_hash("prefill", A100) == plain["prefill"]
+    assert source_hash("decode", A100) != plain["decode"]
     source_hash.cache_clear()
+
+
+EVERY = {"prefill", "decode", "serving", "hopper"}
+
+
+def changed_by(monkeypatch, name):
+    """The kinds whose hash another line in a file makes another one; hopper: of prefill there."""
+
+    def hashes():
+        source_hash.cache_clear()
+        closure._read.cache_clear()
+        closure.home.cache_clear()
+        found = {kind: source_hash(kind, A100) for kind in ("prefill", "decode", "serving")}
+        return found | {"hopper": source_hash("prefill", H200)}
+
+    plain, read = hashes(), Path.read_text
+
+    def changed(path, **how):
+        return read(path, **how) + ("\nx = 1\n" if path == closure._PACKAGE / name else "")
+
+    assert (closure._PACKAGE / name).exists()
+    with monkeypatch.context() as here:
+        here.setattr(Path, "read_text", changed)
+        now = hashes()
+    assert hashes() == plain
+    return {kind for kind, found in plain.items() if now[kind] != found}
 
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("serving_layouts.py", {"serving"}),
-        ("serving_reads.py", {"serving"}),
-        ("serving_join.py", set()),
-        ("interpreted_gluon.py", set()),
-        ("score_printer.py", {"prefill", "decode", "serving"}),
-        ("tiles.py", {"prefill"}),
+        ("render/serving_layouts.py", {"serving"}),
+        ("render/serving_reads.py", {"serving"}),
+        ("render/serving_join.py", set()),
+        ("render/interpreted_gluon.py", set()),
+        ("render/block_mask.py", set()),
+        ("render/torch_printer.py", set()),
+        ("render/score_printer.py", EVERY),
+        ("render/reach.py", {"prefill", "hopper"}),
+        ("render/gluon/tiles.py", {"hopper"}),
+        ("one_program.py", {"hopper"}),
+        ("space/serving_config.py", {"serving"}),
+        ("launch.py", set()),
     ],
 )
 def test_a_change_makes_hints_of_the_records_that_it_concerns_alone(name, kinds, monkeypatch):
     """Once a change of what renders plans made hints of every record of prefill too."""
-    every = ("prefill", "decode", "serving")
-
-    def hashes():
-        source_hash.cache_clear()
-        module.renderer_hash.cache_clear()
-        return {kind: source_hash(kind, True) for kind in every}
-
-    plain, read = hashes(), Path.read_text
-
-    def changed(path, **how):
-        return read(path, **how) + ("\nx = 1\n" if path.name == name else "")
-
-    monkeypatch.setattr(Path, "read_text", changed)
-    now = hashes()
-    monkeypatch.undo()
-    assert {kind for kind in every if now[kind] != plain[kind]} == kinds
-    assert hashes() == plain
-
-
-SOURCE = '''
-"""A module."""
-
-# why
-def f(x):
-    """One line."""
-    y = x + 1  # a reason
-    return f"# {y}  # not a comment"
-
-
-class C:
-    """Two
-    lines."""
-
-    text = """kept"""
-'''
-
-
-def test_comments_and_docstrings_do_not_count():
-    lines = bare(SOURCE).splitlines()
-    assert lines == [
-        "def f(x):", "    y = x + 1", '    return f"# {y}  # not a comment"', "class C:",
-        '    text = """kept"""',
-    ]  # fmt: skip
+    assert changed_by(monkeypatch, name) == kinds
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "same"),
+    ("name", "kinds"),
     [
-        ("# why", "# another reason, in\n# two lines", True),
-        ("One line.", "Other words.", True),
-        ("# a reason", "# an effect", True),
-        ("x + 1", "x + 2", False),
-        ("# not a comment", "# not a remark", False),
-        ("kept", "changed", False),
+        ("space/terms.py", EVERY),
+        ("space/tiles.py", EVERY),
+        ("space/config.py", EVERY),
+        ("mods/key_bounds.py", EVERY),
+        ("mods/simplify.py", EVERY),
+        ("problem.py", EVERY),
+        ("space/serving.py", {"serving"}),
+        ("gluon_api.py", {"hopper", "serving"}),
+        ("render/narrow_values.py", {"hopper"}),
     ],
 )
-def test_what_changes_the_hash(old, new, same):
-    assert (bare(SOURCE) == bare(SOURCE.replace(old, new))) == same
+def test_what_a_renderer_imports_counts(name, kinds, monkeypatch):
+    """Once files were listed by hand, and these were not: they changed kernels whose old records
+    stayed hits.
+    """
+    assert changed_by(monkeypatch, name) == kinds
+
+
+def test_what_a_device_can_do_counts():
+    """Not the code that says it, nor the table of devices."""
+    plain = source_hash("decode", A100)
+    assert source_hash("decode", replace(A100, name="another")) == plain
+    assert source_hash("decode", replace(A100, max_registers=128)) != plain
+    assert source_hash("decode", replace(A100, arch="sm_70")) != plain, "it has no tanh"
+
+
+@pytest.mark.parametrize("name", renderers.NO_TEXT)
+def test_what_is_left_out_is_reached(name):
+    """A module that no renderer reaches any more needs no reason to be left out."""
+    roots = [f"flexattn.{each}" for known in RENDERERS.values() for each in known.modules]
+    texts = [
+        renderers.template_text(each) for known in RENDERERS.values() for each in known.templates
+    ]
+    roots += [closure.home(*each) for text in texts for each in closure.imports_of(text)]
+    others = {f"flexattn.{each}" for each in renderers.NO_TEXT if each != name}
+    assert f"flexattn.{name}" in closure.closure(roots, others)
+
+
+# Templates that no record's kernels are rendered of.
+OF_NO_RECORD = {
+    "triton/block_mask.py.jinja", "triton/merge_states.py.jinja", "triton/serving_join.py.jinja",
+    # Its environments are those of neuron/tune.py, which names its templates.
+    "nki/prefill.py.jinja", "nki/decode.py.jinja", "nki/combine.py.jinja",
+    "report/page.html.jinja", "report/script.js.jinja",
+}  # fmt: skip
+
+
+def test_every_template_is_some_kernels():
+    known = {each for renderer in RENDERERS.values() for each in renderer.templates}
+    folder = templates_folder()
+    texts = {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*.jinja")}
+    included = {name for name in texts if any(f'"{name}"' in text for text in texts.values())}
+    assert known | OF_NO_RECORD | included == set(texts)
+    assert not known & OF_NO_RECORD

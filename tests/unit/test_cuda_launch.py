@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.errors import BuildError, InputError
 from flexattn.launch import Box, _box
 from flexattn.render.arguments import Argument
+from flexattn.render.binding import bind
 
 BOX = Box((2, 3, 40, 64), (7680, 2560, 64, 1))
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -59,7 +61,7 @@ class Driver:
 
 @pytest.fixture
 def drive(monkeypatch):
-    def make(types, fixed, boxes=(), maps=(), parameters=None):
+    def make(types, fixed, boxes=(), maps=(), parameters=None, order=1):
         driver = Driver(types)
         monkeypatch.setattr(cuda_driver, "load", lambda *args: 42)
         # As the driver's function: of C, and without argtypes.
@@ -70,7 +72,16 @@ def drive(monkeypatch):
         count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
         binary = Binary(b"", "kernel", "sm_90", 100, 4, count, maps)
         arguments = [Argument(f"a{i}", kind) for i, kind in enumerate(types)]
-        return CudaLaunch(binary, arguments, 0, 6, fixed, boxes), driver
+        names = [argument.name for argument in arguments]
+        values = dict(zip(names, fixed, strict=True))
+        kept = {name: value for name, value in values.items() if value is not None}
+        given = [name for name in names if name not in kept][::order]
+        found = [i for i, kind in enumerate(types) if kind[0] == "t"]
+        described = {f"a{i}": box for i, box in zip(found, boxes, strict=False)}
+        bound = bind(arguments, kept, given, described)
+        # What a binary may have other than its source says.
+        bound = replace(bound, boxes=bound.boxes + tuple(boxes[len(found) :]))
+        return CudaLaunch(binary, bound, 0, 6), driver
 
     yield make
     loaded.cache_clear()
@@ -92,6 +103,18 @@ def test_arguments_arrive_in_order(drive):
     )
     launch.launch(0, [first, 0.25, 0.1, -3, second])
     assert driver.seen[2].stream == 0
+
+
+def test_a_launch_may_pass_its_values_in_any_order(drive):
+    """Each has the name of its argument: the order of either is nobody's business."""
+    types = ["*bf16", "i32", "tensordesc<bf16[1, 1, 64, 64]>", "fp32", "*fp32"]
+    maps = (TensorMap((1, 1, 64, 64), 3),)
+    launch, driver = drive(types, [None, 7, None, None, None], [BOX], maps, order=-1)
+    first, second, third = torch.zeros(4), torch.zeros(5), torch.zeros(6)
+    launch.launch(9, [first, 0.25, second, third])
+    box = [*BOX.shape, *BOX.strides]
+    assert driver.seen[0].args == [third.data_ptr(), 7, box, 0.25, first.data_ptr()]
+    assert driver.maps[0][1] == second.data_ptr()
 
 
 def test_a_descriptor_is_encoded_when_its_address_changes(drive):
@@ -131,7 +154,7 @@ def test_another_calling_convention_is_refused(drive, types, fixed, boxes, param
 def test_a_value_too_many_or_too_few_is_refused(drive):
     launch, driver = drive(["i32", "i32"], [None, None])
     for given in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match="values for 2 arguments"):
+        with pytest.raises(ValueError, match="values for 2 names"):
             launch.launch(0, given)
     assert not driver.seen
 

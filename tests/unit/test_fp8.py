@@ -24,6 +24,7 @@ from flexattn.space.defaults import default
 from flexattn.space.rules import reasons
 from flexattn.space.triton import space
 from flexattn.tune.serving import serving_task
+from tests.launches import Recorded
 from tests.problems import problem
 from tests.support import block_mask, inputs, sinks
 
@@ -211,39 +212,30 @@ def test_a_launch_gives_v_in_sixteen_bits(schedule):
     wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=77, sinks="float32")
     config = GluonPrefillConfig(2, 128, 2, 240, schedule=schedule)
     choice = next(choices(wanted, H200, Options(exact=config)))
-    ran = []
-
-    class Kernel:
-        def prepare(self, programs, fixed, boxes):
-            self.fixed, self.boxes = fixed, boxes
-            return self
-
-        def launch(self, stream, given):
-            ran.append(given)
-
-    kernel = Kernel()
+    kernel = Recorded(choice.source)
     kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
     q = torch.zeros(2, 16, 4096, 128).to(E4M3)
     k, v = (torch.randn(2, 77, 8, 128).to(E4M3).transpose(1, 2) for _ in range(2))
     descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))
     launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, v, None, descales)
-    names = [argument.name for argument in choice.source.arguments]
-    given = dict(zip(names, kernel.fixed, strict=True))
+    given = kernel.fixed
     assert [given[f"{x}_DESCALE"] for x in "QKV"] == [0, None, None], "0 where nothing is given"
     steps = [given[f"{x}_descale_{axis}"] for x in "qkv" for axis in "bh"]
     assert steps == [0, 0, 8, 1, 0, 0]
-    assert [box.shape for box in kernel.boxes] == [q.shape, k.shape, v.shape, q.shape]
-    assert kernel.boxes[1].strides == k.stride()
-    assert kernel.boxes[2].strides == v.contiguous().stride()
+    shapes = {name: box.shape for name, box in kernel.boxes.items()}
+    assert shapes == {"Q": q.shape, "K": k.shape, "V": v.shape, "OUT": q.shape}
+    assert kernel.boxes["K"].strides == k.stride()
+    assert kernel.boxes["V"].strides == v.contiguous().stride()
     logits = torch.zeros(16)
     outputs = launch.run(q, k, v, 0.1, (), logits, descales)
     assert outputs.out.dtype == torch.bfloat16
-    ((first, second, values, out, *_, sink, k_factor, v_factor),) = ran
-    assert (first is q, second is k, out is outputs.out, sink is logits) == (True,) * 4
-    assert (k_factor is descales.k, v_factor is descales.v) == (True, True)
-    assert values.dtype == torch.bfloat16 and values.is_contiguous()
-    assert torch.equal(values.float(), v.float())
-    assert len(ran[0]) == sum(value is None for value in kernel.fixed)
+    (got,) = kernel.launched
+    assert got["Q"] is q and got["K"] is k and got["OUT"] is outputs.out
+    assert got["SINKS"] is logits and got["sm_scale"] == 0.1
+    assert got["K_DESCALE"] is descales.k and got["V_DESCALE"] is descales.v
+    assert got["V"].dtype == torch.bfloat16 and got["V"].is_contiguous()
+    assert torch.equal(got["V"].float(), v.float())
+    assert None not in got.values()
 
 
 def test_a_plan_has_it_for_caches_alone():

@@ -25,6 +25,7 @@ from flexattn.space.defaults import default
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.triton import space
 from flexattn.tune.search import Axes
+from tests.launches import Recorded
 from tests.problems import problem
 from tests.records import prefill_record
 
@@ -143,13 +144,8 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
     wanted = problem(mask_mod=mask, group=2, lse=False, runs=runs)
     config = replace(PLAIN, schedule=schedule)
     choice = next(choices(wanted, H200, Options(exact=config)))
-    seen = []
-
-    class Kernel:
-        def prepare(self, programs, fixed, boxes):
-            seen.append((programs, fixed, boxes))
-
-    kernels = SimpleNamespace(kernels=lambda *args: (choice, Kernel(), None))
+    kernel = Recorded(choice.source)
+    kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
     q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
     k = torch.empty(2, 8, 8192, 128, dtype=torch.bfloat16)
     lists = None
@@ -157,10 +153,8 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
         lists = Lists.of(create_block_mask(mask, None, None, 4096, 8192, "cpu"))
         lists = lists._replace(runs=torch.zeros(1, 1, 32, 4, dtype=torch.int32) if runs else None)
     launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
-    ((programs, fixed, boxes),) = seen
-    names = [argument.name for argument in choice.source.arguments]
-    given = dict(zip(names, fixed, strict=True))
-    assert programs == launch.geometry.programs == (1024 if schedule == "grid" else 132)
+    given, boxes = kernel.fixed, kernel.boxes
+    assert kernel.programs == launch.geometry.programs == (1024 if schedule == "grid" else 132)
     assert (given["num_tiles"], given["num_units"], given["Hq"], given["group"]) == (
         32,
         1024,
@@ -173,7 +167,8 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
     assert ("RUNS" in given, "KV_NUM" in given) == (runs, mask is not None and not runs)
     if mask is not None:
         assert given["stride_mask_b"] == given["stride_mask_h"] == 0, "the lists are all heads'"
-    assert [box.shape for box in boxes] == [q.shape, k.shape, k.shape, q.shape]
-    assert boxes[0].strides == boxes[3].strides == q.stride(), "the output lies as the queries do"
+    shapes = {name: box.shape for name, box in boxes.items()}
+    assert shapes == {"Q": q.shape, "K": k.shape, "V": k.shape, "OUT": q.shape}
+    assert boxes["Q"].strides == boxes["OUT"].strides == q.stride(), "it lies as the queries do"
     described = [each for each in choice.source.arguments if each.type.startswith("tensordesc<")]
     assert len(described) == len(boxes)

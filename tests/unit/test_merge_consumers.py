@@ -8,8 +8,9 @@ import pytest
 from triton import knobs
 
 from flexattn.errors import RenderError
+from flexattn.ptx.hook import compiled_by
 from flexattn.ptx.merge_consumers import ALONE, FORM, NAME, announcement, block_warps, merged
-from flexattn.ptx.stages import Stages, compiled_by
+from flexattn.ptx.stages import Stages
 
 WAIT = "\tmbarrier.try_wait.parity.shared.b64 complete, [%r20], %r21;\n"
 MEETING = "\tbar.sync \t0, 128;\n"

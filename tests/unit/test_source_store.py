@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexattn import build, dispatch, source_store
+from flexattn import build, dispatch
 from flexattn.binary import Binary
 from flexattn.binary_store import Binaries
 from flexattn.build import Builder
+from flexattn.cache import closure
+from flexattn.cache.renderers import source_hash
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
 from flexattn.dispatch import Dispatcher, choices
@@ -109,14 +111,23 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
         here.setattr("flexattn.source_store.source_hash", lambda kind, hopper: "changed")
         assert found(tmp_path, wanted, choice.config) is None
     assert found(tmp_path, wanted, choice.config) is not None
-    # Which arguments a kernel has is decided in space/, and in what order they come in launch.py.
-    read = Path.read_bytes
-    for name in ("space/terms.py", "launch.py", "mods/rules.py", "render/arguments.py"):
-        source_store._code.cache_clear()
+    # Which arguments a kernel has is decided in space/ too.
+    read = Path.read_text
+    for name in ("space/terms.py", "mods/rules.py", "render/arguments.py"):
         with monkeypatch.context() as here:
-            here.setattr(Path, "read_bytes", lambda p, n=name: read(p) + b"#" * str(p).endswith(n))
+            here.setattr(
+                Path, "read_text",
+                lambda p, n=name, **how: read(p, **how) + "x = 1\n" * str(p).endswith(n),
+            )  # fmt: skip
+            forget_sources()
             assert found(tmp_path, wanted, choice.config) is None, name
-    source_store._code.cache_clear()
+    forget_sources()
+    assert found(tmp_path, wanted, choice.config) is not None
+
+
+def forget_sources():
+    source_hash.cache_clear()
+    closure._read.cache_clear()
 
 
 @pytest.mark.parametrize("fault", ["no binary", "a changed one", "a newer driver's"])

@@ -1,0 +1,105 @@
+"""What the kernels of records are, in the tree that this process runs in: JSON to stdout.
+
+It is fed to Python's stdin by bench.carry_records, also in trees of older revisions: it imports
+what these have, and nothing of bench.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexattn.cache.codec import decode_record
+from flexattn.cache.environment import environment
+from flexattn.cache.key import key_of
+from flexattn.cache.store import Store
+from flexattn.device import named
+from flexattn.presets import files
+from flexattn.render.kernel import render
+from flexattn.render.serving import render_serving, render_serving_combine
+from flexattn.render.source import render_combine
+from flexattn.tune.tasks import plan_task, task_of
+from flexattn.tune.workload import read
+
+# What a Gluon kernel's text becomes machine code through, and what it imports.
+AFTER = ("flexattn.one_program", "flexattn.gluon_api")
+
+
+def main(root: Path) -> dict[str, Any]:
+    """For each record: its kind's hash here, a digest of its kernels, or why there is none."""
+    rows = [row for path in files().values() for row in read(path).rows]
+    tasks: dict[tuple[str, str], list[Any]] = {}
+    found: dict[str, Any] = {}
+    for path in Store(root).paths():
+        name = path.relative_to(root).as_posix()
+        try:
+            record = decode_record(path.read_bytes())
+            device = named(record.environment.device)
+            where = record.title, device.name
+            if where not in tasks:
+                tasks[where] = [_task(row, device) for row in rows if row.title == record.title]
+            task = next(each for each in tasks[where] if key_of(each.problem) == record.key)
+            kind = record.key.kind
+            here = environment(kind, device).template  # type: ignore[arg-type]
+            found[name] = {"template": here, "kernels": _digest(task.problem, record, device)}
+        except StopIteration:
+            found[name] = {"why": "no row of a preset has its title and its key"}
+        except Exception as error:  # of any revision: what cannot be rendered is not carried over
+            found[name] = {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return found
+
+
+def _task(row: Any, device: Any) -> Any:
+    return plan_task(row, device) if row.served else task_of(row, device, torch.device("cpu"))
+
+
+def _digest(problem: Any, record: Any, device: Any) -> str:
+    """Of all that is compiled and how, without headers."""
+    config = record.config
+    if record.key.kind == "serving":
+        sources = [render_serving(problem.form, config, device, "")]
+        if config.combine == "launch" and not problem.form.prefix:
+            sources.append(render_serving_combine(problem.form, config, device))
+    else:
+        structure = problem.structure
+        sources = [render(structure, config, device, "")]
+        if record.key.kind == "decode":
+            sources.append(render_combine(structure, device))
+        before = importlib.import_module("flexattn.reach")
+        sources += before.sources(structure, config, device)
+    parts = [json.dumps([_facts(each) for each in sources])]
+    if any(each.language == "gluon" for each in sources):
+        parts += map(_module, AFTER)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _facts(source: Any) -> list[Any]:
+    arguments = [[each.name, each.type, each.divisible_by] for each in source.arguments]
+    text = source.text[source.text.index("import triton") :]
+    how = [source.num_warps, source.num_stages, source.language, source.registers]
+    return [text, arguments, *how]
+
+
+def _module(name: str) -> str:
+    """A module's syntax tree without docstrings; nothing where there is no such module."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return ""
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

@@ -1,0 +1,147 @@
+"""Carry shipped records over to this tree's renderer, where their kernels are what they were.
+
+    python -m bench.carry_records OLD
+
+A record holds in the environment it was measured in, whose hash covers all that renders. OLD is a
+revision in which the records are hits, as `HEAD`, or a branch before its merge. Both trees render
+each record's kernel for the preset's problem that has its key; where text, arguments and all that
+is compiled with them are equal, the record moves to this tree's environment and is otherwise as it
+was measured. Others stay, as hints, and are named: measure them again. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flexattn.cache.codec import decode_record
+from flexattn.cache.store import Store
+
+__all__ = ["carry", "main", "verdict"]
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = Path(__file__).with_name("carry_child.py")
+CARRIED, THERE = "carried over", "holds here already"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry the records over; the status is 1 where some are left behind."""
+    parser = argparse.ArgumentParser(prog="python -m bench.carry_records", description=__doc__)
+    parser.add_argument("old", metavar="OLD", help="a revision in which the records are hits")
+    parser.add_argument("--records", type=Path, nargs="*", metavar="DIR", help="of configs/")
+    parser.add_argument("--dry", action="store_true", help="say what would be done")
+    args = parser.parse_args(argv)
+    roots = args.records or [path for path in sorted((ROOT / "configs").iterdir()) if _holds(path)]
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        _extract(args.old, Path(folder))
+        for root in roots:
+            old, new = _rendered([Path(folder), ROOT], root.resolve())
+            counts += carry(root.resolve(), old, new, dry=args.dry)
+    for what, count in counts.items():
+        print(f"{count:5} {what}")
+    return int(bool(set(counts) - {CARRIED, THERE}))
+
+
+def carry(root: Path, old: dict[str, Any], new: dict[str, Any], *, dry: bool) -> Counter[str]:
+    """Move the records below a root; how many had each verdict.
+
+    old, new: what bench.carry_child found in each tree, by the records' paths.
+    """
+    counts: Counter[str] = Counter()
+    for name in new:
+        path = root / name
+        what, template = verdict(path, old.get(name, {}), new[name])
+        counts[what] += 1
+        if what not in (CARRIED, THERE):
+            print(f"{name}: {what}")
+        if what == CARRIED and not dry:
+            _move(root, path, template)
+    return counts
+
+
+def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
+    """What becomes of a record, in words, and the hash of its new environment."""
+    for tree, each in (("the old", old), ("this", new)):
+        if "kernels" not in each:
+            return f"not rendered by {tree} tree: {each.get('why', 'it is not there')}", ""
+    template = decode_record(path.read_bytes()).environment.template
+    if template == new["template"]:
+        return THERE, template
+    if template != old["template"]:
+        return "a hint in the old tree already", template
+    if old["kernels"] != new["kernels"]:
+        return "another kernel", template
+    return CARRIED, new["template"]
+
+
+def _move(root: Path, path: Path, template: str) -> None:
+    """Write a record into its new environment; the old file, and a folder left empty, go."""
+    record = decode_record(path.read_bytes())
+    moved = replace(record, environment=replace(record.environment, template=template))
+    if not Store(root).write(moved):
+        print(f"{path}: its new place has a record already, which stays")
+        return
+    path.unlink()
+    folder = path.parent.parent
+    if not any(path.parent.iterdir()):
+        path.parent.rmdir()
+    for environment in (folder, Store(root).path(moved.environment, moved.key).parent.parent):
+        (environment / ".lock").unlink(missing_ok=True)
+    if {each.name for each in folder.iterdir()} <= {"manifest.json"}:
+        (folder / "manifest.json").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _holds(path: Path) -> bool:
+    return path.is_dir() and any(Store(path).paths())
+
+
+def _extract(revision: str, folder: Path) -> None:
+    """The files of a revision, without a work tree that git would have to forget."""
+    packed = subprocess.run(
+        ["git", "archive", revision, "flexattn", "templates"],
+        cwd=ROOT, check=True, capture_output=True,
+    ).stdout  # fmt: skip
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def _rendered(trees: Sequence[Path], root: Path) -> list[dict[str, Any]]:
+    """What each tree renders of the records below a root, both at once."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-", str(root)], cwd=tree, text=True,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for tree in trees
+    ]  # fmt: skip
+    source = CHILD.read_text(encoding="utf-8")
+    for child in started:
+        assert child.stdin is not None
+        child.stdin.write(source)
+        child.stdin.close()
+    found = []
+    for child, tree in zip(started, trees, strict=True):
+        assert child.stdout is not None
+        text = child.stdout.read()
+        if child.wait():
+            raise RuntimeError(f"the renderer of {tree} ended with status {child.returncode}")
+        found.append(json.loads(text.splitlines()[-1]))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Kernels whose arguments were put into another order compute what they did before."""
+
+import random
+import sys
+
+import pytest
+import torch
+
+from flexattn import block_kernels, build, dispatch, plan, reach, repeat
+from flexattn.catalogue import alibi, causal
+from flexattn.lru import Lru
+from flexattn.render import source
+from flexattn.serving import ServingConfig, decode, merge
+from tests.interpreter import test_block_mask as block_masks
+from tests.interpreter import test_narrow_values as narrow
+from tests.interpreter import test_reach as reaches
+from tests.interpreter import test_serving_calls as calls
+from tests.interpreter import test_serving_cascades as cascades
+from tests.support import KINDS, assert_accurate, block_mask, inputs, sinks
+
+pytestmark = pytest.mark.interpreter
+
+
+def clear():
+    """Forget every kernel and launch, those that other tests made too."""
+    for each in (dispatch._rendered, dispatch.dispatcher, reach._rendered, build.builder):
+        each.cache_clear()
+    merge._launcher.cache_clear()
+    for table in (plan._launches, repeat._seen, block_kernels._sources, decode._plans):
+        assert isinstance(table, Lru)
+        table.clear()
+
+
+@pytest.fixture
+def orders(monkeypatch):
+    """Templates print, and kernels have, their arguments in an order of chance."""
+    make, draw, seen = source.make_source, random.Random(7), []
+
+    def shuffled(template, device, header, context, found, *rest, **more):
+        seen.append(template)
+        return make(template, device, header, context, tuple(draw.sample(found, len(found))),
+                    *rest, **more)  # fmt: skip
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flexattn.") and getattr(module, "make_source", None) is make:
+            monkeypatch.setattr(module, "make_source", shuffled)
+    clear()
+    yield seen
+    clear()
+
+
+def attention(kind):
+    q, k, v = inputs(2, 4, 2, 41, 53)
+    mask = block_mask(causal, q, k, 16)
+    more = {"sinks": sinks(4)}
+    assert_accurate(q, k, v, kernel_options=KINDS[kind], score_mod=alibi(4, "cpu"),
+                    block_mask=mask, **more)  # fmt: skip
+
+
+def cascade(config):
+    found = cascades.case(41, config=config, prefix_config=cascades.LAUNCH, scaled=True,
+                          dtype=torch.bfloat16, D=32)  # fmt: skip
+    cascades.assert_right(found.run(), found.each)
+
+
+LAST = ServingConfig(16, 16, 4, 2, 2, 1, "last")
+CASES = {
+    "prefill": (lambda: attention("prefill"), {"triton/prefill.py.jinja"}),
+    "decode": (lambda: attention("decode"), {"triton/decode.py.jinja", "triton/combine.py.jinja"}),
+    "reach": (
+        reaches.test_the_reach_of_each_head_by_hand,
+        {"triton/norms.py.jinja", "triton/reach.py.jinja"},
+    ),
+    "fp8": (lambda: narrow.test_any_strides("heads_last"), {"triton/narrow_values.py.jinja"}),
+    "block mask": (
+        lambda: block_masks.test_every_mask("document"), {"triton/block_mask.py.jinja"}
+    ),
+    "merge": (
+        lambda: calls.test_states_merge(40, torch.float32), {"triton/merge_states.py.jinja"}
+    ),
+    "serving": (
+        lambda: cascade(cascades.LAUNCH),
+        {
+            "triton/serving.py.jinja", "triton/serving_combine.py.jinja",
+            "triton/serving_join.py.jinja",
+        },
+    ),
+    "serving last": (lambda: cascade(LAST), {"triton/serving.py.jinja"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_the_same(name, orders):
+    """Once two strides that had changed places in the list were filled into each other."""
+    check, templates = CASES[name]
+    check()
+    assert templates <= set(orders)
