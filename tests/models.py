@@ -43,10 +43,17 @@ def tiny(name, dtype=torch.float32, device="cpu", **changes):
 
 def prompts(device="cpu", length=9):
     """Two prompts, the second padded on the left: ids [2, length] and their mask."""
-    ids = torch.randint(1, 96, (2, length), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    ids, mask = padded(2, "left", length)
     return ids.to(device), mask.to(device)
+
+
+def padded(batch, side, length=9):
+    """ids [batch, length] and their mask, which removes 4 keys of the last prompt on one side."""
+    ids = torch.randint(1, 96, (batch, length), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    if side != "none":
+        mask[-1, slice(4) if side == "left" else slice(-4, None)] = 0
+    return ids, mask
 
 
 def greedy(model, implementation, ids, mask, steps, **options):

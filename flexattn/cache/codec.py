@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flexattn.cache.key import Key, Sizes
-from flexattn.cache.record import SCHEMA, Answer, Environment, Record, Trial
+from flexattn.cache.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 from flexattn.errors import CacheError
 from flexattn.neuroncore import CORES
 from flexattn.space.config import Config
@@ -38,6 +38,8 @@ MAX_TEXT, MAX_INT = 4096, 2**48
 # Entries of a list, by the field's name.
 MAX_ITEMS = {"trials": 4096, "screening": 16384, "finals": 16384}
 MAX_OTHER_ITEMS = 1024
+# Lists of microseconds, which are divided by one another.
+TIMES = ("screening", "finals")
 # The fields that stand behind the head; raw line breaks never occur inside a JSON string, so the
 # first of them at this depth is where the head ends.
 TAIL = ("rejected", "seconds", "tool", "note")
@@ -235,6 +237,13 @@ def _float(data: Any) -> float:
     return float(data)
 
 
+def _time(data: Any) -> float:
+    us = _float(data)
+    if not is_time(us):
+        raise CacheError(f" is {us:g} us", "a time is finite and above 0")
+    return us
+
+
 def _text(data: Any) -> str:
     if type(data) is not str or len(data) > MAX_TEXT:
         raise CacheError(" is no such text", f"it is text of at most {MAX_TEXT} characters")
@@ -285,6 +294,7 @@ def _fields(cls: type) -> Decoder:
         field.name: _decoder(hints[field.name], MAX_ITEMS.get(field.name, MAX_OTHER_ITEMS))
         for field in fields(cls)
     }
+    decoders |= {name: _list(_time, MAX_ITEMS[name]) for name in TIMES if name in decoders}
     needed = {f.name for f in fields(cls) if f.default is MISSING}
 
     def read(data: Any) -> Any:

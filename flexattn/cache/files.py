@@ -12,7 +12,9 @@ from pathlib import Path
 
 from flexattn.files import publish, read_regular
 
-__all__ = ["append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock"]
+__all__ = [
+    "append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock", "try_lock",
+]  # fmt: skip
 
 _LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -60,6 +62,26 @@ def _held(path: Path, how: int) -> Iterator[int]:
                 return
         finally:
             os.close(handle)
+
+
+def try_lock(path: Path) -> int | None:
+    """The handle of a file that this process alone holds until it closes it; None if another does.
+
+    A file that its holder removed is made again. Raises OSError where it cannot be made or locked.
+    """
+    while True:
+        handle = open_lock(path)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        if _same(handle, path):
+            return handle
+        os.close(handle)
 
 
 def _same(handle: int, path: Path) -> bool:

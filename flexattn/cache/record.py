@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -21,6 +22,8 @@ __all__ = [
     "Policy",
     "Record",
     "Trial",
+    "is_time",
+    "kept_us",
     "slug",
 ]
 
@@ -96,6 +99,16 @@ class Failed:
     stage: Stage
     error: str
     message: str
+
+
+def kept_us(us: float) -> float:
+    """Microseconds as a record keeps them: to 0.1 ns."""
+    return round(us, 4)
+
+
+def is_time(us: float) -> bool:
+    """Whether a number can be the microseconds of a call: finite, and above 0 as it is kept."""
+    return math.isfinite(us) and kept_us(us) > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,11 +148,12 @@ def tune(
     else:
         for words in ran.lost:
             typer.echo(words)
-        typer.echo(f"{_counts(ran.outcomes)}; records in {store.root}")
+        typer.echo(f"{_counts(ran.outcomes, len(chosen))}; records in {store.root}")
     if told["left"]:
         why = "interrupted" if ran.interrupted else "the time is over,"
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
-        typer.echo(f"{why} with {told['left']} left; go on with: {again_with}", err=True)
+        kept = "what was measured of them is kept; " if ran.interrupted else ""
+        typer.echo(f"{why} with {told['left']} left; {kept}go on with: {again_with}", err=True)
     if ran.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.status == "failed" for outcome in ran.outcomes):
@@ -172,9 +173,12 @@ def _can_time(target: Device) -> None:
     )
 
 
-def _counts(outcomes: Sequence[Outcome]) -> str:
+def _counts(outcomes: Sequence[Outcome], asked: int) -> str:
     found = Counter(outcome.status for outcome in outcomes)
-    return ", ".join(f"{count} {status}" for status, count in found.items()) or "nothing to tune"
+    told = ", ".join(f"{count} {status}" for status, count in found.items())
+    if len(outcomes) < asked:
+        return f"{told or 'nothing finished'}, of {asked}"
+    return told or "nothing to tune"
 
 
 def _told(outcome: Outcome, store: Store) -> dict[str, Any]:

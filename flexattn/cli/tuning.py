@@ -31,10 +31,11 @@ from flexattn.tune.foundry import Foundry
 from flexattn.tune.journal import settle
 from flexattn.tune.method import Method
 from flexattn.tune.pool import default_jobs
+from flexattn.tune.task_locks import TaskLocks
 
 __all__ = ["Ran", "rank", "run"]
 
-JOURNALS = "journals"
+JOURNALS, LOCKS = "journals", "locks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,11 @@ def run(
         names = [f"GPU {gpu}" for gpu in gpus]
         tuners = [crew.tune for crew in crews]
         landed = _landing(store, device, prune)
-        return _followed(chosen, store, tuners, names, again, environment_of, watch, landed, until)
+        # Workers of one database share each problem; without it a problem is one tuner's.
+        locks = TaskLocks(store.root / LOCKS) if storage is None else None
+        return _followed(
+            chosen, store, tuners, names, again, environment_of, watch, landed, until, locks
+        )
 
 
 def rank(
@@ -144,6 +149,7 @@ def _followed(
     watch: Watch,
     landed: Callable[[Record], None],
     until: float = math.inf,
+    locks: TaskLocks | None = None,
 ) -> Ran:
     found: list[Outcome] = []
     gone: list[str] = []
@@ -153,7 +159,9 @@ def _followed(
         watch.say(gone[-1])
 
     try:
-        for outcome in campaign(chosen, store, tuners, again, where, landed, lost, until):
+        for outcome in campaign(
+            chosen, store, tuners, again, where, landed, lost, until, locks, watch.say
+        ):
             found.append(outcome)
             watch.finished(_line(outcome), outcome.status != "kept")
     except KeyboardInterrupt:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.errors import InputError
+from flexattn.cache.record import is_time
+from flexattn.errors import InputError, MeasureError
 from flexattn.measure.clock import WARMUP_CALLS, Call, Clock, CpuClock, CudaClock
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
 
 MAX_CALLS_PER_SAMPLE = 200  # fewer than the driver queues: the host runs ahead of the GPU
 CONFIDENCE = 0.95
+# Events of a GPU whose clock was set back once give a sample of 0 or below; it is taken again.
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ def race(
     """Time every call once a round, in an order that rotates and reverses; says each step.
 
     The k-th Took of a candidate is its round k. One whose first estimate is above `limit_us`
-    gives the estimate as its only value and leaves. A call that raises leaves too; the others go
-    on. Nothing runs between a step and the request for the next one.
+    gives the estimate as its only value and leaves. A call that raises leaves too, and one whose
+    samples are no times; the others go on. Nothing runs between a step and the request for the
+    next one.
     """
     running: dict[int, tuple[Call, int]] = {}
     clock.warm()
@@ -154,7 +158,7 @@ def race(
         try:
             timed = clock.prepare(calls[index])
             clock.sample(timed, 1)
-            estimate = max(clock.sample(timed, WARMUP_CALLS), 1e-3)
+            estimate = _sample(clock, timed, WARMUP_CALLS)
         except Exception as error:
             yield Left(index, Failure("prepare", type(error).__name__, str(error)))
             continue
@@ -171,12 +175,26 @@ def race(
             yield Takes(index)
             timed, count = running[index]
             try:
-                us = clock.sample(timed, count)
+                us = _sample(clock, timed, count)
             except Exception as error:
                 del running[index]
                 yield Left(index, Failure("run", type(error).__name__, str(error)))
             else:
                 yield Took(index, us, count)
+
+
+def _sample(clock: Clock, call: Call, calls: int) -> float:
+    """Microseconds of a call, taken again where the clock gives what is no time."""
+    given: list[float] = []
+    while len(given) < ATTEMPTS:
+        given.append(clock.sample(call, calls))
+        if is_time(given[-1]):
+            return given[-1]
+    raise MeasureError(
+        f"the clock gave {', '.join(f'{us:g}' for us in given)} us for {calls} calls",
+        "a time is finite and above 0",
+        "look at the device's clock (nvidia-smi, dmesg), then measure again",
+    )
 
 
 def time_interleaved(

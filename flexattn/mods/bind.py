@@ -144,7 +144,7 @@ def _trace_site(
     result, arguments = _lifted(fn, kind, identity, plain, site)
     sized = site.layout.sized or result.sized
     if (arguments, sized) != (site.layout.arguments, site.layout.sized):
-        site.layout = _layout(identity, arguments, sized)
+        site.layout = _layout(identity, arguments, sized, site.layout)
     variant = _variant(kind, result)
     site.layout.variants.put(site.layout.key(identity), variant)
     _sites.put(key, site)
@@ -192,8 +192,10 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     return trace(fn, kind, identity.tensors)
 
 
-def _layout(identity: Identity, arguments: frozenset[int], sized: bool) -> Layout:
-    return Layout.empty(len(identity.scalars), arguments, sized)
+def _layout(
+    identity: Identity, arguments: frozenset[int], sized: bool, earlier: Layout | None = None
+) -> Layout:
+    return Layout.empty(len(identity.scalars), arguments, sized, earlier)
 
 
 def _variant(kind: str, result: Trace) -> Variant:

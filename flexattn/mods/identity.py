@@ -126,9 +126,7 @@ def _leaf(self: Identity, value: Any, path: Path) -> None:
 
 def _module(self: Identity, value: types.ModuleType, path: Path) -> None:
     self.key.append(value)
-    if _is_library(value.__name__):
-        _libraries[id(value)] = value
-    else:
+    if not _is_library_module(value):
         self.opaque()
 
 
@@ -161,8 +159,8 @@ def _function(
         for name, chains in reads.globals:
             value = scope.get(name, MISSING)
             self.read(scope, name, value)
-            if id(value) in _libraries:
-                self.key.append(value)
+            if _is_library_module(value):
+                self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
                 value = _builtin(scope, name)
@@ -210,6 +208,15 @@ def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
             self.key.append(MISSING)
         else:
             self.visit(value, here)
+
+
+def _is_library_module(value: Any) -> bool:
+    if id(value) in _libraries:
+        return True
+    if type(value) is not types.ModuleType or not _is_library(value.__name__):
+        return False
+    _libraries[id(value)] = value
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -55,18 +55,23 @@ class Layout:
     """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
 
     A site swaps its layout as a whole, so that another thread never sees half of a change.
+    earlier: the layout before. Its variants still hold for the values that they were traced with,
+    and are found first: a call that comes back gets the Mod it had, whose kernels are compiled.
     """
 
     arguments: frozenset[int]
     constants: tuple[int, ...]
     sized: bool
     variants: Lru[tuple[Any, ...], Variant]
+    earlier: Layout | None = None
 
     @classmethod
-    def empty(cls, count: int, arguments: frozenset[int], sized: bool) -> Layout:
+    def empty(
+        cls, count: int, arguments: frozenset[int], sized: bool, earlier: Layout | None = None
+    ) -> Layout:
         """No variants yet of callables that capture this many scalars."""
         constants = tuple(i for i in range(count) if i not in arguments)
-        return cls(arguments, constants, sized, Lru(_VARIANTS))
+        return cls(arguments, constants, sized, Lru(_VARIANTS), earlier)
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """What tells this call's variant from the others."""
@@ -78,7 +83,11 @@ class Layout:
         return (*values, *(t.shape for t in identity.tensors)) if self.sized else values
 
     def find(self, identity: Identity) -> Bound | None:
-        """This call's variant with what it captures now."""
+        """This call's variant with what it captures now; the earliest, where several hold."""
+        if self.earlier is not None:
+            found = self.earlier.find(identity)
+            if found is not None:
+                return found
         variant = self.variants.get(self.key(identity))
         return None if variant is None else variant.bound(identity.tensors, identity.scalars)
 

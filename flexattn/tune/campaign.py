@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from flexattn.cache.environment import environment
@@ -17,6 +18,7 @@ from flexattn.cache.record import Answer, Environment, Record
 from flexattn.cache.store import Store
 from flexattn.errors import DeviceError, FlexAttnError
 from flexattn.measure.task import AnyTask
+from flexattn.tune.task_locks import TaskLocks
 
 __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
 
@@ -25,6 +27,9 @@ Tune = Callable[[AnyTask], Record]
 Where = Callable[[AnyTask], Environment]
 Landed = Callable[[Record], None]
 Lost = Callable[[int, DeviceError], None]
+
+# Seconds between two looks at problems that other tuners measure.
+POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def campaign(
     landed: Landed = lambda record: None,
     lost: Lost = lambda tuner, error: None,
     until: float = math.inf,
+    locks: TaskLocks | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Outcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
@@ -70,7 +77,11 @@ def campaign(
     what was measured for what was made up. where: the environment that the tuners' records hold
     in. landed: told of each record once the store has it, or a better one; it does not raise.
     until: of the monotonic clock; no task begins after it, and those that did not have no outcome.
+    locks: shared with other campaigns of this store. A task that one of them tunes waits, while
+    others go on, and is kept if its record is there then; `say` is told of waiting. None where
+    the tuners themselves share each task.
     """
+    begin = time.time()
     todo = []
     for task in tasks:
         known = None if again else _stored(task, store, where)
@@ -78,7 +89,12 @@ def campaign(
             todo.append(task)
         else:
             yield Outcome(task.title, key_of(task.problem), "kept", known)
-    yield from _side_by_side(todo, store, tuners, landed, lost, until)
+
+    waiting = _Waiting(todo, store, where, locks, begin if again else None, say)
+    try:
+        yield from _side_by_side(waiting, store, tuners, landed, lost, until)
+    finally:
+        waiting.close()
 
 
 def _outcome(task: AnyTask, store: Store, tune: Tune, landed: Landed) -> Outcome:
@@ -103,8 +119,70 @@ def _replaces(new: Record, old: Record) -> bool:
     return not (new.provenance == "untuned" and old.provenance == "measured")
 
 
+class _Waiting:
+    """The tasks that this campaign has not begun; those that others tune stand last."""
+
+    def __init__(
+        self,
+        tasks: Sequence[AnyTask],
+        store: Store,
+        where: Where,
+        locks: TaskLocks | None,
+        since: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """since: of the clock; a record that is older is none. None: any record is one."""
+        self.tasks = deque(tasks)
+        self._store, self._where, self._since = store, where, since
+        self._locks, self._say = locks, say
+
+    def take(self) -> tuple[AnyTask, Answer | None] | None:
+        """The next task that no other campaign tunes, and its record if one has tuned it.
+
+        None where others tune all that are left.
+        """
+        for _ in range(len(self.tasks)):
+            task = self.tasks.popleft()
+            if self._locks is None or self._locks.take(self._name(task)):
+                answer = self._made(task)
+                if answer is not None:
+                    self.release(task)
+                return task, answer
+            self.tasks.append(task)
+        self._say(
+            f"waiting for {len(self.tasks)} that another tuner measures: {self.tasks[0].title}"
+        )
+        self._say = lambda text: None
+        return None
+
+    def release(self, task: AnyTask) -> None:
+        """Let other campaigns have a task, or see its record."""
+        if self._locks is not None:
+            self._locks.release([self._name(task)])
+
+    def close(self) -> None:
+        """Release every task."""
+        if self._locks is not None:
+            self._locks.release()
+
+    def _name(self, task: AnyTask) -> str:
+        return str(self._path(task).relative_to(self._store.root))
+
+    def _made(self, task: AnyTask) -> Answer | None:
+        try:
+            written = self._path(task).stat().st_mtime
+        except OSError:
+            return None
+        if self._since is not None and written < self._since:
+            return None
+        return _stored(task, self._store, self._where)
+
+    def _path(self, task: AnyTask) -> Path:
+        return self._store.path(self._where(task), key_of(task.problem))
+
+
 def _side_by_side(
-    todo: Sequence[AnyTask],
+    waiting: _Waiting,
     store: Store,
     tuners: Sequence[Tune],
     landed: Landed,
@@ -112,7 +190,7 @@ def _side_by_side(
     until: float,
 ) -> Iterator[Outcome]:
     """Each tuner has the next task when it is free; in threads, since processes do the work."""
-    waiting, idle = deque(todo), deque(range(len(tuners)))
+    idle = deque(range(len(tuners)))
     busy: dict[int, AnyTask] = {}
     done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
     errors: list[DeviceError] = []
@@ -125,20 +203,32 @@ def _side_by_side(
 
     while True:
         if time.monotonic() >= until:
-            waiting.clear()
-        while waiting and idle:
+            waiting.tasks.clear()
+        while waiting.tasks and idle:
+            taken = waiting.take()
+            if taken is None:
+                break
+            task, answer = taken
+            if answer is not None:
+                yield Outcome(task.title, key_of(task.problem), "kept", answer)
+                continue
             number = idle.popleft()
-            busy[number] = waiting.popleft()
+            busy[number] = task
             if len(tuners) == 1:
                 work(number, busy[number])
             else:
                 threading.Thread(target=work, args=(number, busy[number]), daemon=True).start()
-        if not busy:
+        blocked = bool(waiting.tasks and idle)
+        if not busy and not blocked:
             break
-        number, found = done.get()
+        try:
+            number, found = done.get(timeout=POLL_S if blocked else None)
+        except queue.Empty:
+            continue
         task = busy.pop(number)
+        waiting.release(task)
         if isinstance(found, DeviceError):
-            waiting.appendleft(task)  # somebody else's next, if there is time
+            waiting.tasks.appendleft(task)  # somebody else's next, if there is time
             errors.append(found)
             lost(number, found)
         elif isinstance(found, BaseException):
@@ -146,7 +236,7 @@ def _side_by_side(
         else:
             idle.append(number)
             yield found
-    for task in waiting:
+    for task in waiting.tasks:
         message = f"not tuned, no device is left: {errors[-1]}"
         yield Outcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 

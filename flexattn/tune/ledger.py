@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flexattn.cache.record import Decision, Failed, Gated, Trial
+from flexattn.cache.record import Decision, Failed, Gated, Trial, is_time, kept_us
 from flexattn.space.config import Config
 from flexattn.tune.decide import decide
 
@@ -41,8 +41,19 @@ def cost(trials: Sequence[Trial], index: int, default: int) -> float:
     return statistics.median(a / b for a, b in zip(trial.screening, paired, strict=False))
 
 
+def _kept(got: Sampled) -> Sampled:
+    """Samples as a record keeps them, or the failure of a config whose samples are no times."""
+    if isinstance(got, Failed):
+        return got
+    wrong = [us for us in got if not is_time(us)]
+    if wrong:
+        text = f"{len(wrong)} of {len(got)} samples, the first {wrong[0]:g} us: a time is above 0"
+        return Failed("run", "NoTime", text)
+    return tuple(map(kept_us, got))
+
+
 class Ledger:
-    """Trials by index, the only thing of a tuning that changes; samples are kept to 0.1 ns."""
+    """Trials by index, the only thing of a tuning that changes."""
 
     def __init__(self, configs: Iterable[Config], default: int) -> None:
         self._trials = [Trial(config) for config in configs]
@@ -86,10 +97,10 @@ class Ledger:
     def screened(self, indices: Sequence[int], samples: Sequence[Sampled], start: int) -> None:
         """Note a batch's samples; `start` is how many rounds of the default there were before."""
         for index, got in zip(indices, samples, strict=True):
-            if isinstance(got, Failed):
-                self.fail(index, got)
+            taken = _kept(got)
+            if isinstance(taken, Failed):
+                self.fail(index, taken)
                 continue
-            taken = tuple(round(us, 4) for us in got)
             trial = self._trials[index]
             if index == self.default:
                 taken, first = (*trial.screening, *taken), 0
@@ -100,12 +111,12 @@ class Ledger:
     def raced(self, indices: Sequence[int], samples: Sequence[Sampled]) -> None:
         """Append one look's samples of the finals."""
         for index, got in zip(indices, samples, strict=True):
-            if isinstance(got, Failed):
-                self.fail(index, got)
+            taken = _kept(got)
+            if isinstance(taken, Failed):
+                self.fail(index, taken)
                 continue
             trial = self._trials[index]
-            taken = (*trial.finals, *(round(us, 4) for us in got))
-            self._trials[index] = replace(trial, finals=taken)
+            self._trials[index] = replace(trial, finals=(*trial.finals, *taken))
 
     def cost(self, index: int) -> float:
         """As the function of this name, for the trials as they stand."""

@@ -1,6 +1,17 @@
 import os
 
+import pytest
+
 from tests.quick_interpreter import hurry
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     hurry()
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """Counts of what calls build, render and trace."""
+    from tests.work import counting, forget
+
+    yield counting(monkeypatch)
+    forget()

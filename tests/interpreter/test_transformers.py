@@ -9,7 +9,7 @@ import flexattn
 from flexattn import attention
 from flexattn.integrations.transformers import register
 from flexattn.mods.bind import clear, stats
-from tests.models import MODELS, WITH_SDPA, greedy, logits, prompts, tiny
+from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
 from tests.support import DECODE, KINDS, assert_close_as, inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test installs it")
@@ -104,6 +104,22 @@ def test_sinks_are_those_of_gpt_oss(kernels_alone, options):
     # What the keys' weights lack to 1 is the sink's: exp(sink - lse).
     sink = (layer.sinks.detach()[:, None] - lse).exp()
     torch.testing.assert_close(1 - weights.sum(-1), sink, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "side"), [(1, "left"), (4, "left"), (4, "right"), (1, "none")], ids=str
+)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_generating_again_builds_nothing(name, cache, batch, side, work):
+    """The second run of a padded batch with a dynamic cache compiled its prompt's kernel anew."""
+    model, (ids, mask) = tiny(name), padded(batch, side)
+
+    def generate():
+        greedy(model, "flexattn", ids, mask, 6, **CACHES[cache])
+
+    assert all(work.of(generate))
+    assert work.of(generate) == work.of(generate) == (0, 0, 0)
 
 
 def test_decode_traces_nothing_once_two_tokens_are_out():

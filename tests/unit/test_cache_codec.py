@@ -19,7 +19,7 @@ from tests.records import prefill_record as record
 
 RECORD = record(provenance="measured")
 FLOATS = st.floats(0, 1e12)
-SAMPLES = st.lists(FLOATS, max_size=5).map(tuple)
+SAMPLES = st.lists(st.floats(1e-4, 1e12), max_size=5).map(tuple)
 TEXT = st.text(max_size=40)
 COUNTS = st.integers(0, 2**31)
 CONFIGS = st.builds(
@@ -87,6 +87,16 @@ def forged(change):
     del data["sha256"]
     change(data)
     return text_of(data)
+
+
+@pytest.mark.parametrize("us", [0, -3.5, 4e-5])
+@pytest.mark.parametrize("samples", ["screening", "finals"])
+def test_a_sample_that_is_no_time_is_refused(samples, us):
+    """Whoever read such a record divided by it: a report or a replay ended in a traceback."""
+    change = put(f"trials.2.{samples}", [800.0, us])
+    with pytest.raises(CacheError, match="a time is finite and above 0"):
+        decode_record(forged(change))
+    assert decode_answer(forged(change)) == RECORD.answer, "dispatch reads no samples"
 
 
 def put(path, value):

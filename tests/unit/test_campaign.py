@@ -14,6 +14,7 @@ from flexattn.errors import DeviceError, MeasureError
 from flexattn.tune.campaign import campaign, environment_of, pending
 from flexattn.tune.decide import replay_study
 from flexattn.tune.journal import Entry, Journal, settle
+from flexattn.tune.task_locks import TaskLocks
 from flexattn.tune.tasks import task_of
 from flexattn.tune.workload import parse
 from tests import records
@@ -160,6 +161,61 @@ def test_when_every_device_is_lost_what_is_left_has_failed(tasks, tmp_path, work
     assert sorted(gone) == list(range(workers))
 
 
+def beside(tasks, folder, **more):
+    """A campaign that begins while another one of the same folder tunes its first problem."""
+    others = []
+
+    def tune(task):
+        if not others:
+            locks = TaskLocks(folder / "locks")
+            others.append(None)
+            others[:] = campaign(
+                tasks, Store(folder), [record_of], locks=locks, until=soon, **more
+            )
+        return record_of(task)
+
+    soon = time.monotonic() + 1.0
+    mine = campaign(tasks, Store(folder), [tune], locks=TaskLocks(folder / "locks"), **more)
+    return list(mine), others
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_another_campaign_tunes_is_left_to_it(tasks, tmp_path, again):
+    """Each looked once, before it began, and tuned all that had no record then."""
+    if again:
+        for task in tasks:
+            Store(tmp_path).write(record_of(task))
+        time.sleep(0.05)
+    mine, others = beside(tasks, tmp_path, again=again)
+    assert [each.title for each in others] == [task.title for task in tasks[1:]]
+    assert {each.status for each in others} == {"tuned"}
+    status = {each.title: each.status for each in mine}
+    assert [status[task.title] for task in tasks] == ["tuned", "kept", "kept", "kept"]
+    assert not list((tmp_path / "locks").iterdir())
+
+
+def test_a_folder_that_takes_no_locks_is_tuned_without(tasks, tmp_path):
+    (tmp_path / "locks").write_text("a file")
+    mine, others = beside(tasks[:1], tmp_path)
+    assert [each.status for each in (*others, *mine)] == ["tuned", "tuned"]
+
+
+def test_a_lost_device_gives_its_lock_back(tasks, tmp_path):
+    locks = TaskLocks(tmp_path / "locks")
+    found = list(campaign(tasks, Store(tmp_path), [broken(), record_of], locks=locks))
+    assert [each.status for each in found] == ["tuned"] * 4
+    assert all(TaskLocks(tmp_path / "locks").take(task.title) for task in tasks)
+
+
+def test_one_of_two_holds_a_lock_and_a_released_one_is_free(tmp_path):
+    one, other = TaskLocks(tmp_path), TaskLocks(tmp_path)
+    assert one.take("a") and not other.take("a") and other.take("b")
+    one.release(["a"])
+    assert other.take("a") and not one.take("a")
+    other.release()
+    assert one.take("a") and one.take("b") and not list(tmp_path.glob("*.tmp"))
+
+
 class Full(Store):
     """A disk that refuses its first record."""
 
@@ -212,10 +268,10 @@ def test_when_the_time_is_over_nothing_begins_and_what_ran_is_kept(tasks, tmp_pa
 
     def slow(task):
         began.append(task.title)
-        time.sleep(0.15)
+        time.sleep(0.4)
         return record_of(task)
 
-    until = time.monotonic() + 0.2
+    until = time.monotonic() + 0.6
     found = list(campaign(tasks, store, [slow], until=until))
     assert [each.status for each in found] == ["tuned", "tuned"]
     assert began == [task.title for task in tasks[:2]]

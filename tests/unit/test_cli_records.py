@@ -165,6 +165,25 @@ def test_replay_study_finds_the_same_decision_or_fails(flexattn, user, tmp_path)
     assert "no record and no study" in flexattn("replay-study", wrong, status=2).stderr
 
 
+def test_a_record_with_a_sample_of_0_is_refused_in_words(flexattn, user, tmp_path):
+    """replay-study, report and merge ended in ZeroDivisionError, and never said which file."""
+    path = sorted(user.paths())[0]
+    record = decode_record(path.read_bytes())
+    winner = record.decision.winner
+    trials = list(record.trials)
+    trials[winner] = replace(trials[winner], finals=(0.0, *trials[winner].finals[1:]))
+    path.write_text(encode_record(replace(record, trials=tuple(trials))))
+    rule = "a time is finite and above 0"
+    for given in (path, user.root):
+        said = flexattn("replay-study", given, status=2).stderr
+        assert str(path) in said and rule in said
+    assert rule in flexattn("report", path, "--out", tmp_path / "page", status=2).stderr
+    told = flexattn("report", "--cache", user.root, "--out", tmp_path / "page", "--json").stdout
+    assert rule in json.loads(told)["faults"][0] and len(json.loads(told)["problems"]) == 1
+    merged = flexattn("merge", user.root, "--out", tmp_path / "all")
+    assert rule in merged.stderr and len(list(Store(tmp_path / "all").paths())) == 1
+
+
 def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
     shown = flexattn("doctor").stdout
     assert "user: " in shown and "2 records, 1 of this environment" in shown

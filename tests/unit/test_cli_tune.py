@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def test_requests_that_are_refused(flexattn, arguments, words, monkeypatch):
 
 # A child whose measurer is slow, so that Ctrl-C has something to end; the rest is as users run it.
 CHILD = """
-    import math, signal, sys, time
+    import json, math, os, signal, sys, time
 
     # What a shell starts in the background ignores Ctrl-C, and its children with it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,12 +136,16 @@ CHILD = """
             pass
 
         def open(self, task):
-            pass
+            self.title = task.title
 
         def gate(self, config):
             return Gated("out max", 1e-4, 1e-3, 1e-4, True)
 
         def sample(self, configs, rounds, min_ms, limit_us=math.inf):
+            if "TIMED" in os.environ:
+                with open(os.environ["TIMED"], "a") as file:
+                    lines = ((os.getpid(), rounds, self.title, str(each)) for each in configs)
+                    file.write("".join(json.dumps(line) + "\\n" for line in lines))
             time.sleep(PAUSE * len(configs))
             return [
                 tuple(10 + config.BLOCK_N / 64 + 0.01 * i for i in range(rounds))
@@ -156,16 +161,17 @@ CHILD = """
 """
 
 
-def child(pause, tiny, out, *more):
+def child(pause, tiny, out, *more, json=True, timed=None):
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = child_environment(interpret=True)
     environment |= {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "FLEXATTN_CACHE_DIR": str(out / "cache"),
+        **({"TIMED": str(timed)} if timed else {}),
     }
     command = [sys.executable, "-c", textwrap.dedent(CHILD), str(pause), "tune", str(tiny)]
     return subprocess.Popen(
-        [*command, "--out", str(out / "records"), "--json", *more],
+        [*command, "--out", str(out / "records"), *["--json"] * json, *more],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -203,6 +209,65 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_pa
     stdout, stderr = process.communicate(timeout=120)
     assert [each["status"] for each in json.loads(stdout)["problems"]] == ["tuned"] * 4
     assert not list(store.strays())
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_anything_is_finished_says_how_to_go_on(tiny, tmp_path):
+    """It said that there was nothing to tune."""
+    log = tmp_path / "timed"
+    process = child(0.5, tiny, tmp_path, json=False, timed=log)
+    until(log.exists, process)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "nothing to tune" not in stdout
+    assert "nothing finished, of 4; records in" in stdout
+    assert "interrupted with 4 left; what was measured of them is kept; go on with: fl" in stderr
+
+
+def until(holds, process):
+    for _ in range(600):
+        if holds() or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    assert holds(), process.communicate()
+
+
+@pytest.mark.slow
+def test_two_tuners_of_one_folder_share_its_problems(tiny, tmp_path):
+    """Two on one --out measured 236 of 246 configs twice. The bar: not one is."""
+    log, more = tmp_path / "timed", ["--effort", "quick", "--budget", "600"]
+    both = [child(0.03, tiny, tmp_path, *more, timed=log) for _ in range(2)]
+    told = []
+    for process in both:
+        stdout, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr
+        told.append(json.loads(stdout))
+    assert [each["left"] for each in told] == [0, 0]
+    status = Counter(each["status"] for run in told for each in run["problems"])
+    assert status == {"tuned": 4, "kept": 4}
+    timed = {tuple(json.loads(line)[::2]) for line in log.read_text().splitlines()}
+    assert {pid for pid, _ in timed} == {each.pid for each in both}, "each does a part"
+    assert len(timed) == 4, "and nothing of a problem that the other does"
+    assert not list((tmp_path / "records" / "locks").iterdir())
+
+
+@pytest.mark.slow
+def test_a_tuner_that_was_killed_holds_nobody_up(tiny, tmp_path):
+    log, more = tmp_path / "timed", ["--effort", "quick", "--budget", "600"]
+    dead = child(600, tiny, tmp_path, *more, timed=log)
+    until(log.exists, dead)
+    (held,) = (tmp_path / "records" / "locks").iterdir()
+    # The other does what is left, and then waits for the one that is held.
+    other = child(0, tiny, tmp_path, *more)
+    store = Store(tmp_path / "records")
+    until(lambda: len(list(store.paths())) == 3, other)
+    dead.kill()
+    dead.communicate()
+    stdout, stderr = other.communicate(timeout=60)
+    told = json.loads(stdout)
+    assert [each["status"] for each in told["problems"]] == ["tuned"] * 4, stderr
+    assert "waiting for 1 that another tuner measures: " in stderr
+    assert not held.exists()
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections import namedtuple
@@ -29,6 +31,47 @@ def value(fn, kind="score", **env):
         "score": torch.tensor(float(env.get("score", 1.0)))
     }
     return evaluate(bound.mod, env, bound.tensors, bound.scalars).item()
+
+
+FIRST = """
+import torch
+from flexattn.mods import bind
+from flexattn.mods.bind import stats
+from flexattn.mods.digest import digest
+from flexattn.mods.identity import identify
+
+def mod(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx > kv_idx, torch.abs(score), score)
+
+found = [digest(identify(mod, "score"))]
+for _ in range(2):
+    bind(mod, "score")
+    found.append(digest(identify(mod, "score")))
+assert stats().traces == 1, stats()
+assert found[0] is not None and len(set(found)) == 1, found
+"""
+
+
+def test_the_first_mod_of_a_process_is_traced_once():
+    """A library met for the first time was told once for each of its names that the code reads,
+    and later once: the second call had another key, and another digest than a recorder's."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_values_that_come_back_find_the_mod_they_had():
+    """The first value's mod was forgotten when its number became an argument."""
+
+    def windowed(lo, hi):
+        return lambda b, h, q, k: (q - k > lo) & (q - k < hi)
+
+    calls = [(0, 4), (0, 5), (1, 5), (2, 9), (0, 7), (0, 4)]
+    mods = [bind(windowed(*each), "mask").mod for each in calls]
+    traces = stats().traces
+    assert [bind(windowed(*each), "mask").mod for each in calls] == mods
+    assert mods[-1] is mods[0] and len(set(mods)) == 3 and stats().traces == traces
 
 
 def biased(t, w=1):

@@ -32,6 +32,8 @@ def test_a_study_survives_its_file(tmp_path):
         (lambda d: d.update(default=500), "default"),
         (lambda d: d["trials"][0].pop("screening"), "default"),
         (lambda d: d["trials"][3].update(screening=["fast"]), "number"),
+        (lambda d: d["trials"][0]["screening"].__setitem__(3, 0), "above 0"),
+        (lambda d: d["trials"][0]["screening"].__setitem__(3, -1.5), "above 0"),
         (lambda d: d["trials"][3].update(same_code_as=1000), "same_code_as"),
         (lambda d: d["trials"][3]["config"].update(BLOCK_M=17), "BLOCK_M"),
         (lambda d: d["trials"][3]["config"].update(type="os.system"), "config"),

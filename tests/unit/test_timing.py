@@ -201,6 +201,52 @@ def test_the_hopeless_leave_a_race_with_one_value():
     assert [step for step in steps if isinstance(step, Left)] == [Left(1, None)]
 
 
+class Faulty(CpuClock):
+    """Gives what it is told instead of a time, at the samples of one call from the third on."""
+
+    def __init__(self, call, values):
+        self.call, self.values, self.taken = call, iter(values), 0
+
+    def sample(self, call, calls):
+        us = super().sample(call, calls)
+        self.taken += call is self.call
+        return next(self.values, us) if call is self.call and self.taken > 2 else us
+
+
+@pytest.mark.parametrize("us", [0.0, -3.5, math.nan, math.inf])
+def test_a_sample_that_is_no_time_is_taken_again_and_then_fails_its_call(us):
+    """A sample of 0 went on to the tuner, whose ratios ended the campaign."""
+
+    def bad():
+        pass
+
+    def good():
+        pass
+
+    (*_, left) = [
+        step
+        for step in race([bad, good], rounds=4, min_ms=0, clock=Faulty(bad, [us] * 99))
+        if isinstance(step, Left)
+    ]
+    assert left.index == 0 and (left.failure.stage, left.failure.error) == ("run", "MeasureError")
+    assert f"the clock gave {us:g}, {us:g}, {us:g} us" in left.failure.message
+    steps = list(race([bad, good], rounds=4, min_ms=0, clock=Faulty(bad, [us, us])))
+    took = [step for step in steps if isinstance(step, Took)]
+    assert [step.index for step in took].count(0) == 4 and all(step.us > 0 for step in took)
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, math.nan])
+def test_a_warm_up_that_is_no_time_fails_its_call(us):
+    """No number ended the race of all: its ceiling was taken outside of what is caught."""
+    got = list(race([len, print], rounds=1, min_ms=1, clock=SimpleNamespace(
+        warm=lambda: None, prepare=lambda call: call,
+        sample=lambda call, calls: us if call is len else 5.0,
+    )))  # fmt: skip
+    (left,) = [step for step in got if isinstance(step, Left)]
+    assert left.index == 0 and left.failure.stage == "prepare"
+    assert [(step.index, step.us) for step in got if isinstance(step, Took)] == [(1, 5.0)]
+
+
 def test_a_race_says_who_runs_before_it_runs():
     said = []
     for step in race([lambda: said.append("run")], rounds=2, min_ms=0, clock=CpuClock()):

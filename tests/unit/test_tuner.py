@@ -1,16 +1,17 @@
 """tune_subject on replayed studies: what is built, gated, timed, kept and resumed."""
 
 import dataclasses
+import json
 import math
 import statistics
 
 import pytest
 
-from flexattn.cache.codec import decode_record, encode_record
+from flexattn.cache.codec import decode, decode_record, encode_record
 from flexattn.cache.record import Failed, Gated
 from flexattn.errors import MeasureError
 from flexattn.tune.decide import replay_study
-from flexattn.tune.journal import Journal
+from flexattn.tune.journal import Entry, Journal
 from flexattn.tune.ledger import Ledger
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.race import HOPELESS, looks
@@ -161,6 +162,39 @@ def test_a_failure_in_the_finals_leaves_the_race(stored):
     assert record.config != lost and by_config(record)[lost].failed == late
 
 
+@pytest.mark.parametrize("us", [0.0, -2.0, math.nan, math.inf, 1e-5])
+@pytest.mark.parametrize(
+    ("whose", "final"),
+    [
+        ("another", False),
+        ("winner", False),
+        ("default", False),
+        ("winner", True),
+        ("default", True),
+    ],
+)
+def test_a_sample_that_is_no_time_is_a_failure_of_its_config(stored, whose, final, us):
+    """A sample of 0 or below raised ZeroDivisionError, or a domain error, through the campaign."""
+    default, winner = stored.subject.configs[stored.default], tuned(stored)[0].config
+    healthy = [t.config for t in stored.trials if t.failed is None]
+    another = next(each for each in healthy if each not in (default, winner))
+    bad = {"another": another, "winner": winner, "default": default}[whose]
+
+    class Timeless(Spy):
+        def sample(self, configs, rounds, min_ms, limit_us=math.inf):
+            found = super().sample(configs, rounds, min_ms, limit_us)
+            if (rounds != REPLAY.rounds) != final:
+                return found
+            pairs = zip(configs, found, strict=True)
+            return [(*f[:1], us, *f[2:]) if c == bad else f for c, f in pairs]
+
+    record, _ = tuned(stored, Timeless(stored))
+    failed = by_config(record)[bad].failed
+    assert (failed.stage, failed.error) == ("run", "NoTime") and f"{us:g} us" in failed.message
+    assert record.config != bad and replay_study(record) == record.decision
+    assert decode_record(encode_record(record).encode()) == record
+
+
 def test_hopeless_candidates_stop_early():
     slow = study(3, decode_configs()[:40], base_us=10.0)
     trials = list(slow.trials)
@@ -221,6 +255,21 @@ def test_a_journal_is_of_one_subject(stored, tmp_path):
     assert mine.path != other.path and not list(mine.batches())
     assert Journal(tmp_path, stored.subject, "untuned").path != mine.path
     mine.drop()
+
+
+def test_a_journal_with_a_sample_of_0_is_measured_again(stored, tmp_path):
+    method = dataclasses.replace(REPLAY, batch=5)
+    journal = Journal(tmp_path, stored.subject, method.provenance)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(stored, Spy(stored, stop_after=2), method, journal=journal)
+    lines = journal.path.read_text().splitlines()
+    text = json.loads(lines[0])
+    text[-1]["trial"].update(screening=[0.0, 1.0, 1.0], failed=None)
+    journal.path.write_text("\n".join([json.dumps(text), *lines[1:]]) + "\n")
+    record, spy = tuned(stored, Spy(stored), method, journal=journal)
+    timed = {config for configs, _ in spy.calls for config in configs}
+    assert timed >= {decode(Entry, each, "entry").trial.config for each in text[:1]}
+    assert all(min(t.screening, default=1) > 0 for t in record.trials)
 
 
 def test_a_call_after_nothing_ran_tries_again(stored, tmp_path):

@@ -1,0 +1,72 @@
+"""What calls build, render and trace, counted from a process that has built nothing yet."""
+
+import dataclasses
+
+import torch
+
+import flexattn
+from flexattn import block_kernels, block_kinds, dispatch, plan
+from flexattn.block_kernels import BlockClassifier
+from flexattn.build import Builder, TritonLaunch, builder
+from flexattn.mods.bind import clear, stats
+
+
+@dataclasses.dataclass
+class Work:
+    """What was built (hashes of sources), and how many sources were rendered."""
+
+    built: list
+    rendered: int = 0
+
+    def of(self, calls):
+        """(kernels built, sources rendered, callables traced) by a function's calls."""
+        before = len(self.built), self.rendered, stats().traces
+        with torch.no_grad():
+            calls()
+        after = len(self.built), self.rendered, stats().traces
+        return tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+def counting(monkeypatch):
+    """A Work that counts from now on. Kernels are built and not run: outputs hold anything.
+
+    Masks are classified by the kernel that a GPU has for it, beside the host's answer.
+    """
+    found = Work([])
+    build, on_host = Builder._build, block_kinds.kinds_by_rows
+
+    def built(self, source, device, index):
+        found.built.append(source.hash)
+        return build(self, source, device, index)
+
+    def counted(render):
+        def call(*arguments):
+            found.rendered += 1
+            return render(*arguments)
+
+        return call
+
+    def on_gpu(bound, sizes, block, device):
+        for first, kinds in on_host(bound, sizes, block, device):
+            BlockClassifier(bound, sizes, block, device).run(kinds, first)
+            yield first, kinds
+
+    monkeypatch.setattr(Builder, "_build", built)
+    monkeypatch.setattr(TritonLaunch, "launch", lambda *_: None)
+    monkeypatch.setattr(flexattn.masks, "kinds_by_rows", on_gpu)
+    for module, name in (
+        (dispatch, "render"), (dispatch, "render_combine"), (block_kernels, "render_block_mask"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    forget()
+    return found
+
+
+def forget():
+    """Let everything be traced, rendered and built anew."""
+    clear()
+    builder.cache_clear()
+    dispatch.dispatcher.cache_clear()
+    dispatch._rendered.cache_clear()
+    plan._launches.clear()
+    block_kernels._sources.clear()
