@@ -1,0 +1,143 @@
+"""A random mod: its text from (seed, index) alone, and callables of it over captured tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.random_mods.reals import RealWriter
+from tests.random_mods.terms import FLOATS
+from tests.random_mods.writer import Capture, Writer
+
+SIGNATURES = {
+    "score": "score_mod(score, b, h, q_idx, kv_idx)",
+    "mask": "mask_mod(b, h, q_idx, kv_idx)",
+}
+# Where a mask is tried before it is taken: most rows keep a key there.
+TRIAL = {"B": 2, "H": 3, "L": 45, "S": 61}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A score_mod or mask_mod as text: statements, what it returns, what it captures."""
+
+    kind: str
+    lines: tuple[str, ...]
+    result: str
+    captures: tuple[Capture, ...]
+
+    def __str__(self) -> str:
+        held = "; ".join(map(str, self.captures))
+        return f"{self.kind}_mod: {'; '.join((*self.lines, self.result))} [{held}]"
+
+    @property
+    def source(self) -> str:
+        """A factory whose arguments the mod captures, as users write one."""
+        names = ", ".join(each.name for each in self.captures)
+        function = SIGNATURES[self.kind]
+        body = [*self.lines, f"return {self.result}"]
+        head = [f"def make({names}):", f"    def {function}:"]
+        tail = [f"    return {function.partition('(')[0]}"]
+        return "\n".join([*head, *(f"        {line}" for line in body), *tail, ""])
+
+    def make(
+        self, sizes: dict[str, int], device: Any, draw: torch.Generator
+    ) -> Callable[..., Any]:
+        """The callable, its tensors as long as `sizes` says: B, H, L and S."""
+        scope: dict[str, Any] = {"torch": torch}
+        exec(compile(self.source, f"<random {self.kind}_mod>", "exec"), scope)
+        mod: Callable[..., Any] = scope["make"](
+            *(_value(each, sizes, device, draw) for each in self.captures)
+        )
+        return mod
+
+
+@dataclass(frozen=True, slots=True)
+class RandomMod:
+    """A score_mod, a mask_mod or both, named by a seed and an index."""
+
+    seed: int
+    index: int
+    score: Part | None
+    mask: Part | None
+
+    def __str__(self) -> str:
+        parts = " | ".join(str(part) for part in (self.score, self.mask) if part is not None)
+        return f"(seed {self.seed}, index {self.index}) {parts}"
+
+    def make(
+        self, B: int, H: int, L: int, S: int, device: Any = "cpu"
+    ) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+        """(score_mod, mask_mod), their tensors the same on every device."""
+        sizes = {"B": B, "H": H, "L": L, "S": S}
+        draw = torch.Generator().manual_seed(1000003 * self.seed + self.index)
+        score = None if self.score is None else self.score.make(sizes, device, draw)
+        mask = None if self.mask is None else self.mask.make(sizes, device, draw)
+        return score, mask
+
+
+def random_mod(seed: int, index: int) -> RandomMod:
+    """The mod of this name: the same in every process."""
+    draw = random.Random(f"{seed} {index}")
+    kind = draw.choice(("score", "score", "mask", "both", "both"))
+    score = _score(draw) if kind != "mask" else None
+    mask = _mask(draw) if kind != "score" else None
+    return RandomMod(seed, index, score, mask)
+
+
+def dense(mask_mod: Callable[..., Any], B: int, H: int, L: int, S: int) -> torch.Tensor:
+    """A mask_mod at every position, by torch's broadcasting alone: bool [B, H, L, S]."""
+    kept = mask_mod(*positions(B, H, L, S))
+    return torch.as_tensor(kept).expand(B, H, L, S)
+
+
+def positions(B: int, H: int, L: int, S: int) -> tuple[torch.Tensor, ...]:
+    """b, h, q_idx and kv_idx, which broadcast against one another."""
+    return tuple(
+        torch.arange(n).reshape([-1 if axis == dim else 1 for axis in range(4)])
+        for dim, n in enumerate((B, H, L, S))
+    )
+
+
+def _score(draw: random.Random) -> Part:
+    while True:
+        writer = RealWriter(draw, draw.randint(1, 4))
+        result = writer.scored(draw.choice((1, 2, 2, 3)))
+        if writer.captures:
+            return _part("score", writer, result)
+
+
+def _mask(draw: random.Random) -> Part:
+    while True:
+        writer = Writer(draw, draw.randint(1, 4))
+        result = writer.truth(draw.choice((2, 3, 3, 4))).text
+        if not writer.captures:
+            continue
+        if draw.random() < 0.4:
+            result = f"(q_idx >= kv_idx) & {result}"
+        part = _part("mask", writer, result)
+        mod = part.make(TRIAL, "cpu", torch.Generator().manual_seed(0))
+        kept = dense(mod, *TRIAL.values())
+        if kept.any(-1).float().mean() > 0.7 and not kept.all():
+            return part
+
+
+def _part(kind: str, writer: Writer, result: str) -> Part:
+    return Part(kind, tuple(writer.lines), result, tuple(writer.captures))
+
+
+def _value(capture: Capture, sizes: dict[str, int], device: Any, draw: torch.Generator) -> Any:
+    low, high = capture.low, capture.high
+    if capture.dims is None:
+        return low
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in capture.dims]
+    dtype: torch.dtype = getattr(torch, capture.dtype)
+    if capture.dtype in FLOATS:
+        values = low + (high - low) * torch.rand(shape, generator=draw)
+    else:
+        values = torch.randint(int(low), int(high) + 1, shape, generator=draw)
+    return values.to(device, dtype)
