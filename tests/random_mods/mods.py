@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
+from tests.random_mods.captures import Capture
 from tests.random_mods.reals import RealWriter
 from tests.random_mods.terms import FLOATS
-from tests.random_mods.writer import Capture, Writer
+from tests.random_mods.writer import Writer
 
 SIGNATURES = {
     "score": "score_mod(score, b, h, q_idx, kv_idx)",
@@ -89,39 +91,41 @@ def random_mod(seed: int, index: int) -> RandomMod:
     return RandomMod(seed, index, score, mask)
 
 
-def dense(mask_mod: Callable[..., Any], B: int, H: int, L: int, S: int) -> torch.Tensor:
-    """A mask_mod at every position, by torch's broadcasting alone: bool [B, H, L, S]."""
-    kept = mask_mod(*positions(B, H, L, S))
-    return torch.as_tensor(kept).expand(B, H, L, S)
+def everywhere(
+    mod: Callable[..., Any], B: int, H: int, L: int, S: int, *score: torch.Tensor
+) -> torch.Tensor:
+    """A mod at every position, [B, H, L, S], as torch's eager flex_attention maps it.
 
-
-def positions(B: int, H: int, L: int, S: int) -> tuple[torch.Tensor, ...]:
-    """b, h, q_idx and kv_idx, which broadcast against one another."""
-    return tuple(
-        torch.arange(n).reshape([-1 if axis == dim else 1 for axis in range(4)])
-        for dim, n in enumerate((B, H, L, S))
-    )
+    Broadcasting would do otherwise: a number beside a half is rounded to a half under vmap alone.
+    """
+    for axis in (3, 2, 1, 0):
+        dims = tuple(0 if axis == dim else None for dim in range(4))
+        mod = torch.vmap(mod, in_dims=(*(0 for _ in score), *dims))
+    with TransformGetItemToIndex():
+        return mod(*score, *(torch.arange(n) for n in (B, H, L, S)))
 
 
 def _score(draw: random.Random) -> Part:
+    room = draw.randint(1, 4)
     while True:
-        writer = RealWriter(draw, draw.randint(1, 4))
+        writer = RealWriter(draw, room)
         result = writer.scored(draw.choice((1, 2, 2, 3)))
-        if writer.captures:
+        if len(writer.captures) == room:
             return _part("score", writer, result)
 
 
 def _mask(draw: random.Random) -> Part:
+    room = draw.randint(1, 4)
     while True:
-        writer = Writer(draw, draw.randint(1, 4))
+        writer = Writer(draw, room)
         result = writer.truth(draw.choice((2, 3, 3, 4))).text
-        if not writer.captures:
+        if len(writer.captures) < room:
             continue
         if draw.random() < 0.4:
             result = f"(q_idx >= kv_idx) & {result}"
         part = _part("mask", writer, result)
         mod = part.make(TRIAL, "cpu", torch.Generator().manual_seed(0))
-        kept = dense(mod, *TRIAL.values())
+        kept = everywhere(mod, *TRIAL.values())
         if kept.any(-1).float().mean() > 0.7 and not kept.all():
             return part
 

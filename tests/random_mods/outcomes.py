@@ -25,7 +25,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """candidate: which of dispatch's served, from 1. message: the whole error, cause: its group."""
+    """candidate: which of dispatch's served, from 1. cause: what groups errors; message: all."""
 
     index: int
     how: Literal["served", "refused", "failed", "wrong"]
@@ -43,16 +43,18 @@ def failure(error: Exception) -> dict[str, Any]:
     how = "wrong" if isinstance(error, AssertionError) else "failed"
     if isinstance(error, FlexAttnError) and not isinstance(error, BuildError):
         how = "refused"
-    root = error.__cause__ or error
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
     lines = [line.strip() for line in str(root).splitlines() if line.strip()] or [""]
     # A compiler shows the line of the kernel first and says what is wrong with it last.
-    line = lines[-1] if isinstance(error, BuildError) and error.__cause__ else lines[0]
+    line = lines[-1] if isinstance(error, BuildError) and root is not error else lines[0]
     return {"how": how, "cause": f"{type(root).__name__}: {general(line)}", "message": str(error)}
 
 
 def general(line: str) -> str:
     """An error's line without what differs from kernel to kernel."""
-    line = re.sub(r"\S*/\S+", "PATH", line)
+    line = re.sub(r"\S*/\S+", "PATH", line.partition("[")[0])
     line = re.sub(r"%\w+|\b(score|mask)_\d+\b", "NAME", line)
     return re.sub(r"\d+", "N", line)[:160]
 

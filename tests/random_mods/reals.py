@@ -12,8 +12,9 @@ from tests.random_mods.writer import Writer
 BOUNDED = {
     "torch.sin({})": 1.0, "torch.cos({})": 1.0, "torch.tanh({})": 1.0, "torch.erf({})": 1.0,
     "torch.sigmoid({})": 1.0, "torch.atan({})": 1.6, "torch.exp(-{}.abs())": 1.0,
-    "torch.exp2(-{}.abs())": 1.0, "torch.rsqrt({}.abs() + 1.0)": 1.0, "(1.0 / ({}.abs() + 1.0))": 1.0,
-    "torch.expm1(-{}.abs())": 1.0, "{}.to(torch.bfloat16)": 0.0, "{}.to(torch.float16)": 0.0,
+    "torch.exp2(-{}.abs())": 1.0, "torch.rsqrt({}.abs() + 1.0)": 1.0,
+    "(1.0 / ({}.abs() + 1.0))": 1.0, "torch.expm1(-{}.abs())": 1.0,
+    "{}.to(torch.bfloat16)": 0.0, "{}.to(torch.float16)": 0.0,
 }  # fmt: skip
 GROWING: dict[str, Callable[[float], float]] = {
     "torch.log({}.abs() + 0.5)": lambda x: max(math.log(x + 0.5), 0.7),
@@ -46,7 +47,7 @@ class RealWriter(Writer):
         found = self.one_of(
             {
                 self.weight: 2, self.applied: 4, self.mixed: 3, self.chosen: 2, self.slope: 2,
-                self.ratio: 1, self.bounded: 1,
+                self.ratio: 3, self.bounded: 1,
             },
             depth,
         )  # fmt: skip
@@ -129,6 +130,9 @@ class RealWriter(Writer):
         text = "score"
         for _ in range(self.draw.choice((1, 1, 2))):
             text = self.score_step(text, depth)
+        if self.draw.random() < 0.06:
+            held = f"(q_idx >= kv_idx) | (kv_idx < 3) | {self.truth(depth).text}"
+            return f"torch.where({held}, {text}, -float('inf'))"
         return text
 
     def score_step(self, text: str, depth: int) -> str:
@@ -145,10 +149,7 @@ class RealWriter(Writer):
         if how < 0.75:
             other = self.draw.choice((f"({text} * 0.5)", f"({text} - 3.0)", "-4.0", "0"))
             return f"torch.where({self.truth(depth).text}, {text}, {other})"
-        if how < 0.8:
-            held = f"(q_idx >= kv_idx) | (kv_idx < 3) | {self.truth(depth).text}"
-            return f"torch.where({held}, {text}, -float('inf'))"
-        if how < 0.87:
+        if how < 0.85:
             other = tamed(self.real(depth), 6.0).text
             name = self.draw.choice(("minimum", "maximum"))
             return f"torch.{name}({text}, {other})"

@@ -8,10 +8,9 @@ one right answer. Everything else is smooth, and bounded.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from tests.random_mods.captures import Capturing, clamped
 from tests.random_mods.terms import (
     DISTANCE,
     FLOATS,
@@ -25,118 +24,15 @@ from tests.random_mods.terms import (
     integral,
 )
 
-# A dimension is as long as the batch, the heads, the rows or the keys, or a number.
-Dim = str | int
-POSITIONS = {"B": "b", "H": "h", "L": "q_idx", "S": "kv_idx"}
-SHAPES: tuple[tuple[Dim, ...], ...] = (
-    ("S",), ("S",), ("S",), ("L",), ("H",), ("H",), ("B",), (17,), (64,), (33,),
-    ("H", 65), ("H", 128), (16, 16), ("H", "S"), ("B", "S"), ("B", "L"), (3, "S"), ("B", "H"),
-)  # fmt: skip
 DIVISORS = (2, 3, 4, 5, 7, 8, 12, 16, 24, 64, 100, 128, 1000, -3, -8)
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A captured tensor with values from low to high, or a number where `dims` is None."""
-
-    name: str
-    dtype: str
-    dims: tuple[Dim, ...] | None
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        if self.dims is None:
-            return f"{self.name} = {self.low!r}"
-        shape = ", ".join(map(str, self.dims))
-        return f"{self.name}: {self.dtype}[{shape}] of {self.low:g}..{self.high:g}"
-
-
-class Writer:
-    """The body of one mod; `room`: captures that it may have."""
-
-    def __init__(self, draw: random.Random, room: int) -> None:
-        self.draw, self.room = draw, room
-        self.captures: list[Capture] = []
-        self.lines: list[str] = []
-        self.named: list[Term] = []
-
-    def kept(self, term: Term) -> Term:
-        """The term, which now and then gets a name and is used again."""
-        if len(term.text) < 12 or self.draw.random() > 0.2:
-            return term
-        named = Term(f"x{len(self.named)}", term.dtype, term.low, term.high)
-        self.lines.append(f"{named.text} = {term.text}")
-        self.named.append(named)
-        return named
+class Writer(Capturing):
+    """Integers and truths."""
 
     def one_of(self, weights: dict[Callable[[int], Term], int], depth: int) -> Term:
         (make,) = self.draw.choices(list(weights), list(weights.values()))
         return make(depth - 1)
-
-    # Captures
-
-    def capture(
-        self, dtype: str, dims: tuple[Dim, ...] | None, low: float, high: float
-    ) -> Capture:
-        name = f"{'n' if dims is None else 't'}{len(self.captures)}"
-        self.captures.append(Capture(name, dtype, dims, low, high))
-        return self.captures[-1]
-
-    def number(self, value: float) -> Term:
-        """A constant, or a captured number."""
-        if len(self.captures) < self.room and self.draw.random() < 0.2:
-            return Term(self.capture("", None, value, value).name, "", value, value)
-        return constant(value)
-
-    def loaded(
-        self, dtypes: tuple[str, ...], limits: tuple[float, float], depth: int, fresh: float = 0.6
-    ) -> Term | None:
-        """An element of a captured tensor within limits; None where there is no room for one."""
-        low, high = limits
-        known = [
-            each
-            for each in self.captures
-            if each.dims and each.dtype in dtypes and low <= each.low and each.high <= high
-        ]
-        if len(self.captures) < self.room and (not known or self.draw.random() < fresh):
-            dtype = self.draw.choice(dtypes)
-            if dtype == "uint8":
-                low = max(low, 0)
-            chosen = self.capture(dtype, self.draw.choice(SHAPES), low, high)
-        elif known:
-            chosen = self.draw.choice(known)
-        else:
-            return None
-        index = ", ".join(self.position(dim, depth) for dim in chosen.dims or ())
-        return Term(f"{chosen.name}[{index}]", chosen.dtype, chosen.low, chosen.high)
-
-    def position(self, dim: Dim, depth: int) -> str:
-        """An index into a dimension, always in range."""
-        if isinstance(dim, str):
-            near = self.draw.random()
-            if dim in "LS" and near < 0.08:
-                return "torch.minimum(q_idx, kv_idx)"
-            if dim in "LS" and near < 0.16:
-                return f"{POSITIONS[dim]} // {self.draw.choice((2, 3, 16))}"
-            return POSITIONS[dim]
-        if depth > 0 and self.draw.random() < 0.5:
-            inner = self.loaded(INTEGERS, (0, dim - 1), depth - 1)
-            if inner is not None:
-                return self.as_index(inner)
-        if dim % 2 and self.draw.random() < 0.6:
-            half = dim // 2
-            return f"{DISTANCE.text}.clamp({-half}, {half}) + {half}"
-        found = self.integer(depth - 1)
-        if self.draw.random() < 0.3:
-            return self.as_index(self.clamped(found, 0, dim - 1))
-        if self.draw.random() < 0.1:
-            return f"-1 - {integral('({} % {})', found, constant(dim), 0, dim - 1).text}"
-        return self.as_index(integral("({} % {})", found, constant(dim), 0, dim - 1))
-
-    def as_index(self, term: Term) -> str:
-        """torch takes an index of eight bits for a mask, or not at all."""
-        return (term if term.dtype in ("int64", "int32") else term.cast("int64")).text
 
     # Integers
 
@@ -145,8 +41,8 @@ class Writer:
             return self.place(depth)
         found = self.one_of(
             {
-                self.place: 3, self.entry: 3, self.sum: 3, self.divided: 4, self.bits: 3,
-                self.shifted: 2, self.between: 2, self.narrowed: 1, self.choice: 1, self.flag: 1,
+                self.place: 2, self.entry: 4, self.sum: 3, self.divided: 4, self.bits: 3,
+                self.shifted: 3, self.between: 2, self.narrowed: 2, self.choice: 1, self.flag: 1,
                 self.floored: 1, self.hashed: 1,
             },
             depth,
@@ -222,23 +118,18 @@ class Writer:
         by = constant(self.draw.choice((1, 2, 3, 5)))
         if self.draw.random() < 0.3:
             by = integral("({} & {})", self.integer(depth), constant(3), 0, 3)
+            if self.draw.random() < 0.3:
+                return integral("({} << {})", constant(3), by, 3, 24)
         if self.draw.random() < 0.4 and a.size < 2**12:
             return integral("({} << {})", a, by, *corners(lambda x, y: int(x) << int(y), a, by))
         return integral("({} >> {})", a, by, *corners(lambda x, y: int(x) >> int(y), a, by))
-
-    def clamped(self, a: Term, low: int, high: int) -> Term:
-        text = f"{a.text}.clamp({low}, {high})"
-        if not Term("", "", low, high).fits(a.dtype):
-            text = f"{a.cast('int64').text}.clamp({low}, {high})"
-            return Term(text, "int64", low, high)
-        return Term(text, a.dtype, low, high)
 
     def between(self, depth: int) -> Term:
         a = self.integer(depth)
         how = self.draw.random()
         if how < 0.3:
             most = self.draw.choice((1, 8, 100))
-            return self.clamped(a, 0 if self.draw.random() < 0.5 else -most, most)
+            return clamped(a, 0 if self.draw.random() < 0.5 else -most, most)
         if how < 0.6:
             a = a.cast("int64") if a.dtype == "int8" else a
             return Term(f"{a.text}.abs()", a.dtype, 0, a.size)
