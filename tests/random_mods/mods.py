@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.overrides import TorchFunctionMode
 
 from tests.random_mods.captures import Capture
 from tests.random_mods.reals import RealWriter
@@ -101,8 +101,18 @@ def everywhere(
     for axis in (3, 2, 1, 0):
         dims = tuple(0 if axis == dim else None for dim in range(4))
         mod = torch.vmap(mod, in_dims=(*(0 for _ in score), *dims))
-    with TransformGetItemToIndex():
+    with _Gather():
         return mod(*score, *(torch.arange(n) for n in (B, H, L, S)))
+
+
+class _Gather(TorchFunctionMode):
+    """Under vmap a 0-d index has no value that Python could read: `x[i]` gathers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return torch.ops.aten.index.Tensor(args[0], list(map(torch.as_tensor, index)))
+        return func(*args, **(kwargs or {}))
 
 
 def _score(draw: random.Random) -> Part:
