@@ -8,29 +8,32 @@ from collections.abc import Callable
 from tests.random_mods.terms import DISTANCE, FLOATS, Term, constant, corners, floating, tamed
 from tests.random_mods.writer import Writer
 
-# Text, the interval of the argument that it may have, and what it makes of such an interval.
+# Functions with the largest magnitude that they return.
 BOUNDED = {
     "torch.sin({})": 1.0, "torch.cos({})": 1.0, "torch.tanh({})": 1.0, "torch.erf({})": 1.0,
     "torch.sigmoid({})": 1.0, "torch.atan({})": 1.6, "torch.exp(-{}.abs())": 1.0,
     "torch.exp2(-{}.abs())": 1.0, "torch.rsqrt({}.abs() + 1.0)": 1.0,
     "(1.0 / ({}.abs() + 1.0))": 1.0, "torch.expm1(-{}.abs())": 1.0,
-    "{}.to(torch.bfloat16)": 0.0, "{}.to(torch.float16)": 0.0,
 }  # fmt: skip
+# Functions with the magnitude that they make of one.
 GROWING: dict[str, Callable[[float], float]] = {
     "torch.log({}.abs() + 0.5)": lambda x: max(math.log(x + 0.5), 0.7),
     "torch.log1p({}.abs())": math.log1p,
     "torch.log2({}.abs() + 1.0)": lambda x: math.log2(x + 1.0),
     "torch.sqrt({}.abs() + 0.25)": lambda x: math.sqrt(x + 0.25),
-    "torch.relu({})": lambda x: x,
     "torch.nn.functional.silu({})": lambda x: x,
     "torch.nn.functional.gelu({})": lambda x: x,
     'torch.nn.functional.gelu({}, approximate="tanh")': lambda x: x,
     "torch.nn.functional.softplus({})": lambda x: x + 0.7,
-    "torch.nn.functional.leaky_relu({}, 0.1)": lambda x: x,
     "torch.exp({}.clamp(-3.0, 1.5))": lambda x: 4.5,
+    "({}.abs() ** 0.5)": math.sqrt,
+}
+# The same, of those whose result every device rounds alike: halves go in, and come out.
+ROUNDED_ALIKE: dict[str, Callable[[float], float]] = {
+    "torch.relu({})": lambda x: x,
+    "torch.nn.functional.leaky_relu({}, 0.1)": lambda x: x,
     "({}.clamp(-4.0, 4.0) ** 2)": lambda x: 16.0,
     "({}.clamp(-2.0, 2.0) ** 3)": lambda x: 8.0,
-    "({}.abs() ** 0.5)": lambda x: math.sqrt(x),
     "{}.abs()": lambda x: x,
     "(-{})": lambda x: x,
     "{}.clamp(-1.5, 2.5)": lambda x: 2.5,
@@ -57,7 +60,13 @@ class RealWriter(Writer):
         again = [each for each in self.named if each.dtype in FLOATS]
         if again and self.draw.random() < 0.3:
             return self.draw.choice(again)
-        return self.loaded(FLOATS, (-2.0, 2.0), depth) or self.ratio(depth)
+        found = self.loaded(FLOATS, (-2.0, 2.0), depth)
+        if found is None:
+            return self.ratio(depth)
+        # No half becomes the other kind: what is rounded is rounded once.
+        half = self.draw.choice(("float16", "bfloat16"))
+        rounded = found.dtype == "float32" and self.draw.random() < 0.1
+        return found.cast(half) if rounded else found
 
     def ratio(self, depth: int) -> Term:
         """A float of an integer."""
@@ -81,14 +90,20 @@ class RealWriter(Writer):
         return Term(f"{found.text}.clamp(-20.0, 20.0)", found.dtype, -20.0, 20.0)
 
     def applied(self, depth: int) -> Term:
+        """A function of a float; rounding its last bit's noise to a half would be a jump."""
         a = tamed(self.real(depth), 1000.0)
-        if self.draw.random() < 0.5:
+        how = self.draw.random()
+        if how < 0.3:
+            form = self.draw.choice(list(ROUNDED_ALIKE))
+            limit = ROUNDED_ALIKE[form](a.size)
+        elif how < 0.65:
+            a = a.cast("float32")
             form = self.draw.choice(list(BOUNDED))
-            limit = BOUNDED[form] or a.size
-            dtype = form[-15:-1].rpartition(".")[2] if form.startswith("{}.to") else a.dtype
-            return Term(form.format(a.text), dtype, -limit, limit)
-        form = self.draw.choice(list(GROWING))
-        limit = GROWING[form](a.size)
+            limit = BOUNDED[form]
+        else:
+            a = a.cast("float32")
+            form = self.draw.choice(list(GROWING))
+            limit = GROWING[form](a.size)
         return Term(form.format(a.text), a.dtype, -limit, limit)
 
     def mixed(self, depth: int) -> Term:
