@@ -151,13 +151,17 @@ class RealWriter(Writer):
         return text
 
     def score_step(self, text: str, depth: int) -> str:
-        """One more thing that is made of a score: never steep, never unbounded."""
+        """One more thing that is made of a score: never steep, never unbounded, never flat.
+
+        Where a row's largest score no longer depends on q and k, the reference run has no error
+        and the gate asks for every bit.
+        """
         how = self.draw.random()
         if how < 0.4:
             sign = self.draw.choice("+-")
             return f"({text} {sign} {tamed(self.real(depth), 12.0).text})"
         if how < 0.55:
-            return f"({text} * {tamed(self.real(depth), 1.5).text})"
+            return f"({text} * ({tamed(self.real(depth), 0.6).text} + 1.0))"
         if how < 0.65:
             cap = self.number(self.draw.choice((5.0, 20.0, 30.0))).text
             return f"({cap} * torch.tanh({text} / {cap}))"
@@ -167,13 +171,13 @@ class RealWriter(Writer):
         if how < 0.85:
             other = tamed(self.real(depth), 6.0).text
             name = self.draw.choice(("minimum", "maximum"))
-            return f"torch.{name}({text}, {other})"
+            return f"(torch.{name}({text}, {other}) + {text} * 0.25)"
         form = self.draw.choice(
             ("torch.nn.functional.silu({})", "({0} * torch.sigmoid({0} * 1.702))",
              "torch.nn.functional.gelu({})", "torch.where({0} > 0, {0}, {0} * 0.25)",
-             "{}.clamp(-3.0, 3.0)", "(2.0 * torch.sin({}))", "torch.log1p({}.abs())",
-             "torch.sqrt({}.abs() + 1.0)", "(4.0 * torch.erf({} * 0.5))", "torch.relu({})",
-             "torch.exp({}.clamp(max=1.0))", "(-{})", "({}.double() * 0.75)", "{}.abs()",
-             "torch.nn.functional.softplus({})")
+             "{}.clamp(-3.0, 3.0)", "(2.0 * torch.sin({0}) + {0})", "torch.log1p({}.abs())",
+             "torch.sqrt({}.abs() + 1.0)", "(4.0 * torch.erf({0} * 0.5) + {0} * 0.25)",
+             "torch.relu({})", "(torch.exp({0}.clamp(max=1.0)) + {0} * 0.25)", "(-{})",
+             "({}.double() * 0.75)", "{}.abs()", "torch.nn.functional.softplus({})")
         )  # fmt: skip
         return form.format(text)
