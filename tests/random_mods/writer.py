@@ -41,7 +41,7 @@ class Writer(Capturing):
             return self.place(depth)
         found = self.one_of(
             {
-                self.place: 2, self.entry: 4, self.sum: 3, self.divided: 4, self.bits: 3,
+                self.place: 2, self.entry: 4, self.sum: 3, self.divided: 6, self.bits: 3,
                 self.shifted: 3, self.between: 2, self.narrowed: 2, self.choice: 1, self.flag: 1,
                 self.floored: 1, self.hashed: 1,
             },
@@ -87,7 +87,9 @@ class Writer(Capturing):
         return found or self.number(self.draw.choice(DIVISORS))
 
     def divided(self, depth: int) -> Term:
-        a, n = self.integer(depth), self.divisor(depth)
+        # What is below 0 is where floors and truncations differ.
+        a = DISTANCE if self.draw.random() < 0.4 else self.integer(depth)
+        n = self.divisor(depth)
         how = self.draw.random()
         if how < 0.45:
             return integral("({} // {})", a, n, *corners(lambda x, y: x // y, a, n))
