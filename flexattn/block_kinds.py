@@ -147,13 +147,19 @@ class _Host:
         return torch.where(keep.any(1) & ~keep.all(1), PARTIAL, _OPEN).to(torch.int8)
 
     def _exact(self, tiles: list[Tensor]) -> Tensor:
-        """The kinds of blocks by each of their elements; what lies past a length is not kept."""
+        """The kinds of blocks by each of their elements; what lies past a length is not kept.
+
+        The mask is asked there as at the last position: the zero that a captured tensor has past
+        its end may be what the mask divides by.
+        """
         q_idx, kv_idx = (
             (at * size)[:, None] + torch.arange(size)
             for at, size in zip(tiles[2:], self.block, strict=True)
         )
         inside = (q_idx < self.sizes[2])[:, :, None] & (kv_idx < self.sizes[3])[:, None, :]
-        keep = (self._keep(tiles, q_idx, kv_idx) & inside).flatten(1)
+        last = (length - 1 for length in self.sizes[2:])
+        places = (at.clamp(max=end) for at, end in zip((q_idx, kv_idx), last, strict=True))
+        keep = (self._keep(tiles, *places) & inside).flatten(1)
         return keep.any(1).to(torch.int8) + keep.all(1).to(torch.int8)
 
     def _keep(self, tiles: list[Tensor], q_idx: Tensor, kv_idx: Tensor) -> Tensor:

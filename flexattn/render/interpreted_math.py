@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 
 
-def _through_numpy(function: Callable[..., Any], logical: bool = False) -> Callable[..., Any]:
+def _through_numpy(function: Callable[..., Any], result: str = "") -> Callable[..., Any]:
+    """result: numpy's name of what comes out, "bool" or "float32"; "" for the operands' dtype."""
+
     def call(*tensors: Any) -> Any:
-        from triton.language import block_type, int1, tensor
+        from triton.language import block_type, float32, int1, tensor
         from triton.runtime.interpreter import TensorHandle
 
         handles = [each.handle for each in tensors]
         # The handle of a comparison has its operands' dtype there, and loaded bools are int8.
-        scalar = int1 if logical else handles[0].dtype.scalar
+        scalar = {"bool": int1, "float32": float32}.get(result, handles[0].dtype.scalar)
         arrays = np.broadcast_arrays(*(handle.data for handle in handles))
         with np.errstate(all="ignore"):
-            dtype = np.dtype(bool) if logical else handles[0].data.dtype
+            dtype = np.dtype(result) if result else handles[0].data.dtype
             data = np.asarray(function(*arrays)).astype(dtype)
         blocks = [each for each in tensors if each.type.is_block()]
         kind = block_type(scalar, list(data.shape)) if blocks else scalar
@@ -45,6 +47,7 @@ expm1, log1p, log10 = map(_through_numpy, (np.expm1, np.log1p, np.log10))
 rint, trunc = map(_through_numpy, (np.rint, np.trunc))
 erfc = _through_numpy(_erfc)
 pow, atan2, fmod = map(_through_numpy, (np.power, np.arctan2, np.fmod))
-logical_and, logical_or = (_through_numpy(f, True) for f in (np.logical_and, np.logical_or))
-logical_xor, logical_not = (_through_numpy(f, True) for f in (np.logical_xor, np.logical_not))
-nearest_bfloat16 = _through_numpy(_nearest_bfloat16)
+logical_and, logical_or = (_through_numpy(f, "bool") for f in (np.logical_and, np.logical_or))
+logical_xor, logical_not = (_through_numpy(f, "bool") for f in (np.logical_xor, np.logical_not))
+# Integers come here too: as a float32, which the cast that follows takes by its value.
+nearest_bfloat16 = _through_numpy(_nearest_bfloat16, "float32")

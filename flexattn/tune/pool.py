@@ -58,12 +58,20 @@ class Pool(Closing):
 
     work: a function of a module that a new process can import; tasks and results are pickled.
     Processes start when there is a task for them, and stay for the next `run` until `close`.
-    They compile and see no GPU. Not multiprocessing's: that would run the caller's script again.
+    environment: what makes theirs; without another they compile and see no GPU.
+    Not multiprocessing's: that would run the caller's script again.
     """
 
-    def __init__(self, work: Work, jobs: int, deadline: float) -> None:
+    def __init__(
+        self,
+        work: Work,
+        jobs: int,
+        deadline: float,
+        environment: Callable[[], dict[str, str]] = compiler_environment,
+    ) -> None:
         self._work = f"{work.__module__}:{work.__qualname__}"
         self._jobs, self._deadline = max(1, jobs), deadline
+        self._environment = environment
         self._workers: list[_Worker] = []
 
     def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -119,7 +127,7 @@ class Pool(Closing):
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _SERVE, str(theirs.fileno()), self._work],
-                env=compiler_environment(),
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=words,

@@ -138,6 +138,20 @@ def test_division_floors_as_torch_does(divisor):
     assert_accurate(q, k, v, score_mod=score_mod)
 
 
+@pytest.mark.oldest
+@each_kind
+def test_an_integer_becomes_a_bfloat16_by_its_value(kind):
+    """A distance times a slope of bfloat16 took the integer's bits for a float's: NaN came out."""
+    slopes = torch.tensor([0.25, 0.125, 0.0625], dtype=torch.bfloat16)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        near = (q_idx > kv_idx).to(torch.bfloat16)
+        return score - slopes[h] * (q_idx - kv_idx).abs() + near
+
+    q, k, v = inputs()
+    assert_accurate(q, k, v, score_mod=score_mod, kernel_options=KINDS[kind])
+
+
 def test_a_mod_of_no_file_works():
     """A mod typed into a notebook or a REPL has no source file to read."""
     names = {"torch": torch}

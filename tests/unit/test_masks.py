@@ -71,6 +71,18 @@ def test_a_block_that_reaches_past_a_length_is_not_full():
     assert lists_of(mask)["kv"][1:] == [[2], [2], [0, 1, 2]]
 
 
+def test_a_mask_may_divide_by_what_it_captures():
+    """Past the last key a table reads as zero, and torch on the CPU raised ZeroDivisionError."""
+    steps = torch.full((37,), 3)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx + kv_idx) % steps[kv_idx] < 5
+
+    mine = flexattn.create_block_mask(mask_mod, 1, 1, 37, 37, "cpu", 16)
+    theirs = torch_block_mask(mask_mod, 1, 1, 37, 37, device="cpu", BLOCK_SIZE=16)
+    assert lists_of(mine) == lists_of(theirs)
+
+
 def test_lengths_of_zero():
     for L, S in ((0, 53), (37, 0)):
         mask = flexattn.create_block_mask(causal, None, None, L, S, "cpu", 16)

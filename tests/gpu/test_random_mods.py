@@ -1,0 +1,13 @@
+"""Random mods on a GPU, at odd lengths, beside the float64 oracle."""
+
+import pytest
+
+from tests.random_mods.checking import check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
+
+
+@pytest.mark.parametrize("index", range(40))
+def test_random_mod(index):
+    """`python -m tests.random_mods check` has 500 of them."""
+    check(seed=0, index=index, longest=400, device="cuda")

@@ -1,0 +1,17 @@
+"""Random mods through the real templates, in Triton's CPU interpreter."""
+
+import pytest
+
+from tests.random_mods.checking import check
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
+]
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_random_mod(index):
+    """`FLEXATTN_INTERPRET=1 python -m tests.random_mods check` has more of them."""
+    check(seed=0, index=index, longest=101, device="cpu")

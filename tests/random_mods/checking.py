@@ -1,0 +1,79 @@
+"""A random mod run at odd lengths, held to the float64 oracle."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import traceback
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from flexattn.settings import current
+from tests.random_mods.mods import random_mod
+from tests.random_mods.outcomes import Outcome, Task, failure
+from tests.support import DTYPES, assert_accurate, block_mask, inputs, poison
+
+HEADS = ((2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
+
+
+def check(seed: int, index: int, longest: int, device: str) -> str:
+    """Run a call with the mod and hold it to the oracle; returns the call's sizes in words.
+
+    Raises AssertionError where it is wrong, and what flexattn raises. A quarter decodes.
+    """
+    draw = random.Random(f"{seed} {index} check")
+    (Hq, Hkv), B = draw.choice(HEADS), draw.choice((1, 2))
+    L, S = (2 * draw.randrange((longest + 1) // 2) + 1 for _ in range(2))
+    L = draw.choice((1, 1, 3, 13)) if draw.random() < 0.25 else L
+    D, dtype = draw.choice((64, 64, 128, 256)), draw.choice(("bf16", "bf16", "fp16"))
+    call = f"{dtype} {B=} {Hq=} {Hkv=} {L=} {S=} {D=}"
+    score_mod, mask_mod = random_mod(seed, index).make(B, Hq, L, S, device)
+    q, k, v = inputs(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype], device=device)
+    try:
+        assert_accurate(
+            q, k, v,
+            score_mod=score_mod, block_mask=block_mask(mask_mod, q, k),
+            max_scores=draw.random() < 0.5,
+        )  # fmt: skip
+    except Exception as error:
+        error.args = (f"{error}\n{call}",) if len(error.args) == 1 else error.args
+        raise
+    return call
+
+
+def checked(task: Task) -> Outcome:
+    """The same in a process of its own: a device that is lost takes it along."""
+    begin = time.monotonic()
+    device = prepared()
+    found: dict[str, Any] = {"mod": str(random_mod(task.seed, task.index))}
+    try:
+        found |= {"how": "served", "call": check(task.seed, task.index, task.longest, device)}
+    except Exception as error:  # whatever it is, it is what a user would see
+        if "CUDA error" in str(error):
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(70)
+        found |= failure(error)
+    return Outcome(task.index, seconds=round(time.monotonic() - begin, 2), **found)
+
+
+@lru_cache(maxsize=1)
+def prepared() -> str:
+    """The device of this process, whose outputs hold NaN from now on.
+
+    Raises RuntimeError where the oracle alone would answer, and be compared with itself.
+    """
+    poison(pytest.MonkeyPatch())
+    if current().interpret:
+        from tests.quick_interpreter import hurry
+
+        hurry()
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RuntimeError("no GPU: set FLEXATTN_INTERPRET=1 to run in Triton's interpreter")
+    return "cuda"
