@@ -6,7 +6,7 @@ import importlib.util
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -198,6 +198,12 @@ def _syntax(source: Source) -> Any:
     return ASTSource
 
 
+def unloaded(source: Source, device: Device) -> Kernel:
+    """A kernel compiled for a device that need not be here, and launched by nobody."""
+    compiled = compile_source(source, device)
+    return Kernel(source, compiled, -1, binary_of(compiled, device.arch))
+
+
 class RenderAnew(Exception):
     """A source that was read from a directory has no binary there that this process can load."""
 
@@ -205,11 +211,14 @@ class RenderAnew(Exception):
 class Builder:
     """Kernels by source and device, loaded or compiled once, shared by all threads.
 
-    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
-    the settings name.
+    compiler: as compile_source. compiled, loaded: how many came from Triton, and how many from the
+    directory of binaries that the settings name.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
+    def __init__(
+        self, capacity: int = 512, compiler: Callable[[Source, Device], Any] | None = None
+    ) -> None:
+        self._compiler = compiler or compile_source
         self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
         self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
         self._guard = threading.Lock()
@@ -278,7 +287,7 @@ class Builder:
         import torch
 
         with torch.cuda.device(index):
-            compiled = compile_source(source, device)
+            compiled = self._compiler(source, device)
         binary = binary_of(compiled, device.arch)
         if binary is not None and binary.shared <= device.shared_memory:
             loaded(binary, index)
