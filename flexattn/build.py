@@ -21,6 +21,7 @@ from flexattn.compiler_context import (
     source_lines,
     with_one_program,
     without_collections,
+    without_dumps,
 )
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
@@ -147,6 +148,7 @@ def _compiled(source: Source, device: Device, shared: bool) -> Any:
         with (
             source_lines(current().debug > 0),
             without_collections(),
+            without_dumps(),
             with_one_program(shared),
         ):
             return triton.compile(

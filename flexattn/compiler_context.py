@@ -10,7 +10,13 @@ from typing import Any
 
 from flexattn.one_program import hook
 
-__all__ = ["anew", "source_lines", "with_one_program", "without_collections"]
+__all__ = [
+    "anew",
+    "source_lines",
+    "with_one_program",
+    "without_collections",
+    "without_dumps",
+]
 
 
 class _Switch:
@@ -70,6 +76,11 @@ def with_one_program(wanted: bool) -> AbstractContextManager[None]:
     return _programs.off(wanted)
 
 
+def without_dumps() -> AbstractContextManager[None]:
+    """Where ptxas refuses a kernel inside, its whole PTX is not printed; the error says why."""
+    return _dumps.off()
+
+
 def _lines_on() -> bool:
     from triton import knobs
 
@@ -108,7 +119,26 @@ class _Programs:
         knobs.runtime.add_stages_inspection_hook = self._before if on else hook(self._before)
 
 
+class _Dumps:
+    """What Triton's compiler for NVIDIA prints by: a name of its module, while it is ours."""
+
+    def turn(self, on: bool) -> None:
+        try:
+            from triton.backends.nvidia import compiler
+        except ImportError:  # a Triton for other GPUs alone
+            return
+        if on:
+            del compiler.print
+        else:
+            compiler.print = self._say
+
+    def _say(self, *texts: object, **options: Any) -> None:
+        if not any("share the reproducer" in str(text) for text in texts):
+            print(*texts, **options)
+
+
 _lines = _Switch(_lines_on, _turn_lines)
 _cached = _Switch(_takes_cached, _turn_cached)
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+_dumps = _Switch(lambda: True, _Dumps().turn)
 _programs = _Switch(lambda: True, _Programs().turn)
