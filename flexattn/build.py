@@ -6,7 +6,7 @@ import importlib.util
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -213,14 +213,11 @@ class RenderAnew(Exception):
 class Builder:
     """Kernels by source and device, loaded or compiled once, shared by all threads.
 
-    compiler: as compile_source. compiled, loaded: how many came from Triton, and how many from the
-    directory of binaries that the settings name.
+    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
+    the settings name.
     """
 
-    def __init__(
-        self, capacity: int = 512, compiler: Callable[[Source, Device], Any] | None = None
-    ) -> None:
-        self._compiler = compiler or compile_source
+    def __init__(self, capacity: int = 512) -> None:
         self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
         self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
         self._guard = threading.Lock()
@@ -289,7 +286,7 @@ class Builder:
         import torch
 
         with torch.cuda.device(index):
-            compiled = self._compiler(source, device)
+            compiled = compile_source(source, device)
         binary = binary_of(compiled, device.arch)
         if binary is not None and binary.shared <= device.shared_memory:
             loaded(binary, index)

@@ -118,8 +118,11 @@ def candidates_of(
             problem, device, found.config, found.how, found.origin, measured, stored
         )  # fmt: skip
     defaults = _defaults(problem, device, wanted, stored)
-    # Whoever exported kernels has compiled the candidates, and wrote what served.
-    yield from [each for each in defaults if each.exported] or defaults
+    # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
+    exported = next((each for each in defaults if each.exported), None) if stored else None
+    if exported is not None:
+        yield exported
+    yield from (each for each in defaults if each is not exported)
 
 
 def _defaults(

@@ -65,12 +65,16 @@ class Memory:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(capacity)
+        self._noted = False
 
     def find(self, source: Source, device: Device) -> Outcome | None:
         """What became of a source in this environment; None where nobody knows.
 
         A file is asked for once in a process. One that is not sound is said, and ignored.
         """
+        # A process that loads all its kernels need not ask, and import, the compiler.
+        if not (self._noted or root().is_dir()):
+            return None
         folder = _folder(device)
         if folder is None:
             return None
@@ -86,6 +90,7 @@ class Memory:
         folder = _folder(device)
         if folder is None or outcome.kind == "passing":
             return
+        self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
         noted = Noted(
             SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills, outcome.stack,
