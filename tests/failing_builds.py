@@ -29,8 +29,16 @@ def ptxas(status):
     return caused(outer)
 
 
+def nested(error):
+    """As Triton wraps an error of a function that others call."""
+    outer = RuntimeError("at 210:4:\n    gl.warp_specialize(\n    ^")
+    outer.__cause__ = error
+    return outer
+
+
 SPOKEN = "at 12:34:\n  x = sigmoid(s)\n      ^\nNameError('sigmoid is not defined')"
 LASTING = {
+    "a called function": (caused(nested(RuntimeError(SPOKEN))), "compiler", "sigmoid is not"),
     "the compiler": (caused(RuntimeError(SPOKEN)), "compiler", "sigmoid is not defined"),
     "ptxas": (ptxas(255), "compiler", "error code 255"),
     "a check": (BuildError("a thread knows seven bits", "rule", "do"), "check", "seven bits"),

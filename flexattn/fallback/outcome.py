@@ -95,10 +95,14 @@ def outcome_of(error: Exception) -> Outcome:
             return Outcome("loader", each.got[:_MAX_REASON])
         if isinstance(each, RenderError):
             return Outcome("check", _line(each.got))
-    cause = error.__cause__
-    if isinstance(error, BuildError) and cause is None:
+    if isinstance(error, BuildError) and error.__cause__ is None:
         return Outcome("check", _line(error.got))
-    cause = cause or error
+    cause: BaseException = error
+    # Triton wraps what a function's line met once for each call around it.
+    for each in chain[1:]:
+        if each is not cause.__cause__:
+            break
+        cause = each
     return Outcome("compiler", f"{type(cause).__name__}: {_line(str(cause))}"[:_MAX_REASON])
 
 
