@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexattn.binary import binary_of
 from flexattn.binary_store import Binaries
-from flexattn.build import compile_source, path_of
+from flexattn.build import Kernel, path_of, unloaded
 from flexattn.cache.store import Store
 from flexattn.device import Device
-from flexattn.dispatch import choices
+from flexattn.dispatch import chosen
 from flexattn.errors import UnsupportedError
 from flexattn.measure.task import Task
 from flexattn.mods.bind import record
@@ -100,49 +99,48 @@ class _Writer:
     def __init__(self, root: Path, device: Device) -> None:
         self._binaries, self._sources = Binaries(root), Sources(root)
         self._device = device
-        self._shared: dict[str, int] = {}
+        self._kernels: dict[str, Kernel] = {}
+        self._written: set[str] = set()
 
     def attend(self, problem: Problem) -> int:
         """The kernels that dispatch would choose for a problem; how many are new."""
-        before = len(self._shared)
-        for choice in choices(problem, self._device, NONE):
-            # As dispatch: mods that load tiles may need more than was estimated.
-            if self._write(choice.source) <= self._device.shared_memory:
-                rendered: tuple[Source, ...] = (choice.source,)
-                if choice.combine is not None:
-                    self._write(choice.combine)
-                    rendered += (choice.combine,)
-                config, head_dim = choice.config, problem.structure.head_dim_v
-                self._sources.write(problem.structure, config, self._device, rendered)
-                if isinstance(config, GluonPrefillConfig) and config.narrow:
-                    self._write(render_narrow_values(head_dim, self._device))
-                for source in sources(problem.structure, config, self._device):
-                    self._write(source)
-                break
-        return len(self._shared) - before
+        before = len(self._written)
+        choice, _, _ = chosen(problem, self._device, NONE, self._compiled)
+        rendered: tuple[Source, ...] = (choice.source,)
+        if choice.combine is not None:
+            rendered += (choice.combine,)
+        config, head_dim = choice.config, problem.structure.head_dim_v
+        self._sources.write(problem.structure, config, self._device, rendered)
+        if isinstance(config, GluonPrefillConfig) and config.narrow:
+            rendered += (render_narrow_values(head_dim, self._device),)
+        for source in (*rendered, *sources(problem.structure, config, self._device)):
+            self._write(source)
+        return len(self._written) - before
 
     def block_mask(self, task: Task) -> int:
         """The kernel that finds the blocks of a task's mask; how many are new."""
-        sparsity, before = task.problem.structure.sparsity, len(self._shared)
+        sparsity, before = task.problem.structure.sparsity, len(self._written)
         if task.mask is not None and sparsity is not None:
             contiguous = tuple(t.stride()[-1:] == (1,) for t in task.mask.tensors)
             captures = Captures(task.mask.mod, contiguous)
             block = sparsity.q_block, sparsity.kv_block
             self._write(render_block_mask(captures, *block, self._device))
-        return len(self._shared) - before
+        return len(self._written) - before
 
-    def _write(self, source: Source) -> int:
-        """Compile and write a kernel; returns its bytes of shared memory."""
-        known = self._shared.get(source.hash)
-        if known is not None:
-            return known
-        compiled = compile_source(source, self._device)
-        binary = binary_of(compiled, self._device.arch)
-        if binary is None:
+    def _compiled(self, source: Source) -> Kernel:
+        known = self._kernels.get(source.hash)
+        if known is None:
+            known = self._kernels[source.hash] = unloaded(source, self._device)
+        return known
+
+    def _write(self, source: Source) -> None:
+        """Compile and write a kernel that is not there yet."""
+        if source.hash in self._written:
+            return
+        kernel = self._compiled(source)
+        if kernel.binary is None:
             raise UnsupportedError(
                 f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
             )
-        if binary.shared <= self._device.shared_memory:
-            self._binaries.write(source, binary, compiled.metadata.triton_version)
-        self._shared[source.hash] = binary.shared
-        return binary.shared
+        self._binaries.write(source, kernel.binary, kernel.compiled.metadata.triton_version)
+        self._written.add(source.hash)

@@ -22,6 +22,7 @@ from flexattn.compiler_context import (
     anew,
     source_lines,
     without_collections,
+    without_dumps,
 )
 from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
@@ -164,6 +165,7 @@ def _compiled(source: Source, device: Device) -> Any:
         with (
             source_lines(current().debug > 0),
             without_collections(),
+            without_dumps(),
             compiled_by(source.stages),
         ):
             return with_triton_cache(
@@ -214,6 +216,12 @@ def _syntax(source: Source) -> Any:
     from triton.compiler import ASTSource
 
     return ASTSource
+
+
+def unloaded(source: Source, device: Device) -> Kernel:
+    """A kernel compiled for a device that need not be here, and launched by nobody."""
+    compiled = compile_source(source, device)
+    return Kernel(source, compiled, -1, binary_of(compiled, device.arch))
 
 
 class RenderAnew(Exception):

@@ -6,8 +6,9 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
-__all__ = ["anew", "source_lines", "without_collections"]
+__all__ = ["anew", "source_lines", "without_collections", "without_dumps"]
 
 
 class _Switch:
@@ -62,6 +63,11 @@ def without_collections() -> AbstractContextManager[None]:
     return _collector.off()
 
 
+def without_dumps() -> AbstractContextManager[None]:
+    """Where ptxas refuses a kernel inside, its whole PTX is not printed; the error says why."""
+    return _dumps.off()
+
+
 def _lines_on() -> bool:
     from triton import knobs
 
@@ -86,6 +92,25 @@ def _turn_lines(on: bool) -> None:
     knobs.compilation.disable_line_info = not on
 
 
+class _Dumps:
+    """What Triton's compiler for NVIDIA prints by: a name of its module, while it is ours."""
+
+    def turn(self, on: bool) -> None:
+        try:
+            from triton.backends.nvidia import compiler
+        except ImportError:  # a Triton for other GPUs alone
+            return
+        if on:
+            del compiler.print
+        else:
+            compiler.print = self._say
+
+    def _say(self, *texts: object, **options: Any) -> None:
+        if not any("share the reproducer" in str(text) for text in texts):
+            print(*texts, **options)
+
+
 _lines = _Switch(_lines_on, _turn_lines)
 _cached = _Switch(_takes_cached, _turn_cached)
 _collector = _Switch(gc.isenabled, lambda on: gc.enable() if on else gc.disable())
+_dumps = _Switch(lambda: True, _Dumps().turn)

@@ -11,24 +11,25 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from flexattn.errors import BuildError
+from flexattn.errors import DriverError
 
 # CUtensorMapDataType by Triton's signature type.
 # The copy engine's names of types; eight bits are bytes to it.
 ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
-_REGISTERS, _MAX_DYNAMIC_SHARED = 4, 8
+_MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
 _PREFER_SHARED = 1
+_TOO_MANY_THREADS = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
 # What a block may use without asking.
 _STATIC_SHARED = 48 * 1024
 
 
-def load(code: bytes, name: str, shared: int, index: int) -> int:
+def load(code: bytes, name: str, shared: int, threads: int, index: int) -> int:
     """Load a cubin onto a GPU; returns its CUfunction.
 
-    shared: bytes of dynamic shared memory that a launch will ask for. Raises BuildError with the
-    driver's own word for what is wrong.
+    shared, threads: bytes of dynamic shared memory and threads of a block that a launch will ask
+    for. Raises DriverError with the driver's own word for what is wrong.
     """
     with _on(index):
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -38,7 +39,10 @@ def load(code: bytes, name: str, shared: int, index: int) -> int:
             _call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
             _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
         # A driver that loads lazily does it now, not inside the capture of a CUDA graph.
-        _call("cuFuncGetAttribute", ctypes.byref(ctypes.c_int()), _REGISTERS, function)
+        most = ctypes.c_int()
+        _call("cuFuncGetAttribute", ctypes.byref(most), _MAX_THREADS, function)
+        if most.value < threads:  # its registers leave room for fewer: a launch would fail
+            raise DriverError(f"{name} for {threads} threads of {most.value}", _TOO_MANY_THREADS)
     assert function.value is not None
     return function.value
 
@@ -144,7 +148,7 @@ def _primary(index: int) -> ctypes.c_void_p:
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(_cuda(), name)(*arguments)
     if status:
-        raise BuildError(f"{name} failed: {_word(status)}", "the CUDA driver can do it")
+        raise DriverError(name, _word(status))
 
 
 def _word(status: int) -> str:

@@ -179,4 +179,5 @@ def _packer(types: Iterable[str]) -> struct.Struct:
 @lru_cache(maxsize=4096)
 def loaded(binary: Binary, index: int) -> int:
     """Load a binary onto a GPU, once; returns its CUfunction."""
-    return cuda_driver.load(binary.code, binary.name, binary.shared, index)
+    threads = 32 * binary.num_warps
+    return cuda_driver.load(binary.code, binary.name, binary.shared, threads, index)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,9 @@ from flexattn.cache.layers import Found, find
 from flexattn.cache.store import generation
 from flexattn.device import Device
 from flexattn.errors import ConfigError
+from flexattn.fallback.chain import Attempt, serve
+from flexattn.fallback.environment import COMPILER_FIELDS
+from flexattn.fallback.memory import Memory, memory
 from flexattn.lru import Lru
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
@@ -21,7 +24,7 @@ from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
 from flexattn.source_store import Sources
-from flexattn.space.config import Config, Language, language_of
+from flexattn.space.config import Config, GluonPrefillConfig, Language, describe, language_of
 from flexattn.space.triton import candidates, default, reasons, suited
 
 How = Literal["hit", "hint", "nearest", "default", "forced"]
@@ -32,7 +35,8 @@ class Choice:
     """What was chosen for a problem: config, where it came from, rendered sources.
 
     how: from a tuned record (as flexattn.cache.layers says it), the static default, or forced by
-    the caller. origin: the same in words.
+    the caller. origin: the same in words. attempts: the candidates that were tried, the one that
+    serves last.
     """
 
     problem: Problem
@@ -42,12 +46,68 @@ class Choice:
     origin: str
     source: Source
     combine: Source | None
+    attempts: tuple[Attempt, ...] = ()
 
 
-def choices(
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config that may serve a problem; nothing of it is rendered before it is asked for.
+
+    measured: see flexattn.fallback.chain. stored: sources may come from the directory of binaries.
+    """
+
+    problem: Problem
+    device: Device
+    config: Config
+    how: How
+    origin: str
+    measured: bool = False
+    stored: bool = False
+
+    @property
+    def form(self) -> str:
+        """Of the template; a record's config is unlike the static defaults."""
+        return language_of(self.config) if self.how == "default" else self.how
+
+    @property
+    def tiles(self) -> Config:
+        """The config without what says how it is compiled."""
+        if isinstance(self.config, GluonPrefillConfig):
+            return replace(self.config, merge_consumers=True, ptxas="")
+        return self.config
+
+    def describe(self) -> str:
+        """The template, the config, and where it comes from."""
+        return f"{language_of(self.config)} {describe(self.config)} ({self.origin})"
+
+    @property
+    def exported(self) -> bool:
+        """Whether its sources lie in the directory of binaries."""
+        return self._read() is not None
+
+    def _read(self) -> tuple[Source, Source | None] | None:
+        root = current().binaries if self.stored else None
+        structure = self.problem.structure
+        return None if root is None else _stored(root, structure, self.config, self.device)
+
+    def choice(self) -> Choice:
+        """The candidate with its sources, rendered or read."""
+        known, problem, device = self._read(), self.problem, self.device
+        source, combine = known or _rendered(
+            problem.structure, self.config, device, problem.describe()
+        )
+        return Choice(problem, device, self.config, self.how, self.origin, source, combine)
+
+    def sources(self) -> tuple[Source, ...]:
+        """The kernel, and decode's combine kernel."""
+        choice = self.choice()
+        return (choice.source,) if choice.combine is None else (choice.source, choice.combine)
+
+
+def candidates_of(
     problem: Problem, device: Device, options: Options, stored: bool = False
-) -> Iterator[Choice]:
-    """Configs with their rendered kernels, best first.
+) -> Iterator[Candidate]:
+    """What may serve a problem, best first.
 
     The caller's numbers alone where there are any; else the tuned config and static defaults.
     stored: sources may come from the directory of binaries, for whoever loads those.
@@ -55,21 +115,63 @@ def choices(
     """
     if options.overrides:
         forced = _forced(problem, device, options)
-        yield _choice(problem, device, forced, "forced", "kernel_options", stored)
+        yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
         return
     wanted = options.language
     found = _tuned(problem, device)
-    if found is not None and wanted not in (None, language_of(found.config)):
-        found = None
-    if found is not None:
-        yield _choice(problem, device, found.config, found.how, found.origin, stored)
-    for position, config in enumerate(candidates(problem, device, wanted)):
+    if found is not None and wanted in (None, language_of(found.config)):
+        measured = not COMPILER_FIELDS.intersection(found.differing)
+        yield Candidate(
+            problem, device, found.config, found.how, found.origin, measured, stored
+        )  # fmt: skip
+    defaults = _defaults(problem, device, wanted, stored)
+    # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
+    exported = next((each for each in defaults if each.exported), None) if stored else None
+    if exported is not None:
+        yield exported
+    yield from (each for each in defaults if each is not exported)
+
+
+def _defaults(
+    problem: Problem, device: Device, language: Language | None, stored: bool
+) -> list[Candidate]:
+    found = []
+    for position, config in enumerate(candidates(problem, device, language)):
         origin = f"static default for {device.arch}"
         if position:
-            origin += f", choice {position + 1}: those before it need too much shared memory"
-        if found is not None:
-            origin += f"; the {found.how} needs too much shared memory"
-        yield _choice(problem, device, config, "default", origin, stored)
+            origin += f", choice {position + 1}"
+        found.append(Candidate(problem, device, config, "default", origin, False, stored))
+    return found
+
+
+def choices(
+    problem: Problem, device: Device, options: Options, stored: bool = False
+) -> Iterator[Choice]:
+    """The candidates with their sources, one rendered when the one before did not do."""
+    return (each.choice() for each in candidates_of(problem, device, options, stored))
+
+
+def chosen(
+    problem: Problem,
+    device: Device,
+    options: Options,
+    build: Callable[[Source], Kernel],
+    known: Memory | None = None,
+    stored: bool = False,
+) -> tuple[Choice, Kernel, Kernel | None]:
+    """The choice that serves, its kernel, and decode's combine kernel, built by `build`.
+
+    known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
+    flexattn.fallback.chain.serve, and ConfigError as `candidates_of`.
+    """
+    candidates = candidates_of(problem, device, options, stored)
+    served = serve(candidates, build, device, problem.describe(), known)
+    choice, attempts = served.candidate.choice(), served.attempts
+    origin = choice.origin
+    if len(attempts) > 1:
+        origin += f"; before it {attempts[0]}"
+    choice = replace(choice, origin=origin, attempts=attempts)
+    return choice, served.kernels[0], served.kernels[1] if choice.combine is not None else None
 
 
 def _tuned(problem: Problem, device: Device) -> Found | None:
@@ -94,15 +196,6 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
             f"leave the choice open, or start from {start}",
         )
     return config
-
-
-def _choice(
-    problem: Problem, device: Device, config: Config, how: How, origin: str, stored: bool
-) -> Choice:
-    root = current().binaries if stored else None
-    known = None if root is None else _stored(root, problem.structure, config, device)
-    source, combine = known or _rendered(problem.structure, config, device, problem.describe())
-    return Choice(problem, device, config, how, origin, source, combine)
 
 
 @lru_cache(maxsize=1024)
@@ -155,20 +248,10 @@ class Dispatcher:
     def _built(
         self, problem: Problem, device: Device, index: int, options: Options, stored: bool
     ) -> tuple[Choice, Kernel, Kernel | None]:
-        """Mods that load tiles of their own may need more shared memory than was estimated."""
-        for choice in choices(problem, device, options, stored):
-            kernel = self._build.kernel(choice.source, device, index)
-            if kernel.shared_memory <= device.shared_memory:
-                combine = None
-                if choice.combine is not None:
-                    combine = self._build.kernel(choice.combine, device, index)
-                return choice, kernel, combine
-        raise ConfigError(
-            f"{problem.describe()}: every config needs more shared memory than "
-            f"{device.shared_memory} bytes",
-            "the tiles of K, V and of what the mods load fit in shared memory",
-            "pass kernel_options with smaller BLOCK_M and BLOCK_N, or num_stages=1",
-        )
+        def build(source: Source) -> Kernel:
+            return self._build.kernel(source, device, index)
+
+        return chosen(problem, device, options, build, memory(), stored)
 
 
 @lru_cache(maxsize=1)

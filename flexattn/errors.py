@@ -8,6 +8,7 @@ __all__ = [
     "CacheError",
     "ConfigError",
     "DeviceError",
+    "DriverError",
     "FlexAttnError",
     "InputError",
     "KernelError",
@@ -64,7 +65,15 @@ class ArgumentError(FlexAttnError):
 
 
 class BuildError(FlexAttnError):
-    """The compiler refused a kernel; carries the rendered source's path."""
+    """No kernel could be built: the compiler or the loader refused; names the rendered source."""
+
+
+class DriverError(BuildError):
+    """The CUDA driver failed where a kernel is loaded; `word` is its name for the error."""
+
+    def __init__(self, call: str, word: str = "") -> None:
+        self.word = word
+        super().__init__(f"{call} failed: {word}", "the CUDA driver can do it")
 
 
 class CacheError(FlexAttnError):

@@ -16,6 +16,7 @@ from flexattn.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.build import path_of
 from flexattn.device import detect
 from flexattn.dispatch import Choice
+from flexattn.fallback.chain import Attempt
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
 from flexattn.plan import Call, ScoreMod, plan
@@ -32,7 +33,8 @@ class Explanation:
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (training) or
     "empty" (no query, or no key).
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
-    where there is no other. source, combine_source: paths of the rendered files.
+    where there is no other. source, combine_source: paths of the rendered files. candidates: the
+    configs that were tried, the one that serves last, each with what became of it.
     """
 
     route: Route
@@ -49,6 +51,7 @@ class Explanation:
     combine_source: Path | None = None
     score_mod: str | None = None
     mask_mod: str | None = None
+    candidates: tuple[Attempt, ...] = ()
 
     def __str__(self) -> str:
         """One aligned line a fact, with the reason beside or below it."""
@@ -57,6 +60,7 @@ class Explanation:
             ("template", self.template and f"{self.template}: {self.template_why}"),
             ("language", self.language and f"{self.language}: {self.language_why}"),
             ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
+            ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
             ("grid", self.grid and _grid(self.grid)),
             ("score_mod", self.score_mod),
             ("mask_mod", self.mask_mod),
@@ -136,6 +140,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         combine_source=path_of(choice.combine) if choice.combine is not None else None,
         score_mod=_text(structure.score),
         mask_mod=_text(structure.mask),
+        candidates=choice.attempts,
     )
 
 
@@ -152,6 +157,9 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
         return f"gluon cannot run: {refused}"
     if choice.how == "forced":
         return "kernel_options' numbers are of the Triton template without BACKEND"
+    gave_way = [each for each in choice.attempts if each.candidate.startswith("gluon ")]
+    if gave_way:
+        return f"gluon gave way: {gave_way[0].outcome}"
     if choice.how == "default":
         return "the static default; gluon can run"
     return "the record's; gluon can run"

@@ -9,12 +9,14 @@ from typing import Any
 
 from flexattn.device import Device
 
-__all__ = ["code_hash", "sections"]
+__all__ = ["code_hash", "sections", "stack_size"]
 
 # Of an ELF file for a GPU: instructions, constants, shared memory, and what the loader must know.
 # The rest is names and line numbers of the source, which differ between equal kernels.
 _MEANT = (".text", ".rodata", ".data", ".nv.constant", ".nv.global", ".nv.info", ".nv.shared")
 _WITHOUT_BYTES = 8  # SHT_NOBITS: a size alone
+# In .nv.info: an attribute with as many bytes as it says, and the one of (symbol, stack's bytes).
+_SIZED, _FRAME_SIZE = 4, 0x11
 
 
 def code_hash(compiled: Any, device: Device) -> str:
@@ -26,6 +28,25 @@ def code_hash(compiled: Any, device: Device) -> str:
             digest.update(f"{name} {size}\n".encode())
             digest.update(content)
     return digest.hexdigest()
+
+
+def stack_size(cubin: bytes) -> int:
+    """Bytes of local memory of one thread, spilled registers among it: the most of all functions.
+
+    Read from what the loader must know, which names it by an attribute. Raises ValueError for
+    anything but a cubin.
+    """
+    most = 0
+    for name, _, content in sections(cubin):
+        at = 0
+        while name == ".nv.info" and at + 4 <= len(content):
+            form, attribute, size = struct.unpack_from("<BBH", content, at)
+            at += 4
+            if form == _SIZED:
+                if attribute == _FRAME_SIZE:
+                    most = max(most, struct.unpack_from("<II", content, at)[1])
+                at += size
+    return most
 
 
 def sections(elf: bytes) -> Iterator[tuple[str, int, bytes]]:

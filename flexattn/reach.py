@@ -12,10 +12,13 @@ from torch import Tensor
 
 from flexattn.build import Launcher, builder
 from flexattn.device import Device
+from flexattn.errors import BuildError
+from flexattn.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.problem import Problem, Structure
 from flexattn.render.binding import strides
 from flexattn.render.reach import render_norms, render_reach, rows_of_part
 from flexattn.render.source import Source
+from flexattn.settings import current, say_once
 from flexattn.space.config import Config
 from flexattn.space.terms import reaches, skips_far
 
@@ -73,11 +76,30 @@ class Reach:
         given: Sequence[str],
         target: Device,
         index: int,
-    ) -> Reach:
+    ) -> Reach | None:
         """For tensors like q and k on the GPU with this index, or in the interpreter (-1).
 
-        given: the names of what `run` is given. What these kernels write is "REACH" there.
+        given: the names of what `run` is given. What these kernels write is "REACH" there. None
+        where the kernels do not build, which is said: the call then visits all keys.
         """
+        try:
+            return cls._of(problem, q, k, given, target, index)
+        except BuildError as error:
+            if current().strict or concerns_the_device(error):
+                raise
+            say_once(f"{problem.describe()}: far keys are not left out: {outcome_of(error)}")
+            return None
+
+    @classmethod
+    def _of(
+        cls,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        given: Sequence[str],
+        target: Device,
+        index: int,
+    ) -> Reach:
         structure = problem.structure
         rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
         q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)

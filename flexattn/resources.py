@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getsource
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
+from flexattn.machine_code import stack_size
 
 # One instruction that multiplies tiles: mma.sync, wgmma and tcgen05 in SASS; MFMA and WMMA.
 _MATRIX_NVIDIA = re.compile(r"\b(?:[HQID]MMA|[HQI]GMMA|UTC[HQIO]?MMA)\b")
@@ -49,7 +52,22 @@ class Resources:
     @property
     def starved(self) -> bool:
         """Whether a loop works on spilled registers; a word or four are the compiler's choice."""
-        return self.loop_spills > 0 and self.stack > _BY_CHOICE
+        return starved(self.loop_spills, self.stack)
+
+
+def starved(loop_spills: int, stack: int) -> bool:
+    """The rule: loops spill, and more than ptxas spills by choice (bytes of a thread's stack)."""
+    return loop_spills > 0 and stack > _BY_CHOICE
+
+
+def loop_spills(cubin: bytes) -> tuple[int, int]:
+    """(loads and stores of spilled registers in loops, bytes of a thread's stack) of a cubin.
+
+    A stack too small to matter is read from the file in 0.2 ms, and 0 spills are returned; the
+    others are disassembled, in about a second. Raises BuildError where Triton's tool fails.
+    """
+    stack = stack_size(cubin)
+    return (_in_loops(_disassembled(cubin)) if starved(1, stack) else 0), stack
 
 
 def resources(compiled: Any, device: Device) -> Resources:
@@ -64,11 +82,9 @@ def resources(compiled: Any, device: Device) -> Resources:
 
 
 def _nvidia(cubin: bytes, ptx: str, shared: int, device: Device) -> Resources:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
+    with _written(cubin) as path:
+        usage = _tool("cuobjdump", "-res-usage", path)
+    code = _disassembled(cubin)
     found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
     if "REG" not in found:
         raise BuildError("cuobjdump printed no registers", "it reads what ptxas wrote", usage)
@@ -83,6 +99,20 @@ def _nvidia(cubin: bytes, ptx: str, shared: int, device: Device) -> Resources:
         register_split=tuple(sorted(split, reverse=True)),
         serialised=_serialised(ptx, device) if split else (),
     )
+
+
+def _disassembled(cubin: bytes) -> str:
+    with _written(cubin) as path:
+        return _tool("nvdisasm", "-c", path)
+
+
+@contextmanager
+def _written(cubin: bytes) -> Iterator[str]:
+    """The path of a file that holds a cubin for a while."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        yield file.name
 
 
 def _serialised(ptx: str, device: Device) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Settings:
     mode: what dispatch takes from records (FLEXATTN_MODE).
     binaries: a directory of compiled kernels and traced mods (FLEXATTN_BINARIES).
     check: lengths and pages of each batch are read back and checked (FLEXATTN_CHECK).
+    strict: a first candidate that fails is an error (FLEXATTN_STRICT).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -43,6 +44,7 @@ class Settings:
     binaries: Path | None = None
     check: bool = False
     nrtpy_python: Path | None = None
+    strict: bool = False
 
 
 # Name, default, meaning: the README's table is checked against this one.
@@ -61,9 +63,10 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_CACHE_DIR",
         "~/.cache/flexattn",
-        "where rendered kernel sources (kernels), the user's tuned records (records) and the "
-        "list of problems without one (untuned.jsonl) are written; a temporary folder holds a "
-        "process's sources where others may write kernels, or nobody can",
+        "where rendered kernel sources (kernels), the user's tuned records (records), what the "
+        "compiler refused (outcomes) and the list of problems without a record (untuned.jsonl) "
+        "are written; a temporary folder holds a process's sources where others may write "
+        "kernels, or nobody can",
     ),
     (
         "FLEXATTN_CACHE",
@@ -92,6 +95,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "where one breaks its plan's maxima; without it the kernels clamp them",
     ),
     (
+        "FLEXATTN_STRICT",
+        "0",
+        "1 raises where the first choice of a kernel does not compile or load, instead of taking "
+        "the next: for tests and benchmarks",
+    ),
+    (
         "FLEXATTN_NRTPY_PYTHON",
         "",
         "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
@@ -108,9 +117,9 @@ def read(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
         )
-    check = values["FLEXATTN_CHECK"]
-    if check not in ("0", "1", ""):
-        raise SettingsError(f"FLEXATTN_CHECK={check!r}", "it is 0 or 1")
+    for name in ("FLEXATTN_CHECK", "FLEXATTN_STRICT"):
+        if values[name] not in ("0", "1", ""):
+            raise SettingsError(f"{name}={values[name]!r}", "it is 0 or 1")
     debug = values["FLEXATTN_DEBUG"] or "0"
     if debug not in tuple("0123456"):
         raise SettingsError(f"FLEXATTN_DEBUG={debug!r}", "it is a level from 0 to 6")
@@ -123,8 +132,8 @@ def read(environ: Mapping[str, str]) -> Settings:
     binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
     nrtpy = Path(each).expanduser() if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
     return Settings(
-        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries, check == "1",
-        nrtpy,
+        interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
+        values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
     )  # fmt: skip
 
 

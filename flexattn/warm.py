@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ def warm(
     from flexattn.build import builder
     from flexattn.device import detect
     from flexattn.dispatch import dispatcher
+    from flexattn.errors import BuildError
     from flexattn.mods import bind
     from flexattn.options import NONE
     from flexattn.reach import sources
@@ -59,7 +61,8 @@ def warm(
         asked = replace(problem, structure=structure)
         choice = dispatcher().kernels(asked, target, index, NONE)[0]
         for source in sources(structure, choice.config, target):
-            builder().kernel(source, target, index)
+            with suppress(BuildError):  # a call goes on without it, and says so
+                builder().kernel(source, target, index)
         found.append(mods)
     for score_mod, mask_mod in found:
         bind(score_mod, "score")

@@ -13,7 +13,8 @@ from pathlib import Path
 from flexattn.files import publish, read_regular
 
 __all__ = [
-    "append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock", "try_lock",
+    "append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock",
+    "try_lock",
 ]  # fmt: skip
 
 _LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

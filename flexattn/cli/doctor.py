@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Annotated, Any
 
 import torch
@@ -23,6 +24,9 @@ from flexattn.cli.places import places
 from flexattn.cli.selection import device_here, device_of
 from flexattn.device import Device
 from flexattn.errors import CacheError, FlexAttnError
+from flexattn.fallback.environment import compiler_of
+from flexattn.fallback.memory import memory
+from flexattn.fallback.outcome import Outcome
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.render.environment import templates_folder
@@ -54,10 +58,15 @@ def doctor(
     device: Annotated[
         str | None, typer.Option(help="A device's name; the one that is here by default.")
     ] = None,
+    clear_outcomes: Annotated[
+        bool,
+        typer.Option("--clear-outcomes", help="Forget what was refused."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Look at the installation, the GPU and the caches; the status is 1 if something is broken."""
     target = device_of(device, "nvidia-h200")
+    cleared = memory().clear() if clear_outcomes else 0
     health = [_health(layer, target) for layer in places()]
     faults = [fault for each in health for fault in each.invalid]
     told: dict[str, Any] = {
@@ -67,7 +76,10 @@ def doctor(
         "settings": {name: _plain(value) for name, value in asdict(current()).items()},
         "templates": _folder(faults),
         "tools": _tools(faults),
+        "compiler": _compiler(target),
         "triton_cache": _triton_cache(),
+        "outcomes": [asdict(each) for each in memory().entries(target)],
+        "cleared": cleared,
         "layers": [asdict(each) for each in health],
         "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
         "neuron": [asdict(rung) for rung in rungs()],
@@ -139,6 +151,14 @@ def _tools(faults: list[str]) -> dict[str, str | None]:
     return found
 
 
+def _compiler(device: Device) -> str:
+    """What compiles for a device, as outcomes and calls have it."""
+    try:
+        return compiler_of(device)
+    except (RuntimeError, OSError, SubprocessError) as error:
+        return f"none: {error}"
+
+
 def _triton_cache() -> dict[str, Any]:
     folder = Path(importlib.import_module("triton").knobs.cache.dir)
     kernels = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
@@ -169,6 +189,16 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
     return {"problem": found.problem, "how": found.how, "config": describe(found.config)}
 
 
+def _print_outcomes(told: dict[str, Any]) -> None:
+    """What this compiler refused, and what it compiled to loops that spill: not at full speed."""
+    if told["cleared"]:
+        typer.echo(f"{'outcomes':<12}{told['cleared']} cleared")
+    for each in told["outcomes"]:
+        outcome = Outcome(each["kind"], each["reason"], each["loop_spills"], each["stack"])
+        if not outcome.built or outcome.starved:
+            typer.echo(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
+
+
 def _print(told: dict[str, Any]) -> None:
     for name, version in told["versions"].items():
         typer.echo(f"{name:<12}{version or 'not installed'}")
@@ -180,6 +210,7 @@ def _print(told: dict[str, Any]) -> None:
     typer.echo(f"{'templates':<12}{told['templates']}")
     for name, path in told["tools"].items():
         typer.echo(f"{name:<12}{path or 'missing'}")
+    typer.echo(f"{'compiler':<12}{told['compiler']}")
     cache = told["triton_cache"]
     typer.echo(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
     for layer in told["layers"]:
@@ -187,6 +218,7 @@ def _print(told: dict[str, Any]) -> None:
         if layer["strays"]:
             words += f", {layer['strays']} files moved aside or left by writers that died"
         typer.echo(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
+    _print_outcomes(told)
     for sample in told["samples"]:
         typer.echo(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
     for rung in told["neuron"]:

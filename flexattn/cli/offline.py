@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from flexattn.build import compile_source
+from flexattn.build import unloaded
 from flexattn.device import Device
-from flexattn.dispatch import Choice, choices
-from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.dispatch import Choice, chosen
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.options import Options, parse
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape, Sparsity, make_problem
@@ -46,7 +47,8 @@ def problem_of(
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:
     """The choice that dispatch makes, with the kernel compiled for a device that need not be here.
 
-    Raises ConfigError where nothing fits, and UnsupportedError in a process that interprets.
+    Raises ConfigError where nothing fits, BuildError where nothing compiles, and UnsupportedError
+    in a process that interprets.
     """
     if current().interpret:
         raise UnsupportedError(
@@ -54,17 +56,8 @@ def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice
             "one process interprets or compiles, never both",
             "unset FLEXATTN_INTERPRET",
         )
-    needed = 0
-    for choice in choices(problem, device, options):
-        kernel = compile_source(choice.source, device)
-        needed = int(kernel.metadata.shared)
-        if needed <= device.shared_memory:
-            return choice, kernel
-    raise ConfigError(
-        f"{problem.describe()}: the kernel needs {needed} bytes of shared memory",
-        f"{device.name} has {device.shared_memory}",
-        "use smaller blocks, or fewer stages",
-    )
+    choice, kernel, _ = chosen(problem, device, options, partial(unloaded, device=device))
+    return choice, kernel.compiled
 
 
 def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iterator[Config]:

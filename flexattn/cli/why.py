@@ -27,8 +27,13 @@ from flexattn.cli.arguments import (
 )
 from flexattn.cli.mods import resolve
 from flexattn.cli.selection import device_of, kind_of, rows_of
+from flexattn.device import Device
+from flexattn.dispatch import candidates_of
 from flexattn.errors import InputError
+from flexattn.fallback.chain import Attempt, told
+from flexattn.fallback.memory import memory
 from flexattn.measure.task import Task
+from flexattn.options import NONE
 from flexattn.problem import Shape
 from flexattn.space.config import describe
 from flexattn.tune.tasks import task_from, tasks
@@ -92,14 +97,23 @@ def why(
             policy=(),
         )
         found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
-    told = [(task, explained(task.problem, target)) for task in found]
+    kept = memory().entries(target)
+    answers = [
+        (task, explained(task.problem, target), _tried(task, target) if kept else [])
+        for task in found
+    ]
     if as_json:
-        typer.echo(json.dumps({"problems": [_told(*each) for each in told]}, indent=1))
+        typer.echo(json.dumps({"problems": [_told(*each) for each in answers]}, indent=1))
     else:
-        _print(told)
+        _print(answers)
 
 
-def _told(task: Task, found: Explanation) -> dict[str, Any]:
+def _tried(task: Task, device: Device) -> list[Attempt]:
+    """What is remembered of the configs that may serve a problem."""
+    return told(candidates_of(task.problem, device, NONE), device, memory())
+
+
+def _told(task: Task, found: Explanation, tried: Sequence[Attempt]) -> dict[str, Any]:
     return {
         "title": task.title,
         "problem": found.problem,
@@ -113,6 +127,7 @@ def _told(task: Task, found: Explanation) -> dict[str, Any]:
         "passed": [{"path": str(p.path), "reasons": p.reasons} for p in found.passed],
         "closest": [_compared(each) for each in found.closest],
         "broken": [{"path": str(path), "error": error} for path, error in found.broken],
+        "candidates": [str(each) for each in tried],
     }
 
 
@@ -127,13 +142,15 @@ def _compared(closest: Closest) -> dict[str, Any]:
     }
 
 
-def _print(told: Sequence[tuple[Task, Explanation]]) -> None:
-    for task, found in told:
+def _print(answers: Sequence[tuple[Task, Explanation, Sequence[Attempt]]]) -> None:
+    for task, found, tried in answers:
         typer.echo(f"{task.title}: {found.how}")
         typer.echo(f"  problem   {found.problem}")
         typer.echo(f"  config    {describe(found.config)}")
         if found.found is not None:
             typer.echo(f"            {found.found.origin}")
+        for attempt in tried:
+            typer.echo(f"  candidate {attempt}")
         for layer, path in found.expected:
             typer.echo(f"  expected  {layer}: {path}")
         for passed in found.passed:

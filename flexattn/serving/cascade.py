@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexattn.errors import InputError
+from flexattn.errors import BuildError, InputError
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
+from flexattn.settings import current, log
 from flexattn.space.serving import ServingConfig
 
 __all__ = ["CascadePlan"]
@@ -55,10 +57,30 @@ class CascadePlan:
         self._lse = torch.empty_like(self.own._lse)
         self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
         # Who finishes last of a unit has merged its parts already.
-        self._join = Join(self.prefix) if self.prefix.config.combine == "launch" else None
+        self._join = self._joined(prefix_config, {"kv_len": prefix_len, **common})
         if self._join is None:
             # Compiled here, so that no run does.
             merge_states(self._out, self._lse, self._out, self._lse, out=self._out, lse=self._lse)
+
+    def _joined(self, asked: ServingConfig | None, arguments: dict[str, Any]) -> Join | None:
+        """What merges the prefix's parts and both states; None where `merge_states` does.
+
+        Where it does not build, the prefix's own kernel merges its parts, unless the caller's
+        config says otherwise.
+        """
+        if self.prefix.config.combine != "launch":
+            return None
+        try:
+            return Join(self.prefix)
+        except BuildError as error:
+            if asked is not None or current().strict:
+                raise
+            log.warning(
+                "the last launch of a cascade does not build, merge_states serves: %s", error.got
+            )
+        config = replace(self.prefix.config, combine="last")
+        self.prefix = DecodePlan(prefix=True, config=config, **arguments)
+        return None
 
     def run(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,11 @@ import torch
 from flexattn.build import Kernel, builder
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.fallback.chain import Attempt, serve
+from flexattn.fallback.environment import COMPILER_FIELDS
+from flexattn.fallback.memory import memory
 from flexattn.render.serving import combine_rows, render_serving, render_serving_combine
+from flexattn.render.source import Source
 from flexattn.serving.request import Maxima
 from flexattn.serving.tuned import tuned
 from flexattn.settings import current
@@ -22,7 +28,7 @@ class Kernels(NamedTuple):
     """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
 
     combine: None also for a shared prefix, whose parts the last kernel of its cascade merges.
-    gpu: its index, -1 where there is none.
+    gpu: its index, -1 where there is none. attempts: what was tried, what serves last.
     """
 
     config: ServingConfig
@@ -33,6 +39,37 @@ class Kernels(NamedTuple):
     programs: int
     merges: int
     origin: str = ""
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A config that may serve a form; see flexattn.fallback.chain."""
+
+    problem: ServingForm
+    target: Device
+    config: ServingConfig
+    origin: str
+    measured: bool
+    form: str
+
+    @property
+    def tiles(self) -> ServingConfig:
+        return self.config
+
+    def describe(self) -> str:
+        return f"{self.config} ({self.origin})"
+
+    def sources(self) -> tuple[Source, ...]:
+        form, target = self.problem, self.target
+        title = (
+            f"serving {form.dtype} keys {form.kv_dtype} D={form.head_dim_qk}/{form.head_dim_v} "
+            f"group={form.group} page={form.page} for {target.arch}"
+        )
+        attend = render_serving(form, self.config, target, title)
+        if self.config.combine != "launch" or form.prefix:
+            return (attend,)
+        return attend, render_serving_combine(form, self.config, target)
 
 
 def build(
@@ -42,9 +79,10 @@ def build(
     config: ServingConfig | None,
     lengths: str = "",
 ) -> Kernels:
-    """Compile a form's kernels with a config, a tuned one, or the first default that fits.
+    """Compile a form's kernels with a config, a tuned one, or the first default that serves.
 
-    Raises ConfigError where none does, and InputError for a batch of too many tiles.
+    Raises ConfigError or BuildError where none does, with what became of each, and InputError for
+    a batch of too many tiles.
     """
     if device.type == "cpu" and not current().interpret:
         raise UnsupportedError(
@@ -54,42 +92,48 @@ def build(
         )
     target = detect(device)
     index = device.index if device.type == "cuda" else -1
-    for chosen, origin in _configs(form, maxima, target, config, lengths):
-        if maxima.tiles(chosen) >= 2**31:
-            raise InputError(
-                f"{maxima} makes {maxima.tiles(chosen)} tiles",
-                "the tiles of a batch are counted in 32 bits",
-                "plan for fewer requests or keys",
-            )
-        title = (
-            f"serving {form.dtype} keys {form.kv_dtype} D={form.head_dim_qk}/{form.head_dim_v} "
-            f"group={form.group} page={form.page} for {target.arch}"
+    found = list(_candidates(form, maxima, target, config, lengths))
+    _check_tiles(maxima, found[0].config)
+
+    def compiled(source: Source) -> Kernel:
+        return builder().kernel(source, target, index)
+
+    title = f"serving {form.dtype} D={form.head_dim_qk}/{form.head_dim_v} page={form.page}"
+    served = serve(found, compiled, target, title, memory())
+    chosen = served.candidate.config
+    _check_tiles(maxima, chosen)
+    attend, combine = (*served.kernels, None)[:2]
+    assert attend is not None
+    programs = chosen.programs(target)
+    merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
+    return Kernels(
+        chosen, target, index, attend, combine, programs, merges, served.candidate.origin,
+        served.attempts,
+    )  # fmt: skip
+
+
+def _check_tiles(maxima: Maxima, config: ServingConfig) -> None:
+    if maxima.tiles(config) >= 2**31:
+        raise InputError(
+            f"{maxima} makes {maxima.tiles(config)} tiles",
+            "the tiles of a batch are counted in 32 bits",
+            "plan for fewer requests or keys",
         )
-        attend = builder().kernel(render_serving(form, chosen, target, title), target, index)
-        if attend.shared_memory > target.shared_memory:
-            continue
-        combine, programs = None, chosen.programs(target)
-        if chosen.combine == "launch" and not form.prefix:
-            source = render_serving_combine(form, chosen, target)
-            combine = builder().kernel(source, target, index)
-        merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
-        return Kernels(chosen, target, index, attend, combine, programs, merges, origin)
-    raise ConfigError(
-        f"no config fits {form}",
-        f"a kernel has {target.shared_memory} bytes of shared memory",
-        "use smaller BLOCK_N, or num_stages=1",
-    )
 
 
-def _configs(
+def _candidates(
     form: ServingForm, maxima: Maxima, target: Device, config: ServingConfig | None, lengths: str
-) -> list[tuple[ServingConfig, str]]:
-    """What to try in turn, each with where it comes from."""
-    if config is None:
-        known = tuned(form, maxima, target, lengths)
-        defaults = ((each, "static default") for each in serving_candidates(form, target))
-        return [*([known[:2]] if known is not None else []), *defaults]
-    found = reasons(config, form, target)
-    if found:
-        raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")
-    return [(config, "config=")]
+) -> Iterator[_Candidate]:
+    """What to try in turn: the caller's config alone, or a record's, then the static defaults."""
+    if config is not None:
+        found = reasons(config, form, target)
+        if found:
+            raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")
+        yield _Candidate(form, target, config, "config=", True, "config=")
+        return
+    known = tuned(form, maxima, target, lengths)
+    if known is not None:
+        measured = not COMPILER_FIELDS.intersection(known.stored.differing)
+        yield _Candidate(form, target, known.config, known.origin, measured, "record")
+    for each in serving_candidates(form, target):
+        yield _Candidate(form, target, each, "static default", False, each.walk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,7 +11,14 @@ from flexattn.errors import ConfigError
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 from flexattn.space import gluon
-from flexattn.space.config import Config, DecodeConfig, Language, Order, PrefillConfig
+from flexattn.space.config import (
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    Language,
+    Order,
+    PrefillConfig,
+)
 from flexattn.space.rules import reasons
 from flexattn.space.terms import RANGES, compares_numbers, loads_by_key, loads_tiles
 from flexattn.space.tiles import suited
@@ -35,8 +42,9 @@ def language_for(structure: Structure, device: Device) -> Language:
 def candidates(
     problem: Problem, device: Device, language: Language | None = None
 ) -> Iterator[Config]:
-    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+    """The static default, then what to fall back to where it does not build or fit, or spills.
 
+    Of Hopper's template all tiles come first, each in its forms; then Triton's, the smallest last.
     Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
     between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
     nothing can run.
@@ -45,7 +53,7 @@ def candidates(
     rejected: list[str] = []
     offered = False
     wanted = [language] if language else [language_for(structure, device), "triton"]
-    for config in dict.fromkeys(c for each in wanted for c in preferences(problem, device, each)):
+    for config in dict.fromkeys(_wanted(problem, device, wanted)):
         found = reasons(config, structure, device)
         if not found:
             offered = True
@@ -62,6 +70,15 @@ def candidates(
         )
 
 
+def _wanted(problem: Problem, device: Device, languages: Sequence[Language]) -> Iterator[Config]:
+    for language in languages:
+        for config in preferences(problem, device, language):
+            if isinstance(config, GluonPrefillConfig):
+                yield from gluon.forms(config)
+            else:
+                yield config
+
+
 def default(problem: Problem, device: Device, language: Language | None = None) -> Config:
     """The static default: the first config of the arch's preferences that can run here."""
     return next(candidates(problem, device, language))
@@ -71,7 +88,7 @@ def gluon_refused(problem: Problem, device: Device) -> str:
     """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
     refused = ""
     if not gluon.offered() and not problem.structure.fp8:
-        return f"its loops spill with another Triton than {gluon.KEPT}x"
+        return "the Triton that is installed has no Gluon for Hopper"
     for config in preferences(problem, device, "gluon"):
         found = reasons(config, problem.structure, device)
         if not found:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
@@ -22,11 +23,6 @@ from flexattn.space.tiles import shares_keys, suited
 
 __all__ = ["forms", "grid", "offered", "orders", "preferences", "section_of"]
 
-# The Triton release whose ptxas keeps what these loops hold in registers. With 3.9's, loops that
-# have no mask spill 14 words at head dimensions 96 and 128, and most do at 256: there the configs
-# are not offered, only forced.
-KEPT = "3.6."
-
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
 
@@ -34,13 +30,20 @@ EVERY_HEAD = 64
 L2_BYTES = 32 * 2**20
 
 
+# What the template is written in, inside the package that is installed: no import of it needed.
+_API = Path("experimental/gluon/language/nvidia/hopper")
+
+
 @lru_cache(maxsize=1)
 def offered() -> bool:
-    """Whether the Triton that is installed compiles this template without spills."""
-    try:
-        return version("triton").startswith(KEPT)
-    except PackageNotFoundError:
-        return False
+    """Whether the Triton that is installed has what this template is written in.
+
+    What it makes of a kernel is seen when the kernel is compiled: see flexattn.fallback.
+    """
+    found = find_spec("triton")
+    return found is not None and any(
+        (Path(each) / _API).is_dir() for each in found.submodule_search_locations or ()
+    )
 
 
 def config(
@@ -115,7 +118,8 @@ def _merges(structure: Structure, widest: int) -> bool:
 
 
 def forms(config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
-    """The same tiles compiled otherwise: by another ptxas, and with or without the pass."""
+    """A config, then the same tiles compiled otherwise: by another ptxas, then without the pass."""
+    yield config
     for ptxas in assemblers():
         if ptxas != config.ptxas:
             yield replace(config, ptxas=ptxas)

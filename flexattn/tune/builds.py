@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from flexattn.build import compile_source
-from flexattn.cache.record import Failed
+from flexattn.cache.record import Failed, Stage
 from flexattn.device import Device
 from flexattn.errors import BuildError
+from flexattn.fallback.memory import memory
+from flexattn.fallback.outcome import outcome_of
 from flexattn.machine_code import code_hash
 from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
@@ -201,17 +203,28 @@ def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:
 
 
 def compile_one(order: Order) -> Compiled:
-    """One kernel, and decode's second one, in this process: its resources, code hash, seconds."""
+    """One kernel, and decode's second one, in this process: its resources, code hash, seconds.
+
+    What is refused for good is infeasible, and remembered: neither a tuner nor a call compiles it
+    again. What may pass failed to build.
+    """
     with override(cache_dir=order.cache_dir):
-        begin = time.perf_counter()
+        begin, source = time.perf_counter(), order.source
+        known = memory().find(source, order.device)
+        if known is not None and not known.built:
+            return Failed("infeasible", known.kind, known.reason)
         try:
-            compiled = compile_source(order.source, order.device)
+            compiled = compile_source(source, order.device)
             if order.companion is not None:
-                compile_source(order.companion, order.device)
+                source = order.companion
+                compile_source(source, order.device)
             seconds = time.perf_counter() - begin
             return resources(compiled, order.device), code_hash(compiled, order.device), seconds
         except BuildError as error:
-            return Failed("build", type(error.__cause__ or error).__name__, str(error))
+            outcome = outcome_of(error)
+            memory().note(source, order.device, outcome, order.source.text.split("\n", 1)[0])
+            stage: Stage = "build" if outcome.kind == "passing" else "infeasible"
+            return Failed(stage, type(error.__cause__ or error).__name__, str(error))
 
 
 def _multiplies(structure: Structure) -> bool:

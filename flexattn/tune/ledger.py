@@ -70,6 +70,12 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._trials)
 
+    @property
+    def infeasible(self) -> int:
+        """How many the compiler or a check refused for good."""
+        failed = (trial.failed for trial in self._trials)
+        return sum(each is not None and each.stage == "infeasible" for each in failed)
+
     def put(self, index: int, trial: Trial) -> None:
         """Replace a trial by one that knows more."""
         self._trials[index] = trial

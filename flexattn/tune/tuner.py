@@ -93,6 +93,8 @@ def _tuned(bench: Workbench, seeds: Sequence[Config], journal: Journal | None) -
             search.tell(index, bench.ledger.cost(index))
     else:
         progress.note("the time budget ended the search")
+    if refused := bench.ledger.infeasible:
+        progress.note(f"{refused} of {len(subject.configs)} configs are infeasible: refused")
     trials, decision, untried = bench.finals()
     seconds = time.monotonic() - bench.begin
     return record_of(subject, method, trials, decision, untried, seconds)

@@ -6,10 +6,13 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal, causal_score, document, relative_bias, softcap
+from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
+from flexattn.options import NONE
 from flexattn.render.kernel import render
 from flexattn.render.source import render_combine
 from flexattn.resources import resources
+from flexattn.settings import override
 from flexattn.space.triton import default
 from tests.compile.devices import DEVICES
 from tests.problems import problem
@@ -35,13 +38,19 @@ def param(case):
     return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 
+def served(wanted, device):
+    """What dispatch takes where nothing was tuned: the first that fits and does not spill."""
+    with override(mode="off"):
+        choice, kernel = compiled_for(wanted, device, NONE)
+    return choice.config, kernel
+
+
 @pytest.mark.parametrize(("arch", "kind", "D", "Dv", "dtype"), [param(case) for case in CASES])
 def test_default_config(arch, kind, D, Dv, dtype):
     """It fits in shared memory, spills nothing in a loop, and multiplies tiles by matrix units."""
     device = named(DEVICES[arch])
     wanted = problem(kind, D, Dv, dtype, score_mod=softcap(50.0), mask_mod=causal)
-    config = default(wanted, device)
-    compiled = compile_source(render(wanted.structure, config, device, "default"), device)
+    config, compiled = served(wanted, device)
     taken = resources(compiled, device)
     assert taken.shared <= device.shared_memory, config
     assert taken.registers <= device.max_registers
@@ -65,8 +74,7 @@ MODS = {
 def test_default_config_of_a_rewritten_score(name, kind):
     device = named(DEVICES["sm_90"])
     wanted = problem(kind, score_mod=MODS[name]())
-    config = default(wanted, device)
-    compiled = compile_source(render(wanted.structure, config, device, "default"), device)
+    config, compiled = served(wanted, device)
     taken = resources(compiled, device)
     assert taken.shared <= device.shared_memory, config
     assert not taken.starved, (config, taken)

@@ -12,7 +12,7 @@ from flexattn.build import compile_source
 from flexattn.cache.record import Policy
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
-from flexattn.dispatch import choices
+from flexattn.dispatch import choices, chosen
 from flexattn.errors import UnsupportedError
 from flexattn.measure.task import Task
 from flexattn.mods import bind
@@ -90,7 +90,9 @@ def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
     wanted = task(device, dtype="float8_e4m3fn")
     narrow = replace(gluon.config(2, 128, 2), narrow=True)
     monkeypatch.setattr(
-        binaries, "choices", lambda asked, at, none: choices(asked, at, Options(exact=narrow))
+        binaries,
+        "chosen",
+        lambda asked, at, none, build: chosen(asked, at, Options(exact=narrow), build),
     )
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 2
     assert Binaries(quiet).find(render_narrow_values(64, device), device) is not None

@@ -18,6 +18,7 @@ from flexattn.catalogue import (
     sliding_window,
 )
 from flexattn.device import detect
+from flexattn.errors import BuildError
 from flexattn.lru import Lru
 from flexattn.mask_class import mask_class
 from flexattn.mods import bind
@@ -25,6 +26,7 @@ from flexattn.problem import Layout, Shape, make_problem
 from flexattn.reach import Reach
 from flexattn.render.arguments import captured_values
 from flexattn.render.reach import ALL_KEYS
+from flexattn.settings import override
 from tests.support import (
     DTYPES,
     LAYOUTS,
@@ -202,6 +204,21 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
     monkeypatch.setattr("flexattn.plan._launches", Lru(64))
     assert flexattn.explain(q, k, v, **call).source == path
     assert reads(16, q, k, v, 0, score_mod=mod).all()
+
+
+def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog):
+    """The call ended in BuildError, though its own kernel serves without them."""
+    q, k, v = inputs(1, 4, 2, 43, 97)
+    wanted = both(q, k, v, score_mod=alibi())
+
+    def refused(*args):
+        raise BuildError("a check refused it")
+
+    monkeypatch.setattr("flexattn.plan._launches", Lru(64))
+    monkeypatch.setattr(Reach, "_of", refused)
+    with override(strict=False):
+        found = both(q, k, v, score_mod=alibi())
+    assert torch.equal(found.out, wanted.out) and "far keys are not left out" in caplog.text
 
 
 @pytest.mark.parametrize("offset", [0.0, 3e8, -1e30, math.nan])

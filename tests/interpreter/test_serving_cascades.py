@@ -11,6 +11,7 @@ import flexattn.serving.join as joins
 import flexattn.serving.plan as plans
 from flexattn.build import TritonLaunch, builder
 from flexattn.catalogue import alibi, sliding_window
+from flexattn.errors import BuildError
 from flexattn.serving import CascadePlan, ServingConfig
 from flexattn.settings import override
 from tests.serving import Batch, assert_right, batch, poisoned_cache, poisoned_pages, quantized
@@ -202,6 +203,23 @@ def test_both_launches_stop_where_the_pages_of_the_prefix_end():
     short.call["prefix_len"] = short.each.numbers([32])
     with override(check=False):
         assert all(map(torch.equal, found.run(), [x.clone() for x in short.run()]))
+
+
+def test_a_join_that_does_not_build_leaves_the_merge_to_others(monkeypatch, caplog):
+    """A plan ended in BuildError where only its last launch could not be compiled."""
+    usual = [x.clone() for x in case(48).run()]
+
+    def refused(*args):
+        raise BuildError("Triton could not compile the join")
+
+    monkeypatch.setattr(joins, "render_join", refused)
+    with override(strict=False):
+        found = case(48, prefix_config=None)
+    assert found.plan.prefix.config.combine == "last" and "does not build" in caplog.text
+    for got, wanted in zip(found.run(), usual, strict=True):
+        torch.testing.assert_close(got, wanted)
+    with pytest.raises(BuildError):  # the caller's own config
+        case(48)
 
 
 def test_a_run_is_three_launches_and_allocates_nothing(monkeypatch):

@@ -40,13 +40,16 @@ EDGES = {
     "codecache": set(),
     "compiler_context": set(),
     "build": {"cuda_launch", "binary_store", "compiler_context", "ptx", "codecache"},
+    # Which of several configs serves, by what became of building each; kept where records are.
+    "fallback": {"build", "cache", "resources"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
     "cache": {"space", "render", "cuda_driver"},
     # Facts of a BlockMask's lists, which a launch passes on.
     "runs": set(),
     "mask_class": {"runs"},
-    "resources": {"device"},
+    # Of a cubin it asks for the size of its stack before it has it disassembled.
+    "resources": {"machine_code"},
     "machine_code": {"device"},
     # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
     "block_kernels": {"build"},
@@ -57,11 +60,12 @@ EDGES = {
     "visual": {"block_kinds"},
     "options": {"space"},
     "checks": {"problem", "descales"},
-    "dispatch": {"cache", "build", "options", "source_store"},
+    "dispatch": {"cache", "build", "options", "source_store", "fallback"},
     # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
     "descales": set(),
     "narrow_values": {"build"},
-    "reach": {"build"},
+    # Keys are left out where the kernels that find them build.
+    "reach": {"fallback"},
     "counters": set(),
     "launch": {"dispatch", "runs", "descales", "narrow_values", "reach", "counters"},
     "training": set(),

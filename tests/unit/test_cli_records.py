@@ -9,7 +9,14 @@ from flexattn.cache.codec import decode_record, encode_record
 from flexattn.cache.environment import environment
 from flexattn.cache.record import Failed
 from flexattn.cache.store import Store
+from flexattn.cli.offline import problem_of
 from flexattn.device import named
+from flexattn.dispatch import candidates_of
+from flexattn.fallback.memory import memory
+from flexattn.fallback.outcome import Outcome
+from flexattn.options import NONE
+from flexattn.problem import Shape
+from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from tests import records
 
@@ -194,6 +201,24 @@ def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
     path = broken(user)
     result = flexattn("doctor", status=1)
     assert f"FAULT       {path}" in result.stdout
+
+
+def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, user, tmp_path):
+    wanted = problem_of("decode", "bfloat16", Shape(8, 32, 8, 1, 8192, 128, 128), None, None)
+    *_, candidate = candidates_of(wanted, H200, NONE)
+    refused = Outcome("check", "seven bits")
+    with override(cache_dir=tmp_path / "cache"):
+        memory().note(candidate.sources()[0], H200, refused, wanted.describe())
+    shown = flexattn(*DECODE).stdout
+    assert "refused by a check: seven bits (remembered)" in shown and "not tried" in shown
+    (found,) = json.loads(flexattn(*DECODE, "--json").stdout)["problems"]
+    assert "seven bits" in found["candidates"][-1]
+    shown = flexattn("doctor").stdout
+    assert f"{wanted.describe()}: refused by a check: seven bits" in shown
+    assert "compiler    Triton " in shown and ", ptxas " in shown
+    assert "1 cleared" in flexattn("doctor", "--clear-outcomes").stdout
+    assert json.loads(flexattn("doctor", "--json").stdout)["outcomes"] == []
+    assert "seven bits" not in flexattn(*DECODE).stdout
 
 
 def test_bench_needs_a_gpu(flexattn, monkeypatch):

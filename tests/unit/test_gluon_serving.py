@@ -71,7 +71,7 @@ def test_backends_are_forced():
 
 
 def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
-    record = SimpleNamespace(config=PLAIN, how="hit", origin="tuned")
+    record = SimpleNamespace(config=PLAIN, how="hit", origin="tuned", differing=())
     monkeypatch.setattr("flexattn.dispatch.find", lambda problem, device: record)
     assert next(choices(problem(), H200, NONE)).config == PLAIN
     assert next(choices(problem(), H200, FORCED)).config == PLAIN
@@ -96,7 +96,7 @@ def test_explain_says_why_this_language(about, options, how, words):
     wanted = problem(**about)
     for device in (H200, A100):
         choice = SimpleNamespace(
-            problem=wanted, device=device, how=how, config=PrefillConfig(64, 64, 4, 2)
+            attempts=(), problem=wanted, device=device, how=how, config=PrefillConfig(64, 64, 4, 2)
         )
         said = explain._why_this_language(choice, options)
         assert (said is None) if device is A100 else (words in said)

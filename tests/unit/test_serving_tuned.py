@@ -16,7 +16,7 @@ from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
 from flexattn.mods import bind
 from flexattn.problem import Shape
-from flexattn.serving.kernels import _configs
+from flexattn.serving.kernels import _candidates
 from flexattn.serving.tuned import batch_lengths, tuned
 from flexattn.settings import override
 from flexattn.space.serving import ServingConfig, serving_candidates
@@ -155,12 +155,15 @@ def test_a_plan_takes_the_record_first_and_falls_back_to_the_defaults(store):
     made = task()
     form, maxima = made.problem.form, made.problem.maxima
     defaults = list(serving_candidates(form, H200))
-    chosen = _configs(form, maxima, H200, None, "")
-    assert [each for each, _ in chosen] == defaults and chosen[0][1] == "static default"
+    chosen = list(_candidates(form, maxima, H200, None, ""))
+    assert [each.config for each in chosen] == defaults
+    assert (chosen[0].origin, chosen[0].measured) == ("static default", False)
     store.write(record(made, TWO))
-    chosen = _configs(form, maxima, H200, None, "")
-    assert [each for each, _ in chosen] == [TWO, *defaults] and chosen[0][1].startswith("tuned")
-    assert _configs(form, maxima, H200, ONE, "") == [(ONE, "config=")]
+    chosen = list(_candidates(form, maxima, H200, None, ""))
+    assert [each.config for each in chosen] == [TWO, *defaults]
+    assert chosen[0].origin.startswith("tuned") and chosen[0].measured
+    (forced,) = _candidates(form, maxima, H200, ONE, "")
+    assert (forced.config, forced.origin, forced.measured) == (ONE, "config=", True)
 
 
 def test_what_changes_the_kernel_changes_the_key():

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from flexattn import build, dispatch
 from flexattn.binary import Binary
 from flexattn.binary_store import Binaries
-from flexattn.build import Builder
+from flexattn.build import Builder, Kernel
 from flexattn.cache import closure
 from flexattn.cache.renderers import source_hash
 from flexattn.catalogue import alibi, causal, softcap
@@ -143,7 +142,7 @@ def test_a_source_whose_binary_is_refused_is_rendered(tmp_path, fault, monkeypat
 
     def compiles(self, source, device, index):
         compiled.append(source)
-        return SimpleNamespace(shared_memory=0)
+        return Kernel(source, None, index)
 
     monkeypatch.setattr(build, "loaded", loaded)
     monkeypatch.setattr(Builder, "_compile", compiles)

@@ -311,3 +311,11 @@ def test_a_failure_names_files_without_the_folders_of_the_machine_that_had_it():
     ledger.fail(0, Failed("build", "PTXASError", said))
     kept = "no kernel_1.py for sm_90: ptxas 1/2, https://a.b/c/d"
     assert ledger.trials[0].failed.message == kept
+
+
+def test_what_is_refused_for_good_is_counted():
+    """It was one of the failures to build, among kernels that a killed compiler had left."""
+    ledger = Ledger(decode_configs()[:3], 0)
+    ledger.fail(0, Failed("infeasible", "CompilationError", "sigmoid is not defined"))
+    ledger.fail(1, Failed("build", "PTXASError", "killed"))
+    assert ledger.infeasible == 1

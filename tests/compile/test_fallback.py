@@ -1,0 +1,109 @@
+"""Where Hopper's template does not compile, for real, Triton's serves; nothing here has a GPU."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from flexattn.build import unloaded
+from flexattn.catalogue import softcap
+from flexattn.device import named
+from flexattn.dispatch import candidates_of, chosen
+from flexattn.errors import BuildError
+from flexattn.fallback.memory import Memory
+from flexattn.fallback.outcome import outcome_of
+from flexattn.options import NONE, parse
+from flexattn.render.source import digest_of
+from flexattn.resources import loop_spills, resources
+from flexattn.settings import override, say_once
+from flexattn.space.config import language_of
+from flexattn.tune.builds import compile_one, orders_for
+from tests.compile.devices import DEVICES
+from tests.problems import problem
+
+pytestmark = pytest.mark.compile
+
+H200 = named("nvidia-h200")
+WANTED = problem("prefill", 64, score_mod=softcap(50.0))
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path):
+    say_once.cache_clear()
+    with override(cache_dir=tmp_path, mode="off", strict=False):
+        yield tmp_path
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Hopper's template with a name that nothing defines, as a printer once wrote sigmoid."""
+    from flexattn import dispatch
+    from flexattn.render.gluon import source
+
+    make = source.make_source
+
+    def spoiled(name, *rest):
+        made = make(name, *rest)
+        text = made.text.replace("gl.warp_specialize(", "gl.no_such_function(")
+        assert text != made.text
+        return replace(made, text=text, hash=digest_of(replace(made, text=text)))
+
+    monkeypatch.setattr(source, "make_source", spoiled)
+    dispatch._rendered.cache_clear()
+    yield
+    dispatch._rendered.cache_clear()
+
+
+def test_what_hoppers_template_cannot_compile_is_served_by_tritons(broken, place, caplog, capsys):
+    """A mod with sigmoid ended in BuildError at every head dimension."""
+    caplog.set_level(logging.WARNING, "flexattn")
+    counted = []
+
+    def build(source):
+        counted.append(source.language)
+        return unloaded(source, H200)
+
+    for _ in range(2):  # the second as another process
+        choice, kernel, _ = chosen(WANTED, H200, NONE, build, Memory())
+        assert language_of(choice.config) == "triton" and kernel.compiled.asm["cubin"]
+        assert "no_such_function" in str(choice.attempts[0])
+    assert counted == ["gluon", "triton", "triton"]
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "no_such_function" in line and "serves instead" in line and "\n" not in line
+    with override(strict=True), pytest.raises(BuildError, match="no_such_function"):
+        chosen(WANTED, H200, NONE, build)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_ptxas_refuses_is_one_line_and_prints_no_ptx(place, capsys):
+    source = next(candidates_of(WANTED, H200, parse({"BACKEND": "TRITON"}))).sources()[0]
+    starving = replace(source, registers=24)
+    starving = replace(starving, hash=digest_of(starving))
+    with pytest.raises(BuildError) as caught:
+        unloaded(starving, H200)
+    outcome = outcome_of(caught.value)
+    assert outcome.kind == "compiler" and "registers" in outcome.reason.lower()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120"])
+def test_the_size_of_a_stack_stands_in_a_cubin(arch):
+    """What cuobjdump says, without it: kernels whose loops cannot spill are not disassembled."""
+    device = named(DEVICES[arch])
+    source = next(candidates_of(problem("decode", 256), device, NONE)).sources()[0]
+    limited = replace(source, registers=64)  # few, for it to spill
+    limited = replace(limited, hash=digest_of(limited))
+    compiled = unloaded(limited, device).compiled
+    taken = resources(compiled, device)
+    assert taken.stack > 16
+    assert loop_spills(compiled.asm["cubin"]) == (taken.loop_spills, taken.stack)
+
+
+def test_a_tuner_counts_what_is_refused_as_infeasible(broken, place):
+    """It was a failure to build, as a killed compiler is, and each tune compiled it again."""
+    config = next(candidates_of(WANTED, H200, NONE)).config
+    (order,) = orders_for(WANTED, [config], H200)
+    first, second = compile_one(order), compile_one(order)
+    assert (first.stage, second.stage) == ("infeasible", "infeasible")
+    assert "no_such_function" in first.message and "no_such_function" in second.message
+    assert second.error == "compiler", "it was known, and not compiled"
