@@ -52,6 +52,6 @@ def _stage(error: str, message: str) -> Stage | None:
         return "memory"
     if error == "OutOfResources" or _RESOURCES.search(message):
         return "resources"
-    if error == "BuildError" and not _LAUNCH.search(message):
+    if error in ("BuildError", "DriverError") and not _LAUNCH.search(message):
         return "build"
     return "infeasible" if error == "ConfigError" else None

@@ -295,6 +295,7 @@ def test_a_gpu_that_is_not_visible_is_refused(monkeypatch):
         ("ConfigError", "every config needs more shared memory than 9 bytes", "resources", 0),
         ("ConfigError", "kernel_options ask for x", "infeasible", 0),
         ("BuildError", "Triton could not compile /x/y.py", "build", 0),
+        ("DriverError", "cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE", "build", 0),
         ("ValueError", "anything else", "run", 0),
     ],
 )
