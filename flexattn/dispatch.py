@@ -76,6 +76,12 @@ class Candidate:
             return replace(self.config, merge_consumers=True, ptxas="")
         return self.config
 
+    @property
+    def plain(self) -> bool:
+        """Whether no pass changes what the compiler writes."""
+        gluon = isinstance(self.config, GluonPrefillConfig)
+        return not gluon or self.config.consumers == 1 or not self.config.merge_consumers
+
     def describe(self) -> str:
         """The template, the config, and where it comes from."""
         return f"{language_of(self.config)} {describe(self.config)} ({self.origin})"

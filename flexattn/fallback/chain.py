@@ -28,8 +28,9 @@ class Candidate(Protocol):
     """A config that may serve.
 
     form: of the template; candidates of one form are one text with other numbers. tiles: equal for
-    those of a form that differ in how the same tiles are compiled. measured: a
-    tuner timed this compiler's kernel, or the caller insists on it: it serves whatever it spills.
+    those of a form that differ in how the same tiles are compiled. plain: no pass of ours changes
+    what Triton writes. measured: a tuner timed this compiler's kernel, or the caller insists on
+    it: it serves whatever it spills.
     """
 
     @property
@@ -37,6 +38,9 @@ class Candidate(Protocol):
 
     @property
     def tiles(self) -> Hashable: ...
+
+    @property
+    def plain(self) -> bool: ...
 
     @property
     def measured(self) -> bool: ...
@@ -255,7 +259,8 @@ def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
     smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
     if outcome.built:
         return [*smallest, *others] if others else list(left)
-    return [*alike[-1:], *others] if others else [*alike[-1:], *smallest[:1]]
+    mended = [] if failed.plain or outcome.kind == "passing" else [e for e in alike if e.plain]
+    return [*mended[:1], *(others or smallest[:1])]
 
 
 def _strict(outcome: Outcome) -> bool:

@@ -52,6 +52,7 @@ class _Candidate:
     origin: str
     measured: bool
     form: str
+    plain: bool = True
 
     @property
     def tiles(self) -> ServingConfig:

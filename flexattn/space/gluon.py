@@ -118,7 +118,7 @@ def _merges(structure: Structure, widest: int) -> bool:
 
 
 def forms(config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
-    """A config, then the same tiles compiled otherwise: by another ptxas, then without the pass."""
+    """A config, then its tiles compiled otherwise: by another ptxas, then without the pass."""
     yield config
     for ptxas in assemblers():
         if ptxas != config.ptxas:

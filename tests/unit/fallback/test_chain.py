@@ -1,5 +1,6 @@
 """Which candidate serves where another fails, what is said, and what later processes know."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -165,7 +166,7 @@ def test_what_spills_in_a_loop_gives_way():
 
 
 def test_of_those_that_spill_the_least_serves():
-    few = iter((40, 30, 20, 50))
+    few = iter((4000, 3000, 2000, 5000))
     counts = {}
 
     def told_once(source):
@@ -176,10 +177,39 @@ def test_of_those_that_spill_the_least_serves():
     builder = Builder(spills=told_once)
     found = served(builder)
     assert len(set(builder.built)) == MAX_SPILLED == 4
-    assert counts[found.source.hash][0] == 20 and "least" in found.attempts[-1].candidate
+    assert counts[found.source.hash][0] == 2000 and "least" in found.attempts[-1].candidate
     memory.cache_clear()
     later = Builder(spills=told_once)
     assert served(later).config == found.config and len(later.built) == 1
+
+
+def test_of_a_few_words_the_same_tiles_compiled_otherwise_are_the_way():
+    """A Hopper kernel that spills 100 words beats the Triton template, which spills none."""
+    counts, few = {}, iter((100, 60, 80, 70))
+
+    def of(source):
+        if source.hash not in counts:
+            counts[source.hash] = next(few), 512
+        return counts[source.hash]
+
+    builder = Builder(spills=of)
+    found = served(builder)
+    first = next(candidates_of(WANTED, H200, NONE)).config
+    assert set(builder.languages) == {"gluon"} and len(counts) >= 2
+    assert counts[found.source.hash][0] == 60
+    assert replace(found.config, merge_consumers=True, ptxas="") == replace(
+        first, merge_consumers=True, ptxas=""
+    )
+
+
+@pytest.mark.parametrize("name", ["a pass", "ptxas"])
+def test_what_a_pass_may_have_broken_is_compiled_without_it(name):
+    error = LASTING[name][0]
+    wanted = problem(D=64)
+    assert not next(candidates_of(wanted, H200, NONE)).plain
+    builder = Builder(lambda source: error if source.stages.passes else None)
+    found = served(builder, wanted)
+    assert builder.languages == ["gluon", "gluon"] and not found.config.merge_consumers
 
 
 def test_a_few_words_that_ptxas_spills_by_choice_are_no_reason():
@@ -203,7 +233,7 @@ def test_a_record_serves_whatever_it_spills_where_this_compiler_was_measured(
     record = SimpleNamespace(config=config, how="hint", origin="hint", differing=differing)
     monkeypatch.setattr("flexattn.dispatch.find", lambda problem, device: record)
     with override(mode="replay"):
-        found = served(Builder(spills=spills(gluon=0, triton=99)))
+        found = served(Builder(spills=spills(gluon=0, triton=999)))
     assert (found.how == "hint") is kept
 
 

@@ -49,5 +49,5 @@ def test_a_plan_that_nothing_serves_says_why_of_each(planned):
 
 
 def test_a_plans_loops_that_spill_give_way(planned):
-    found = planned(Builder(spills=spills(gluon=99, triton=0)))
+    found = planned(Builder(spills=spills(gluon=999, triton=0)))
     assert found.config.walk == "program"
