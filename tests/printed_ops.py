@@ -71,3 +71,17 @@ def mod(kind, place, dtype, ops=tuple(OPS)):
         return reduce(lambda kept, op: kept ^ (_apply(op, x, y) > 0), chosen, q_idx >= kv_idx)
 
     return score_mod if kind == "score_mod" else mask_mod
+
+
+def everywhere(kind, name):
+    """The score_mod or mask_mod that computes one operation in every place and of every dtype."""
+    cases = [case[1:] for case in CASES if case[0] == kind]
+    mods = [mod(kind, *case, (name,)) for case in cases]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return reduce(lambda total, each: each(total, b, h, q_idx, kv_idx), mods, score)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return reduce(lambda kept, each: kept ^ each(b, h, q_idx, kv_idx), mods, q_idx > kv_idx)
+
+    return score_mod if kind == "score_mod" else mask_mod
