@@ -15,6 +15,8 @@ JOBS := 2
 VENV := .venv
 PY := $(VENV)/bin/python
 OLDEST := $(VENV)/triton-oldest
+# Releases of Triton between the oldest and the newest: test-compile compiles a part with each.
+BETWEEN := 3.7 3.8
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
@@ -51,9 +53,12 @@ test-oldest: env
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/unit tests/golden tests/compile
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
-test-compile: env
+test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m full_matrix tests/compile
+	for release in $(BETWEEN); do \
+		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
+	done
 
 test-gpu: env
 	$(COMPILED) $(PY) -m pytest -q -m gpu tests/gpu
@@ -108,9 +113,9 @@ $(VENV)/.package: pyproject.toml $(VENV)/.pins
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(OLDEST)/.pins: requirements/triton-oldest.txt $(VENV)/.mode
-	rm -rf $(OLDEST)
-	$(PIP) --no-deps --target $(OLDEST) -r requirements/triton-oldest.txt
+$(VENV)/triton-%/.pins: requirements/triton-%.txt $(VENV)/.mode
+	rm -rf $(@D)
+	$(PIP) --no-deps --target $(@D) -r $<
 	@touch $@
 
 clean:

@@ -79,8 +79,8 @@ class Candidate:
     @property
     def plain(self) -> bool:
         """Whether no pass changes what the compiler writes."""
-        gluon = isinstance(self.config, GluonPrefillConfig)
-        return not gluon or self.config.consumers == 1 or not self.config.merge_consumers
+        config = self.config
+        return not (isinstance(config, GluonPrefillConfig) and config.merges)
 
     def describe(self) -> str:
         """The template, the config, and where it comes from."""

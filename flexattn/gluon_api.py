@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+
 from triton.experimental.gluon import language
+from triton.experimental.gluon.language import _semantic
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = ["barrier", "load", "reinterpret", "store"]
@@ -14,3 +17,17 @@ store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
 barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 _PLACE = language.shared_memory_descriptor
 reinterpret = _PLACE.reinterpret if hasattr(_PLACE, "reinterpret") else _PLACE._reinterpret
+
+
+@atexit.register
+def _forget_builder() -> None:
+    """Let go of the compiler's builder, which an exiting process would report as leaked.
+
+    Release 3.9 keeps Gluon's classes of layouts in C++ and never gives them back. Through them
+    live the annotations of GluonSemantic, the builder's type in those, and all its functions:
+    nanobind writes pages about them. Nothing reads the annotations.
+    """
+    semantic = _semantic.GluonSemantic
+    for annotated in (semantic, semantic.__init__):
+        annotated.__annotations__.pop("builder", None)
+    vars(_semantic).pop("GluonOpBuilder", None)

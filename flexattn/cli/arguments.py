@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flexattn.cli.mods import resolve
-from flexattn.cli.offline import problem_of
+from flexattn.cli.offline import check_sizes, problem_of
 from flexattn.cli.selection import kind_of
 from flexattn.problem import Problem, Shape
 
@@ -45,16 +45,17 @@ def named_problem(
     block_size: int,
     sizes: tuple[int, int | None, int] = (1, None, LENGTH),
 ) -> Problem:
-    """The problem that these arguments name.
+    """The problem of the call that these arguments name, with its mask's blocks.
 
     heads: of queries and keys. head_dims: of keys and values. sizes: batch, query length (None:
     1 for decode, else 4096) and key length. Raises InputError that says what exists.
     """
-    mods = resolve(mod, arguments or (), role, heads)
     which = kind_of(kind)
     B, q_len, kv_len = sizes
     D, Dv = head_dims
     if q_len is None:
         q_len = 1 if which == "decode" else LENGTH
     shape = Shape(B, *heads, q_len, kv_len, D, D if Dv is None else Dv)
+    check_sizes(dtype, shape, block_size)
+    mods = resolve(mod, arguments or (), role, shape, dtype)
     return problem_of(which, dtype, shape, mods.score_mod, mods.mask_mod, block_size)

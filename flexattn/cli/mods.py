@@ -13,9 +13,7 @@ import torch
 from flexattn.catalogue import CASES
 from flexattn.errors import InputError
 from flexattn.mods.path import load, role_of
-
-# Kernels do not depend on the lengths of captured tensors: a case is built at a small shape.
-LENGTH = 64
+from flexattn.problem import DTYPES, Shape
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,13 @@ class Mods:
     mask_mod: Callable[..., Any] | None = None
 
 
-def resolve(name: str, arguments: Sequence[str], role: str | None, heads: tuple[int, int]) -> Mods:
+def resolve(
+    name: str, arguments: Sequence[str], role: str | None, shape: Shape, dtype: str
+) -> Mods:
     """Find a MOD; `arguments` call a factory, and `role` says score or mask where arity cannot.
 
-    Raises InputError that says what exists.
+    shape, dtype: of the call, whose lengths and dtype a case's captured tensors have. Raises
+    InputError that says what exists.
     """
     if role not in (None, "score", "mask"):
         raise InputError(f"--as {role}", "it is score or mask")
@@ -50,7 +51,9 @@ def resolve(name: str, arguments: Sequence[str], role: str | None, heads: tuple[
             f"the catalogue has {', '.join(names)}",
             "name one of them, or a function of yours as package.module:function",
         )
-    built = found.make(1, heads[0], heads[1], LENGTH, LENGTH, "cpu", torch.float32)
+    s = shape
+    known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)
+    built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, "cpu", known)
     return Mods(built.score_mod, built.mask_mod)
 
 

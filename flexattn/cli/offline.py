@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
+
 from flexattn.build import unloaded
-from flexattn.device import Device
+from flexattn.device import Device, named
 from flexattn.dispatch import Choice, chosen
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.mods import bind
 from flexattn.options import Options, parse
-from flexattn.problem import ITEMSIZE, Kind, Problem, Shape, Sparsity, make_problem
+from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
 from flexattn.settings import current
 from flexattn.space.config import Config, GluonPrefillConfig, PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
 from flexattn.space.serving import ServingConfig
 from flexattn.space.triton import space
+from flexattn.tune.tasks import task_from
+from flexattn.tune.workload import Row
+
+# A problem depends on the device by its kind alone, which is named here.
+NAMED = named("nvidia-h200")
 
 
 def problem_of(
@@ -31,17 +37,26 @@ def problem_of(
     mask_mod: Callable[..., Any] | None,
     block: int = 128,
 ) -> Problem:
-    """The problem of dense, aligned tensors of these sizes, with a mask in square blocks."""
+    """The problem of a call with dense, aligned tensors of these sizes, as the tuner makes it.
+
+    The mask's blocks, square ones, are found on the CPU. Raises InputError for sizes that no call
+    has, ModError for mods that cannot be read.
+    """
+    check_sizes(dtype, shape, block)
+    row = Row("", kind, dtype, shape, None, None, (block, block), None, ())
+    return task_from(row, score_mod, mask_mod, NAMED, torch.device("cpu")).problem
+
+
+def check_sizes(dtype: str, shape: Shape, block: int) -> None:
+    """Raise InputError for a dtype or sizes that no call has."""
     if dtype not in ITEMSIZE:
         raise InputError(f"dtype {dtype!r}", f"it is one of {', '.join(ITEMSIZE)}")
     if shape.Hkv < 1 or shape.Hq < 1 or shape.Hq % shape.Hkv:
         got = f"{shape.Hq} query heads and {shape.Hkv} key heads"
         raise InputError(got, "the query heads are a multiple of the key heads")
-    if min(shape.D, shape.Dv, block) < 1:
-        raise InputError(f"D={shape.D}, Dv={shape.Dv}, {block=}", "sizes are at least 1")
-    sparsity = None if mask_mod is None else Sparsity(block, block, True, False)
-    score, mask = bind(score_mod, "score"), bind(mask_mod, "mask")
-    return make_problem(kind, dtype, shape, score, mask, sparsity)
+    sizes = asdict(shape) | {"block": block}
+    if min(sizes.values()) < 1:
+        raise InputError(", ".join(f"{k}={v}" for k, v in sizes.items()), "sizes are at least 1")
 
 
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:

@@ -13,6 +13,7 @@ from rich.syntax import Syntax
 
 from flexattn import build, options
 from flexattn.cli.arguments import (
+    LENGTH,
     AsJson,
     BlockSize,
     DeviceName,
@@ -81,6 +82,13 @@ def render(
     hq: QueryHeads = 32,
     hkv: KeyHeads = 8,
     block_size: BlockSize = 128,
+    batch: Annotated[int, typer.Option("--B", help="Batch.")] = 1,
+    q_len: Annotated[
+        int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
+    ] = None,
+    kv_len: Annotated[
+        int | None, typer.Option(help=f"Key length; a prefill's query length, else {LENGTH}.")
+    ] = None,
     block_m: Annotated[int | None, typer.Option(help="Force BLOCK_M.")] = None,
     block_n: Annotated[int | None, typer.Option(help="Force BLOCK_N.")] = None,
     num_warps: Annotated[int | None, typer.Option(help="Force num_warps.")] = None,
@@ -115,9 +123,11 @@ def render(
         "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
+    keys = kv_len or (q_len if kind == "prefill" else None) or LENGTH
     problem = named_problem(
-        mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size
-    )
+        mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size,
+        (batch, q_len, keys),
+    )  # fmt: skip
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
         problem = replace(problem, structure=spelled)

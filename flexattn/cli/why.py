@@ -82,7 +82,6 @@ def why(
             raise InputError(f"{mod} with a workload", "a problem is named by one of them")
         found = list(tasks(rows_of(workload or (), preset or (), only), target))
     else:
-        mods = resolve(mod or "noop", arg or (), role, (hq, hkv))
         keys = q_len if kv_len is None else kv_len
         v_dim = head_dim if head_dim_v is None else head_dim_v
         row = Row(
@@ -96,6 +95,7 @@ def why(
             scale=None,
             policy=(),
         )
+        mods = resolve(mod or "noop", arg or (), role, row.shape, dtype)
         found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
     kept = memory().entries(target)
     answers = [

@@ -26,6 +26,7 @@ HELPERS = (
     "fast_tanh",
     "short_tanh",
     "sign",
+    "sigmoid",
     "floor_div_int",
     "floor_mod_int",
     "floor_div_float",
@@ -235,7 +236,8 @@ def traits_of(device: Device, structure: Structure) -> Traits:
 def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
     lines = [line for each in printed for line in each]
-    called = [name for name in HELPERS if any(f"{name}(" in line for line in lines)]
+    # `tl.sigmoid(` calls no helper.
+    called = [each for each in HELPERS if re.search(rf"(?<![.\w]){each}\(", "\n".join(lines))]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"
     origin = (

@@ -244,6 +244,10 @@ class _Printer:
     def _spell(self, node: Expr, args: list[str], computed: str) -> str:
         if computed == "bool" and node.op in ("and", "or", "xor", "not"):
             return self._logical(node.op, args)
+        if node.op == "trunc_div" and is_float(computed):
+            # A quotient that rounds up to an integer from below would lose one by truncation.
+            exact = f"tl.div_rn({args[0]}, {args[1]})" if computed == "float32" else None
+            return f"libdevice.trunc({exact or ' / '.join(args)})"
         if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
             return f"({args[0]} {INFIX[node.op]} {args[1]})"
         if node.op in ("floor_div", "floor_mod"):

@@ -83,6 +83,11 @@ class GluonPrefillConfig:
         return self.consumers if self.packed else 1
 
     @property
+    def merges(self) -> bool:
+        """Whether a pass makes the PTX of one consumer that of all."""
+        return self.merge_consumers and self.consumers > 1
+
+    @property
     def BLOCK_M(self) -> int:
         """Query rows of one tile, of each of its heads."""
         return CONSUMER_ROWS * self.consumers // self.heads

@@ -34,7 +34,7 @@ OLDEST = {(arch, kind, 128, 128, "bfloat16") for arch in DEVICES for kind in ("p
 
 
 def param(case):
-    marks = [pytest.mark.oldest] if case in OLDEST else []
+    marks = [pytest.mark.oldest, pytest.mark.releases] if case in OLDEST else []
     return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 

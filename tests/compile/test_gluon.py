@@ -97,6 +97,7 @@ REFUSED = (256, 256, "relative_lists")
 CASES = [case for size in SIZES for mods in MODS if (case := (*size, mods)) != REFUSED]
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize(("D", "Dv", "mods"), first(CASES, lambda case: case[0] in (128, 192)))
 def test_default_config(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])

@@ -79,6 +79,7 @@ def spills_by_tile(compiled):
     return sum(bool(re.search(r"\b(STL|LDL)\b", lines[i])) for each in inner for i in each)
 
 
+@pytest.mark.releases
 @pytest.mark.parametrize("name", CASES)
 def test_the_default_config(name):
     wanted = form(**CASES[name])

@@ -126,7 +126,6 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # Beside 128 columns two consumers have registers left for what passes while values are summed.
     wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
     ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
-    merges = config.merge_consumers and config.consumers > 1
     context = {
         **mods,
         "hoisted": hoisted,
@@ -151,7 +150,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
         "consumers": config.consumers,
-        "merge_consumers": merges,
+        "merge_consumers": config.merges,
         "registers": config.registers,
         "packed": config.packed,
         "turn": free_v - config.num_stages - slots - config.consumers,
@@ -196,7 +195,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    passes = (merge_consumers.NAME,) if merges else ()
+    passes = (merge_consumers.NAME,) if config.merges else ()
     return make_source(
         TEMPLATE,
         device,
