@@ -8,8 +8,10 @@ from typing import Any
 
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds
+from flexattn.mods.numbers import divisors, invariant
 from flexattn.problem import Captures, Structure
 from flexattn.render.bounds_printer import table_names
+from flexattn.render.divisions import invariant_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
@@ -81,15 +83,21 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> list[Any]
     """What a launch passes for them: pointer, sizes and strides of each tensor, then numbers."""
     if captures is None or bound is None:
         return []
-    if not bound.tensors:
-        return [*bound.scalars]
     values: list[Any] = []
     for tensor, contiguous in zip(bound.tensors, captures.contiguous, strict=True):
         values.append(tensor)
         values += tensor.shape
         strides = tensor.stride()
         values += strides[:-1] if contiguous else strides
-    return [*values, *bound.scalars]
+    values += bound.scalars
+    if bound.scalars:
+        for slot in divisors(captures.mod.expr):
+            multiplier, shift = invariant(int(bound.scalars[slot]))
+            values += (
+                multiplier - 2**32,
+                shift,
+            )  # its bits as a signed number: it is at least 2**31
+    return values
 
 
 def _tensors(structure: Structure, config: Config) -> list[Argument]:
@@ -162,7 +170,7 @@ def _sparse(structure: Structure, config: Config) -> list[Argument]:
 
 
 def captured_arguments(captures: Captures | None) -> list[Argument]:
-    """What a kernel takes for a mod: its captured tensors, then its numbers."""
+    """What a kernel takes for a mod: its captured tensors, its numbers, what divides by them."""
     if captures is None:
         return []
     mod = captures.mod
@@ -177,4 +185,7 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
         Argument(scalar_name(mod.kind, slot), signature_type(dtype))
         for slot, dtype in enumerate(mod.scalars)
     ]
+    for slot in divisors(mod.expr):
+        multiplier, shift = invariant_names(mod.kind, slot)
+        found += [Argument(multiplier, "i32"), Argument(shift, "i32")]
     return found
