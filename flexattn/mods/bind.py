@@ -177,9 +177,13 @@ def _lifted(
 ) -> tuple[Trace, frozenset[int]]:
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
-    def attempt(chosen: frozenset[int]) -> Trace | None:
+    def attempt(chosen: frozenset[int], beside: frozenset[int] = frozenset()) -> Trace | None:
         _stats.lifts += 1
-        return lift(fn, kind, identity, plain, chosen, site.first)
+        found = lift(fn, kind, identity, plain, chosen | beside, site.first)
+        if found is None or not beside:
+            return found
+        now = {i: identity.scalars[i] for i in beside}
+        return replace(found, expr=plug(found.expr, now))
 
     known = site.layout.arguments if site.general is None else site.general.arguments
     new = frozenset(
@@ -190,6 +194,11 @@ def _lifted(
     if not known | new:
         return plain, known
     together = attempt(known | new)
+    if together is None:
+        # torch.clamp takes two numbers or two tensors: what stays constant is lifted beside them.
+        others = frozenset(range(len(identity.scalars))) - site.fixed - known - new
+        beside = frozenset(i for i in others if replaceable(identity, i))
+        together = attempt(known | new, beside) if beside else None
     if together:
         return together, known | new
     best = attempt(known) if known and new else None

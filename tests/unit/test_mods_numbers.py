@@ -173,6 +173,19 @@ def test_positions_are_computed_in_32_bits_whatever_the_numbers(one_constant, ma
     assert "fast_" in "\n".join(text) and "//" not in "".join(text).replace("// 3)", "")
 
 
+def test_one_end_of_a_clamp_is_an_argument_beside_a_constant():
+    """torch.clamp refuses a number beside a tensor: every width of a canvas compiled a kernel."""
+    for which in range(2):
+        clear()
+        mods = set()
+        for i in range(13):
+            bound = bind(natten_2d(20 + i * which, 21 + i * (1 - which), 5), "mask")
+            mods.add(bound.mod)
+        wanted = natten_2d(20 + 12 * which, 21 + 12 * (1 - which), 5)
+        assert torch.equal(kept(bound), wanted(0, 0, Q, K)) and bound.scalars
+        assert len(mods) == (2 if which else MAX_CONSTANT_DIVISORS + 1)
+
+
 def test_a_number_past_its_limits_has_a_mod_of_its_own():
     def near(n):
         return lambda b, h, q, k: q - k <= n
