@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -13,11 +13,12 @@ import torch
 
 from flexattn.lru import Lru
 from flexattn.mods import recorded
-from flexattn.mods.expr import Buffer, walk
+from flexattn.mods.expr import Buffer
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
+from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.refusal import Refusal
-from flexattn.mods.simplify import renumber
+from flexattn.mods.simplify import plug, renumber
 from flexattn.mods.site import Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
@@ -60,7 +61,7 @@ def bind(
     if identity.trusted:
         key = tuple(identity.key)
         site = _sites.get(key)
-        found = site.layout.find(identity) if site else None
+        found = site.find(identity) if site else None
         if found is None:
             with _tracing:
                 found = _trace_site(fn, kind, identity, key)
@@ -78,7 +79,7 @@ def watch(fn: Callable[..., Any], kind: str, bound: Bound) -> Witness | None:
         return None
     identity = identify(fn, kind)
     site = _sites.get(tuple(identity.key)) if identity.trusted else None
-    found = site.layout.find(identity) if site else None
+    found = site.find(identity) if site else None
     if found is None or found.mod is not bound.mod:
         return None
     pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
@@ -109,7 +110,7 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     if plain.volatile or not identity.trusted:
         return False
     site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
-    site.layout.variants.put(site.layout.key(identity), _variant(kind, plain))
+    site.layout.add(identity, _variant(kind, plain))
     return recorded.write(root, kind, identity, site)
 
 
@@ -126,29 +127,49 @@ def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | Non
 def _trace_once(fn: Callable[..., Any], kind: str, identity: Identity) -> Bound:
     """For a callable that could not be looked into: right for this call, and not remembered."""
     plain = _run(fn, kind, identity)
-    return _variant(kind, plain).bound(plain.tensors, identity.scalars)
+    return _variant(kind, plain).of(plain.tensors)
 
 
 def _trace_site(
     fn: Callable[..., Any], kind: str, identity: Identity, key: tuple[Any, ...]
 ) -> Bound:
     site = _sites.get(key) or _recorded(kind, identity, key)
-    found = site.layout.find(identity) if site else None
+    found = site.find(identity) if site else None
     if found is not None:  # another thread was faster, or another process recorded it
         return found
     plain = _run(fn, kind, identity)
     if plain.volatile:
-        return _variant(kind, plain).bound(plain.tensors, identity.scalars)
+        return _variant(kind, plain).of(plain.tensors)
     if site is None:
         site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
+    layout, result = _chosen(site, identity, result, arguments)
+    variant = _variant(kind, result, identity.scalars, layout.alike(identity))
+    layout.add(identity, variant)
+    _sites.put(key, site)
+    found = variant.bound(identity.tensors, identity.scalars)
+    assert found is not None
+    return found
+
+
+def _chosen(
+    site: Site, identity: Identity, result: Trace, arguments: frozenset[int]
+) -> tuple[Layout, Trace]:
+    """The layout of a site that a trace belongs to, and the trace as it belongs there."""
+    divisors = arguments & reaching_divisors(result.expr)
     sized = site.layout.sized or result.sized
+    if divisors and not site.specialises:
+        general = site.general
+        if general is None or (arguments, sized) != (general.arguments, general.sized):
+            general = site.general = _layout(identity, arguments, sized, general)
+        return general, result
+    if divisors:
+        site.made += 1
+        now = {i: identity.scalars[i] for i in divisors}
+        result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
     if (arguments, sized) != (site.layout.arguments, site.layout.sized):
         site.layout = _layout(identity, arguments, sized, site.layout)
-    variant = _variant(kind, result)
-    site.layout.variants.put(site.layout.key(identity), variant)
-    _sites.put(key, site)
-    return variant.bound(identity.tensors, identity.scalars)
+    return site.layout, result
 
 
 def _lifted(
@@ -156,11 +177,15 @@ def _lifted(
 ) -> tuple[Trace, frozenset[int]]:
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
-    def attempt(chosen: frozenset[int]) -> Trace | None:
+    def attempt(chosen: frozenset[int], beside: frozenset[int] = frozenset()) -> Trace | None:
         _stats.lifts += 1
-        return lift(fn, kind, identity, plain, chosen, site.first)
+        found = lift(fn, kind, identity, plain, chosen | beside, site.first)
+        if found is None or not beside:
+            return found
+        now = {i: identity.scalars[i] for i in beside}
+        return replace(found, expr=plug(found.expr, now))
 
-    known = site.layout.arguments
+    known = site.layout.arguments if site.general is None else site.general.arguments
     new = frozenset(
         i
         for i, (now, then) in enumerate(zip(identity.scalars, site.first, strict=True))
@@ -169,6 +194,11 @@ def _lifted(
     if not known | new:
         return plain, known
     together = attempt(known | new)
+    if together is None:
+        # torch.clamp takes two numbers or two tensors: what stays constant is lifted beside them.
+        others = frozenset(range(len(identity.scalars))) - site.fixed - known - new
+        beside = frozenset(i for i in others if replaceable(identity, i))
+        together = attempt(known | new, beside) if beside else None
     if together:
         return together, known | new
     best = attempt(known) if known and new else None
@@ -198,15 +228,22 @@ def _layout(
     return Layout.empty(len(identity.scalars), arguments, sized, earlier)
 
 
-def _variant(kind: str, result: Trace) -> Variant:
-    expr, tensors, scalars = renumber(result.expr)
+def _variant(
+    kind: str,
+    result: Trace,
+    scalars: Sequence[int | float] = (),
+    earlier: Sequence[Variant] = (),
+) -> Variant:
+    """A trace as a Mod of numbers near the present ones; earlier: those that do not hold them."""
+    expr, found = derived(result.expr, scalars, earlier[-1].numbers if earlier else ())
+    expr, tensors, slots = renumber(expr)
     buffers = tuple(
         Buffer(str(t.dtype).removeprefix("torch."), t.dim())
         for t in (result.tensors[i] for i in tensors)
     )
-    dtypes = {node.value: node.dtype for node in walk(expr) if node.op == "scalar"}
-    names = tuple(dtypes[slot] for slot in range(len(scalars)))
-    return Variant(interned(kind, expr, buffers, names), tensors, scalars)
+    numbers = tuple(found[slot] for slot in slots)
+    names = tuple(number.dtype for number in numbers)
+    return Variant(interned(kind, expr, buffers, names), tensors, numbers)
 
 
 def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from functools import reduce
 
 from flexattn.mods.bounds import Range, all_bounds, bounds, dtype_range
 from flexattn.mods.expr import Expr, const, depending, walk
+from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
@@ -230,8 +231,17 @@ def _rises(expr: Expr) -> bool:
         return all(is_int(arg.dtype) and _rises(arg) for arg in expr.args)
     if expr.op in ("mul", "floor_div"):
         x, y = expr.args
-        return _rises(x) and y.op == "const" and int(y.value or 0) > 0
+        if expr.op == "mul" and _is_positive(x):
+            x, y = y, x
+        return _rises(x) and _is_positive(y)
     return False
+
+
+def _is_positive(expr: Expr) -> bool:
+    """Whether it is a number above 0, known now or in each call."""
+    number = number_of(expr)
+    least = expr.value if expr.op == "const" else number[1][0] if number else 0
+    return int(least or 0) > 0
 
 
 def _clamped(expr: Expr, limits: Range, ranges: Mapping[str, Range]) -> Expr:

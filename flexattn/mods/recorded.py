@@ -15,8 +15,9 @@ from flexattn.errors import CacheError
 from flexattn.files import publish, read_regular, sealed, unsealed
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.digest import digest
-from flexattn.mods.expr import Buffer, Mod
+from flexattn.mods.expr import Buffer, Expr, Mod
 from flexattn.mods.identity import Identity
+from flexattn.mods.numbers import Number
 from flexattn.mods.site import Layout, Site, Variant, interned
 from flexattn.settings import say_once
 
@@ -52,8 +53,8 @@ def write(root: Path, kind: str, identity: Identity, site: Site) -> bool:
     old = read(root, kind, identity)
     layout = site.layout
     if old and (old.layout.arguments, old.layout.sized) == (layout.arguments, layout.sized):
-        for key, variant in layout.variants.items():
-            old.layout.variants.put(key, variant)
+        for key, variants in layout.variants.items():
+            old.layout.variants.put(key, variants)
         site = old
     publish(path, sealed(_told(site)))
     return True
@@ -74,9 +75,10 @@ def _told(site: Site) -> dict[str, Any]:
             "shapes": [list(shape) for shape in key[count:]],
             "mod": to_data(variant.mod),
             "tensors": list(variant.tensors),
-            "scalars": list(variant.scalars),
+            "scalars": [number.expr.value for number in variant.numbers],
         }
-        for key, variant in layout.variants.items()
+        for key, variants in layout.variants.items()
+        for variant in variants
     ]
     return {
         "schema": SCHEMA,
@@ -102,14 +104,16 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
     _need(len(variants) <= MAX_VARIANTS, f"at most {MAX_VARIANTS} variants")
     for each in variants:
         _need(type(each) is dict and each.keys() == _VARIANT, f"an object of {sorted(_VARIANT)}")
-        variant = Variant(
-            _mod(each["mod"], kind),
-            _indices(each["tensors"], len(identity.tensors)),
-            _indices(each["scalars"], len(scalars)),
+        mod = _mod(each["mod"], kind)
+        slots = _indices(each["scalars"], len(scalars))
+        numbers = tuple(
+            Number(Expr("scalar", dtype, (), slot))
+            for slot, dtype in zip(slots, mod.scalars, strict=False)
         )
-        _check_slots(variant, identity)
-        layout.variants.put(_key(each, layout, identity), variant)
-    return Site(layout, first, set(_indices(data["fixed"], len(scalars))))
+        variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), numbers)
+        _check_slots(variant, slots, identity)
+        layout.variants.put(_key(each, layout, identity), (variant,))
+    return Site(layout, first, set(_indices(data["fixed"], len(scalars))), made=len(variants))
 
 
 def _mod(data: Any, kind: str) -> Mod:
@@ -118,10 +122,10 @@ def _mod(data: Any, kind: str) -> Mod:
     return interned(mod.kind, mod.expr, mod.buffers, mod.scalars)
 
 
-def _check_slots(variant: Variant, identity: Identity) -> None:
+def _check_slots(variant: Variant, slots: tuple[int, ...], identity: Identity) -> None:
     tensors = [identity.tensors[i] for i in variant.tensors]
     buffers = tuple(Buffer(str(t.dtype).removeprefix("torch."), t.dim()) for t in tensors)
-    numbers = [identity.scalars[i] for i in variant.scalars]
+    numbers = [identity.scalars[i] for i in slots]
     dtypes = tuple("int64" if isinstance(n, int) else "float64" for n in numbers)
     _need((buffers, dtypes) == (variant.mod.buffers, variant.mod.scalars), "slots have its dtypes")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,9 +12,14 @@ import torch
 from flexattn.lru import Lru
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
 from flexattn.mods.identity import Identity
+from flexattn.mods.numbers import Number
 
-__all__ = ["Bound", "Layout", "Site", "Variant", "interned"]
+__all__ = ["MAX_CONSTANT_DIVISORS", "Bound", "Layout", "Site", "Variant", "interned"]
 
+# How many values of a site's divisors are constants, each of a kernel. Canvases, tiles, blocks of
+# a program are few, and what a compiler knows of a divisor saves instructions and registers for
+# each key; a kernel more costs a compile of a second, which is remembered.
+MAX_CONSTANT_DIVISORS = 8
 _VARIANTS = 64
 _mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
 
@@ -32,28 +38,33 @@ class Variant:
 
     mod: Mod
     tensors: tuple[int, ...]
-    scalars: tuple[int, ...]
+    numbers: tuple[Number, ...]
     # What is bound where there is no slot to fill.
     empty: Bound = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "empty", Bound(self.mod, (), ()))
 
-    def bound(self, tensors: Any, scalars: Any) -> Bound:
-        """The Mod with the values of its slots."""
-        if not self.tensors and not self.scalars:
+    def of(self, tensors: Sequence[torch.Tensor]) -> Bound:
+        """The Mod of a trace that has no slots for numbers."""
+        return Bound(self.mod, tuple([tensors[i] for i in self.tensors]), ())
+
+    def bound(self, tensors: Any, scalars: Any) -> Bound | None:
+        """The Mod with the values of its slots; None where it was made for other numbers."""
+        if not self.tensors and not self.numbers:
             return self.empty
-        return Bound(
-            self.mod,
-            tuple([tensors[i] for i in self.tensors]),
-            tuple([scalars[i] for i in self.scalars]),
-        )
+        values = [number.value(scalars) for number in self.numbers]
+        if None in values:
+            return None
+        found: Any = values
+        return Bound(self.mod, tuple([tensors[i] for i in self.tensors]), tuple(found))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
 
+    Variants of one key differ by the range of their numbers; the first that holds them serves.
     A site swaps its layout as a whole, so that another thread never sees half of a change.
     earlier: the layout before. Its variants still hold for the values that they were traced with,
     and are found first: a call that comes back gets the Mod it had, whose kernels are compiled.
@@ -62,7 +73,7 @@ class Layout:
     arguments: frozenset[int]
     constants: tuple[int, ...]
     sized: bool
-    variants: Lru[tuple[Any, ...], Variant]
+    variants: Lru[tuple[Any, ...], tuple[Variant, ...]]
     earlier: Layout | None = None
 
     @classmethod
@@ -82,14 +93,24 @@ class Layout:
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
         return (*values, *(t.shape for t in identity.tensors)) if self.sized else values
 
+    def alike(self, identity: Identity) -> tuple[Variant, ...]:
+        """The variants that have this call's constants, in the order in which they are tried."""
+        return self.variants.get(self.key(identity)) or ()
+
+    def add(self, identity: Identity, variant: Variant) -> None:
+        """Keep a variant for calls like this one."""
+        self.variants.put(self.key(identity), (*self.alike(identity), variant))
+
     def find(self, identity: Identity) -> Bound | None:
         """This call's variant with what it captures now; the earliest, where several hold."""
-        if self.earlier is not None:
-            found = self.earlier.find(identity)
+        found = None if self.earlier is None else self.earlier.find(identity)
+        if found is not None:
+            return found
+        for variant in self.alike(identity):
+            found = variant.bound(identity.tensors, identity.scalars)
             if found is not None:
                 return found
-        variant = self.variants.get(self.key(identity))
-        return None if variant is None else variant.bound(identity.tensors, identity.scalars)
+        return None
 
 
 @dataclass(slots=True)
@@ -97,12 +118,28 @@ class Site:
     """What is known of the callables of one structure: same code, same kinds of captures.
 
     `first` are the scalars of the first call; one that is seen to differ becomes an argument,
-    or is `fixed` if it cannot: then each of its values is a variant.
+    or is `fixed` if it cannot: then each of its values is a variant. What a divisor is computed
+    from stays a constant of `layout` while the site `specialises`, which `made` counts. Calls with
+    other divisors are then found in `general`, where it is an argument.
     """
 
     layout: Layout
     first: tuple[int | float, ...]
     fixed: set[int] = field(default_factory=set)
+    general: Layout | None = None
+    made: int = 1
+
+    @property
+    def specialises(self) -> bool:
+        """Whether one more value of its divisors may be a constant."""
+        return self.made < MAX_CONSTANT_DIVISORS
+
+    def find(self, identity: Identity) -> Bound | None:
+        """What a call with this identity binds, if it is known."""
+        found = self.layout.find(identity)
+        if found is None and self.general is not None:
+            found = self.general.find(identity)
+        return found
 
 
 def interned(kind: str, expr: Expr, buffers: tuple[Buffer, ...], scalars: tuple[str, ...]) -> Mod:

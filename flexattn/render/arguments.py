@@ -8,7 +8,9 @@ from math import gcd
 from typing import Any
 
 from flexattn.mods import Bound
+from flexattn.mods.numbers import divisors, invariant
 from flexattn.problem import Captures, Structure
+from flexattn.render.divisions import invariant_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
 from flexattn.space.config import Config, PrefillConfig, pieces
@@ -74,6 +76,11 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str,
         values.update(zip(strides, steps[:-1] if inner else steps, strict=True))
     for slot, number in enumerate(bound.scalars):
         values[scalar_name(kind, slot)] = number
+    for slot in divisors(captures.mod.expr) if bound.scalars else ():
+        factor, shift = invariant_names(kind, slot)
+        multiplier, places = invariant(int(bound.scalars[slot]))
+        # Its bits as a signed number: it is at least 2**31.
+        values[factor], values[shift] = multiplier - 2**32, places
     return values
 
 
@@ -147,7 +154,7 @@ def _sparse(structure: Structure, config: Config) -> list[Argument]:
 
 
 def captured_arguments(captures: Captures | None) -> list[Argument]:
-    """What a kernel takes for a mod: its captured tensors, then its numbers."""
+    """What a kernel takes for a mod: its captured tensors, its numbers, what divides by them."""
     if captures is None:
         return []
     mod = captures.mod
@@ -162,6 +169,9 @@ def captured_arguments(captures: Captures | None) -> list[Argument]:
         Argument(scalar_name(mod.kind, slot), signature_type(dtype))
         for slot, dtype in enumerate(mod.scalars)
     ]
+    for slot in divisors(mod.expr):
+        multiplier, shift = invariant_names(mod.kind, slot)
+        found += [Argument(multiplier, "i32"), Argument(shift, "i32")]
     return found
 
 

@@ -29,6 +29,9 @@ HELPERS = (
     "sigmoid",
     "floor_div_int",
     "floor_mod_int",
+    "fast_div",
+    "fast_floor_div",
+    "fast_trunc_div",
     "floor_div_float",
     "floor_mod_float",
 )

@@ -9,8 +9,10 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.bounds import Range, all_bounds
 from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_float, is_int
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
+from flexattn.render.divisions import by_invariant
 from flexattn.render.triton_ops import FUNCTIONS, HALVES, INFIX, literal, triton_type
 
 # Tiles overshoot a length by less than 2**12 lanes.
@@ -170,8 +172,13 @@ class _Printer:
             return _Value(view.get(name, name), dtype, name in self.rowed, name in self.keyed)
         if node.op == "const":
             return _Value(literal(node.value, node.dtype), node.dtype)
+        number = number_of(node)
+        if number is not None:
+            return _Value(scalar_name(self.mod.kind, number[0]), "int32")
         if node.op == "scalar":
             name = scalar_name(self.mod.kind, int(node.value or 0))
+            if node.dtype == "int32":
+                return _Value(name, "int32")
             return self._name(_Value(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype))
         if node.op == "load":
             return self._load(node)
@@ -190,6 +197,11 @@ class _Printer:
             dtype = self._narrow(node, args[1:])
             texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
             return _Value(f"tl.where({', '.join(texts)})", dtype, row, key)
+        spelled = by_invariant(node, self.mod.kind, self.ranges[node.args[0]])
+        if spelled:
+            above = replace(args[0], text=self._as(args[0], "int32"), dtype="int32")
+            above = above if above.text.isidentifier() else self._name(above)
+            return _Value(spelled.format(above.text, args[1].text), "int32", row, key)
         operand = node.args[0].dtype
         computed = "float32" if operand in HALVES else self._narrow(node, args)
         if node.dtype == "bool" and operand != "bool":

@@ -20,7 +20,7 @@ from flexattn.space.config import (
     PrefillConfig,
 )
 from flexattn.space.rules import reasons
-from flexattn.space.terms import RANGES, compares_numbers, loads_by_key, loads_tiles
+from flexattn.space.terms import RANGES, compares_numbers, loads_by_key, loads_tiles, values_by_key
 from flexattn.space.tiles import suited
 
 __all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
@@ -28,12 +28,18 @@ __all__ = ["candidates", "default", "gluon_refused", "language_for", "preference
 # The one switch: which templates serve a prefill on Hopper that nobody tuned. Either way the other
 # serves what this one cannot, and a tuner chooses between both.
 HOPPER_PREFILL: Language = "gluon"
+# Values that a score_mod reads for every key are held in registers until all of them are there. On
+# sm_90, beyond the first number the loops of the Gluon template and of tall tiles spill; beyond
+# the second those of 64 x 64, and beyond twice that all but the smallest.
+FEW_BY_KEY, MANY_BY_KEY = 2, 8
 
 
 def language_for(structure: Structure, device: Device) -> Language:
     """Whose configs the static defaults start with."""
     if structure.fp8:
         return "gluon"
+    if values_by_key(structure) > FEW_BY_KEY:
+        return "triton"
     if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
         return HOPPER_PREFILL if gluon.offered() else "triton"
     return "triton"
@@ -122,7 +128,7 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
             yield PrefillConfig(*shape)
         yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
         return
-    if device.has_wgmma and widest <= 128:
+    if device.has_wgmma and (widest <= 128 or values_by_key(structure) > MANY_BY_KEY):
         yield from _gathering(structure, widest)
     table = _PREFILL.get(device.arch, _PREFILL["small"])
     if device.backend == "hip":
@@ -154,10 +160,16 @@ def _order(structure: Structure) -> Order:
 
 def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
     """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
-    if loads_tiles(structure):
+    values = values_by_key(structure)
+    if values > 2 * MANY_BY_KEY:
+        yield PrefillConfig(16, 16, 8, 1)
+    elif values > MANY_BY_KEY:
+        yield PrefillConfig(64, 32, 8, 2)
+    elif loads_tiles(structure):
         yield PrefillConfig(64, 64, 4, 2, True)
     elif loads_by_key(structure) and not (widest > 64 and compares_numbers(structure)):
-        yield PrefillConfig(128 if widest <= 64 else 64, 64, 4, 3, True)
+        tall = widest <= 64 and values <= FEW_BY_KEY
+        yield PrefillConfig(128 if tall else 64, 64, 4, 3, True)
 
 
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to

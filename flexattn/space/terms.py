@@ -178,6 +178,22 @@ def loads_by_key(structure: Structure, keys: int = 0) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def values_by_key(structure: Structure) -> int:
+    """How many values a score_mod reads for every key, each the same for all rows of a tile.
+
+    A dot product with a captured tensor's rows reads one for each of its terms.
+    """
+    terms = structure.terms
+    if terms is None:
+        return 0
+    parts = [part for part in (terms.core, terms.rest, terms.keep) if part is not None]
+    found = {load for part in parts for load in _loads(part, by_row=False)}
+    if terms.column is not None:
+        found |= {load for row in (False, True) for load in _loads(terms.column, by_row=row)}
+    return len(found)
+
+
+@lru_cache(maxsize=1024)
 def compares_numbers(structure: Structure) -> bool:
     """Whether all that mods read by key are documents' numbers, which few tiles of runs compare.
 
@@ -237,10 +253,13 @@ def _tiles(structure: Structure, keys: int) -> list[Expr]:
     return [expr for expr in found if expr is not None]
 
 
-def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> bool:
+def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> list[Expr]:
+    """Loads that differ by key, and by row or not."""
     nodes: list[Expr] = list(walk(expr))
     rows = ("score", "q_idx", "h") if head_per_row else ("score", "q_idx")
     per_key, per_row = depending(nodes, ("score", "kv_idx")), depending(nodes, rows)
-    return any(
-        node.op == "load" and node in per_key and (node in per_row) is by_row for node in nodes
-    )
+    return [
+        node
+        for node in nodes
+        if node.op == "load" and node in per_key and (node in per_row) is by_row
+    ]

@@ -5,6 +5,8 @@ import torch
 
 from flexattn.catalogue import case, causal, sliding_window
 from flexattn.errors import UnsupportedError
+from flexattn.mods import bind, site
+from flexattn.mods.numbers import divisors
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from flexattn.render.nki.source import print_mods, render_nki
@@ -167,3 +169,16 @@ def test_captured_numbers_are_arguments_once_they_differ():
 
     for width in (3, 5, 8):
         check(1, 1, 1, 21, 45, score_mod=window(width))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_divisor_that_changes_is_a_number_of_the_schedule(kind, monkeypatch):
+    """The chip divides by a product; a captured divisor was refused at its second value."""
+    monkeypatch.setattr(site, "MAX_CONSTANT_DIVISORS", 1)
+
+    def cycled(n):
+        return lambda score, b, h, q_idx, kv_idx: score + ((score > 0) + kv_idx) % n * 0.25
+
+    for n in (3, 5, 4):
+        check(1, 1, 1, 21, 45, kind=kind, score_mod=cycled(n))
+    assert divisors(bind(cycled(9), "score").mod.expr)

@@ -13,6 +13,7 @@ from collections import Counter
 from flexattn.errors import UnsupportedError
 from flexattn.mods.bounds import Range, all_bounds
 from flexattn.mods.expr import Expr, walk
+from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 from flexattn.render.nki.emit import ZERO, NkiEmitter
 from flexattn.render.nki.ops import (
@@ -223,8 +224,8 @@ class NkiPrinter(NkiEmitter):
         if op == "div":
             return self._quotient(node, *args)
         if op in ("floor_div", "floor_mod") and is_int(node.dtype):
-            divisor = node.args[1]
-            positive = divisor.op == "const" and int(divisor.value or 0) > 0
+            limits = self.ranges[node.args[1]]
+            positive = args[1].place == "static" and limits is not None and limits[0] > 0
             reach = self.ranges[node.args[0]]
             return self.floored(op, args[0], args[1] if positive else None, reach)
         if op in BINARY:
@@ -295,6 +296,9 @@ def python_of(node: Expr, prefix: str) -> str:
         return number(node)
     if node.op == "scalar":
         return f"{prefix}_scalar{node.value}"
+    captured = number_of(node)
+    if captured is not None:
+        return f"{prefix}_scalar{captured[0]}"
     if node.op == "var":
         return str(node.value)
     args = [python_of(arg, prefix) for arg in node.args]

@@ -13,6 +13,7 @@ from typing import Literal
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.expr import Expr, fingerprint, walk
+from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 
 __all__ = ["Affine", "Table", "Tabulated", "affine_forms", "is_static", "tabulate"]
@@ -126,6 +127,8 @@ def _sum(one: Affine, other: Affine, dtype: str) -> Affine:
 def is_static(node: Expr) -> bool:
     """Whether Python knows its value when the kernel is specialised."""
     if node.op in ("const", "scalar") or (node.op == "var" and node.value in ("b", "h")):
+        return True
+    if number_of(node) is not None:
         return True
     return node.op in STATIC and all(is_static(arg) for arg in node.args)
 

@@ -1,0 +1,215 @@
+"""Numbers: what a kernel takes of the Python numbers that a mod captures, computed on the host.
+
+Whatever integer follows from captured integers alone is one argument, so that a kernel neither
+multiplies nor divides them. Its limits say that positions may be computed with it in 32 bits; a
+value outside of them has a Mod of its own. By a number that is known to be positive a kernel
+divides without a division: the host passes the multiplier and the shift of Granlund and
+Montgomery, "Division by invariant integers using multiplication" (PLDI 1994), CUTLASS' FastDivmod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexattn.lru import Lru
+from flexattn.mods.bounds import Range
+from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.simplify import make, plug
+
+__all__ = [
+    "DIVISIONS", "Number", "derived", "divisor_of", "divisors", "invariant", "number_of",
+    "reaching_divisors",
+]  # fmt: skip
+
+DIVISIONS = frozenset(("floor_div", "floor_mod", "trunc_div", "trunc_mod"))
+# What torch computes alike on the host and in a kernel, wrapping included.
+_ON_HOST = DIVISIONS | frozenset(
+    "add sub mul neg abs sign minimum maximum and or xor not shl shr".split()
+)
+# Largest magnitudes: sums of a few such numbers and positions have 32 bits. Of what is multiplied,
+# products of two smaller numbers, and of a position with one of at most 31, have 32 bits, too.
+_LARGEST, _OF_FACTORS = 2**28, (31, 2**15)
+_LARGEST_DIVISOR = 2**31 - 1
+_NARROW = "int32"
+
+_known: Lru[tuple[Expr, tuple[int | float, ...]], int] = Lru(4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One argument of a kernel, and the range that the kernel may take it to be in.
+
+    expr: reads nothing but the scalars of a callable, by their index in its identity. limits:
+    None where it may be anything that its dtype holds.
+    """
+
+    expr: Expr
+    limits: Range | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Of the kernel's argument."""
+        return self.expr.dtype if self.limits is None else _NARROW
+
+    def value(self, scalars: Sequence[int | float]) -> int | float | None:
+        """What it is now; None where it is outside of its limits, or undefined."""
+        expr = self.expr
+        found = scalars[int(expr.value or 0)] if expr.op == "scalar" else _computed(expr, scalars)
+        if self.limits is None or found is None:
+            return found
+        return found if self.limits[0] <= found <= self.limits[1] else None
+
+
+def reaching_divisors(expr: Expr) -> set[int]:
+    """Slots of the captured integers from which a divisor or modulus is computed."""
+    found: set[int] = set()
+    for node in walk(expr):
+        if node.op in DIVISIONS and node.dtype == "int64":
+            found.update(
+                int(each.value or 0) for each in walk(node.args[1]) if each.op == "scalar"
+            )
+    return found
+
+
+def derived(
+    expr: Expr, scalars: Sequence[int | float], earlier: Sequence[Number]
+) -> tuple[Expr, tuple[Number, ...]]:
+    """An expression of captured scalars as one of a kernel's numbers, by slot.
+
+    scalars: their present values. earlier: numbers of a Mod of the same expression that these
+    values did not fit: limits only grow, so that a number has few Mods however it changes.
+    """
+    roots = _roots(expr)
+    values = {root: Number(root).value(scalars) for root in roots}
+    if None in values.values():  # a division by zero: left to the machine, as it stands
+        roots = [node for node in walk(expr) if node.op == "scalar"]
+        return _replaced(expr, [Number(root) for root in roots])
+    nodes = list(walk(expr))
+    below = {n.args[1] for n in nodes if n.op in DIVISIONS and n.dtype == "int64"}
+    products = [
+        n for n in nodes
+        if n.op == "mul" and n.dtype == "int64" and n not in values and values.keys() & {*n.args}
+    ]  # fmt: skip
+    multiplied = set(walk(*products))
+    known = {number.expr: number.limits for number in earlier}
+    found = []
+    for root in roots:
+        value, limits = values[root], None
+        steps = (*_OF_FACTORS, _LARGEST) if root in multiplied else (_LARGEST,)
+        if root.dtype == "int64" and root in below and value is not None and value > 0:
+            limits = _limits(int(value), (*steps, _LARGEST_DIVISOR), 1)
+        elif root.dtype == "int64" and value is not None:
+            limits = _limits(int(value), steps, None)
+        if root in known:
+            limits = _joined(limits, known[root])
+        found.append(Number(root, limits))
+    return _replaced(expr, found)
+
+
+def number_of(node: Expr) -> tuple[int, Range] | None:
+    """(slot, limits) of an argument that is known to lie between its limits; None for all else.
+
+    Such a number is a scalar of 32 bits, which no callable captures, behind a clamp that says
+    what it can be and changes nothing.
+    """
+    if node.op != "minimum" or node.args[0].op != "maximum" or node.args[1].op != "const":
+        return None
+    low, high = node.args[0].args[1], node.args[1]
+    inner = node.args[0].args[0]
+    if inner.op != "cast" or inner.args[0].op != "scalar" or inner.args[0].dtype != _NARROW:
+        return None
+    limits = int(low.value or 0), int(high.value or 0)
+    return (int(inner.args[0].value or 0), limits) if low.op == "const" else None
+
+
+def divisor_of(node: Expr) -> int | None:
+    """The slot of the positive number of 32 bits that an operation divides by, if it does."""
+    if node.op not in DIVISIONS or node.dtype != "int64":
+        return None
+    found = number_of(node.args[1])
+    return found[0] if found is not None and found[1][0] > 0 else None
+
+
+@lru_cache(maxsize=1024)
+def divisors(expr: Expr) -> tuple[int, ...]:
+    """Slots of the numbers that `divisor_of` finds in an expression, in order."""
+    found = {divisor_of(node) for node in walk(expr)}
+    return tuple(sorted(slot for slot in found if slot is not None))
+
+
+def invariant(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift): n // divisor is ((2 n * multiplier) >> 32) >> shift for n below 2**31.
+
+    With 2**(shift - 1) < divisor <= 2**shift and multiplier = ceil(2**(31 + shift) / divisor), the
+    multiplier times the divisor exceeds that power by e < divisor <= 2**shift. So n * multiplier /
+    2**(31 + shift) exceeds n / divisor by n e / (divisor 2**(31 + shift)) < 1 / divisor, which
+    takes no quotient to the next integer. The divisor is from 1 to 2**31 - 1, and the multiplier
+    from 2**31 to 2**32 - 1.
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << (31 + shift)) // divisor), shift
+
+
+def _computed(expr: Expr, scalars: Sequence[int | float]) -> int | float | None:
+    slots = [int(node.value or 0) for node in walk(expr) if node.op == "scalar"]
+    key = expr, tuple([scalars[slot] for slot in slots])
+    found: int | float | None = _known.get(key)
+    if found is None:
+        result = plug(expr, dict(zip(slots, key[1], strict=True)))
+        if result.op != "const":
+            return None
+        found = int(result.value or 0)
+        _known.put(key, found)
+    return found
+
+
+def _roots(expr: Expr) -> list[Expr]:
+    """The largest parts that the host computes, in order, and every other scalar."""
+    nodes = list(walk(expr))
+    reading: dict[Expr, bool] = {}  # of what the host can compute, whether it reads a scalar
+    for node in nodes:
+        if node.op in ("const", "scalar"):
+            reading[node] = node.op == "scalar"
+        elif node.op in _ON_HOST and node.dtype == "int64" and _whole(node, reading):
+            reading[node] = any(reading[arg] for arg in node.args)
+    inner = {arg for node in nodes if node in reading for arg in node.args}
+    outer = {arg for node in nodes if node not in reading for arg in node.args} | {expr}
+    return [n for n in nodes if reading.get(n, False) and (n in outer or n not in inner)]
+
+
+def _whole(node: Expr, known: Mapping[Expr, bool]) -> bool:
+    return all(arg in known and arg.dtype == "int64" for arg in node.args)
+
+
+def _limits(value: int, steps: Sequence[int], least: int | None) -> Range | None:
+    for step in steps:
+        if abs(value) <= step:
+            return (-step if least is None else least), step
+    return None
+
+
+def _joined(one: Range | None, other: Range | None) -> Range | None:
+    if one is None or other is None:
+        return None
+    return min(one[0], other[0]), max(one[1], other[1])
+
+
+def _replaced(expr: Expr, numbers: Sequence[Number]) -> tuple[Expr, tuple[Number, ...]]:
+    slots = {number.expr: slot for slot, number in enumerate(numbers)}
+    done: dict[Expr, Expr] = {}
+    for node in walk(expr):
+        slot = slots.get(node)
+        if slot is None:
+            args = tuple(done[arg] for arg in node.args)
+            done[node] = make(node.op, node.dtype, args, node.value) if args else node
+            continue
+        number = numbers[slot]
+        done[node] = Expr("scalar", number.dtype, (), slot)
+        if number.limits is not None:
+            low, high = (const(limit, node.dtype) for limit in number.limits)
+            wide = make("cast", node.dtype, (done[node],))
+            at_least = make("maximum", node.dtype, (wide, low))
+            done[node] = make("minimum", node.dtype, (at_least, high))
+    return done[expr], tuple(numbers)
