@@ -70,7 +70,7 @@ CASES = [(D, mods) for D in (64, 96, 256) for mods in EVERYWHERE] + [(128, mods)
 
 
 def forms(config):
-    """One consumer, two and three, with turns and without."""
+    """One consumer, two and three, with turns and without, compiled once or each for itself."""
     for consumers, registers in CONSUMER_REGISTERS.items():
         each = replace(config, consumers=consumers, registers=registers, chained=False)
         each = replace(each, ping_pong=False, long_turns=False)
@@ -78,6 +78,7 @@ def forms(config):
         if consumers > 1:
             yield replace(each, ping_pong=True)
             yield replace(each, ping_pong=True, long_turns=True, schedule="dynamic")
+            yield replace(each, merge_consumers=not each.merge_consumers)
 
 
 @pytest.mark.parametrize(("D", "mods"), CASES)
