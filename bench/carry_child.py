@@ -29,7 +29,7 @@ from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import read
 
 # What a Gluon kernel's text becomes machine code through, and what it imports.
-AFTER = ("flexattn.one_program", "flexattn.gluon_api")
+AFTER = ("flexattn.ptx.merge_consumers", "flexattn.gluon_api")
 
 
 def main(root: Path) -> dict[str, Any]:

@@ -59,7 +59,6 @@ RENDERERS: dict[str, Renderer] = {
 # What renderers import that decides no kernel of a record, and why.
 NO_TEXT = {
     "errors": "what is said where nothing is rendered",
-    "settings": "where files lie, and what is said of them",
     "device": "what it says of a device is hashed by value",
     "mods.bind": "makes the expression that rendering begins with: its fingerprint is in the key",
     "ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",

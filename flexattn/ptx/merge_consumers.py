@@ -112,16 +112,18 @@ def _enter(ptx: str, consumers: int) -> str:
         rf"|\t@!{first} bra \t(?P<load_behind>\$\w+);\n)"
     ).search(ptx)
     numbers = re.compile(rf"{thread}\b|{group}\b|{warp}\b")
-    if split is None or numbers.search(split["between"]):
-        raise _unknown("a block's first branch", "nothing is computed of a thread's number before")
+    if split is None:
+        raise _unknown("a block's first branch", "its warps part where their number is known")
+    # What is computed of a number before the warps part is computed behind it, on both ways.
+    between = split["between"] if numbers.search(split["between"]) else ""
     more = consumers - 1
     consume = (
         f"\tand.b32 \t{thread}, {thread}, {THREADS - 1};\n"
-        f"\tand.b32 \t{group}, {group}, {WARPS - 1};\n"
+        f"\tand.b32 \t{group}, {group}, {WARPS - 1};\n{between}"
     )
     load = (
         f"\tsub.s32 \t{thread}, {thread}, {THREADS * more};\n"
-        f"\tsub.s32 \t{group}, {group}, {WARPS * more};\n"
+        f"\tsub.s32 \t{group}, {group}, {WARPS * more};\n{between}"
     )
     if split["consume"] is None:
         ptx = ptx[: split.end()] + consume + ptx[split.end() :]

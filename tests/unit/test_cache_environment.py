@@ -172,7 +172,7 @@ def changed_by(monkeypatch, name):
         ("render/score_printer.py", EVERY),
         ("render/reach.py", {"prefill", "hopper"}),
         ("render/gluon/tiles.py", {"hopper"}),
-        ("one_program.py", {"hopper"}),
+        ("ptx/merge_consumers.py", {"hopper"}),
         ("space/serving_config.py", {"serving"}),
         ("launch.py", set()),
     ],

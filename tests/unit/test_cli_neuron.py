@@ -137,6 +137,10 @@ def test_requests_that_are_refused(flexattn, workload, arguments, words):
         assert word in result.stderr
 
 
+def _code(text):
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_render_shows_the_kernel_of_a_target(flexattn, tmp_path, kind):
     arguments = ("render", "alibi_causal_document", "--kind", kind, "--device")
@@ -144,7 +148,9 @@ def test_render_shows_the_kernel_of_a_target(flexattn, tmp_path, kind):
     for target in CORES:
         found = json.loads(flexattn(*arguments, target, "--json").stdout)
         assert found["device"] == f"{target} (NKI)" and "mask_mod" in found
-        assert Path(found["path"]).read_text() == found["source"]
+        # Cores whose kernels are equal share a file, under the header of the first.
+        stored = Path(found["path"]).read_text()
+        assert _code(stored) == _code(found["source"]) and len(_code(stored)) > 20
         assert found["path"].startswith(str(tmp_path)) and "import nki.isa" in found["source"]
         sources.add(found["source"])
     assert len(sources) == len(CORES)

@@ -145,10 +145,13 @@ def test_threads_have_the_numbers_that_their_code_was_compiled_for(parts):
         assert f"bra \t$L__BB0_1;\n{consume}" in text
 
 
-@pytest.mark.parametrize("line", ["\tshl.b32 \t%r30, %r1, 1;\n", "\tadd.s32 \t%r30, %r2, 1;\n"])
-def test_what_is_made_of_a_number_before_the_warps_part_is_refused(line):
-    with pytest.raises(RenderError, match="first branch"):
-        merged(ptx().replace("\t@%p1", f"{line}\t@%p1", 1))
+@pytest.mark.parametrize("parts", PARTS)
+def test_what_is_made_of_a_number_before_the_warps_part_is_made_again_behind(parts):
+    """Of D 256 with documents the compiler takes a thread's lane before: it was refused."""
+    line = "\tand.b32 \t%r30, %r1, 31;\n"
+    text = merged(ptx(parts=parts).replace(PARTS[parts], line + PARTS[parts], 1))
+    assert f"\tand.b32 \t%r2, %r2, 3;\n{line}" in text
+    assert f"\tsub.s32 \t%r2, %r2, 8;\n{line}" in text
 
 
 def test_the_stages_stand_behind_the_hook_there_was(monkeypatch):

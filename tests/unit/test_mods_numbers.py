@@ -226,8 +226,8 @@ def test_the_launch_gives_the_multiplier_and_the_shift(one_constant):
         bound = bind(by_twos(n, n), "mask")
     captures = Captures(bound.mod, ())
     (slot,) = divisors(bound.mod.expr)
-    names = [argument.name for argument in captured_arguments(captures)]
-    given = dict(zip(names, captured_values(captures, bound), strict=True))
+    given = captured_values(captures, bound)
+    assert list(given) == [argument.name for argument in captured_arguments(captures)]
     name = f"mask_scalar{slot}"
     multiplier, shift = invariant(12)
     assert given[name] == 12 and given[f"{name}_shift"] == shift

@@ -26,6 +26,8 @@ _LAYOUTS = (
     (r"tl\.arange\(0, BLOCK_N\)", "gl.arange(0, BLOCK_N, BY_KEY)"),
     (r"tl\.arange\(0, STRIP\)", "gl.arange(0, STRIP, IN_A_LINE)"),
     (r"\bBLOCK_M\b", "ROWS"),
+    # Gluon's zeros_like takes no scalar, which has no layout (Triton 3.6).
+    (r"tl\.zeros_like\(a\)", "(a - a)"),
     # A selection behind a condition stays there.
     (r"^( +)qk = tl\.where\((.*)\)$", r"\1qk = stay(gl.where(\2))"),
     (r"\btl\.sigmoid\b", "sigmoid"),
