@@ -246,8 +246,9 @@ def prepare(
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
         reach = Reach.of(problem, q, k, given, target, index)
-        if not pays(problem):
-            reach, fixed["REACH"] = None, 0
+        reach = reach if pays(problem) else None
+        if reach is None:
+            fixed["REACH"] = 0
     boxes, narrow = {}, None
     if isinstance(config, GluonPrefillConfig):
         values = _dense(v.shape) if structure.fp8 else _box(v)

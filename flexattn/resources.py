@@ -26,6 +26,8 @@ _SPLIT = re.compile(r"\bsetmaxnreg\.(?:inc|dec)\S*\s+(\d+)")
 _LABEL = re.compile(r"^(\.L\w+):")
 # Bytes of registers that ptxas spills by choice, to run one more block on an SM.
 _BY_CHOICE = 16
+# Of SASS, its address in a comment first; of AMD's assembly, its name behind white space.
+_INSTRUCTION = re.compile(r"\s+(?:/\*[0-9a-f]{4}|[a-z]\w*\b(?!:))")
 _BRANCH = re.compile(r"\b(?:BRA|s_c?branch\w*)\b.*?(\.L\w+)")
 
 
@@ -60,14 +62,15 @@ def starved(loop_spills: int, stack: int) -> bool:
     return loop_spills > 0 and stack > _BY_CHOICE
 
 
-def loop_spills(cubin: bytes) -> tuple[int, int]:
-    """(loads and stores of spilled registers in loops, bytes of a thread's stack) of a cubin.
+def loop_spills(cubin: bytes) -> tuple[int, int, int]:
+    """What loops spill: (loads and stores of spilled registers, instructions, bytes of stack).
 
     A stack too small to matter is read from the file in 0.2 ms, and 0 spills are returned; the
     others are disassembled, in about a second. Raises BuildError where Triton's tool fails.
     """
     stack = stack_size(cubin)
-    return (_in_loops(_disassembled(cubin)) if starved(1, stack) else 0), stack
+    spills, code = _in_loops(_disassembled(cubin)) if starved(1, stack) else (0, 0)
+    return spills, code, stack
 
 
 def resources(compiled: Any, device: Device) -> Resources:
@@ -92,7 +95,7 @@ def _nvidia(cubin: bytes, ptx: str, shared: int, device: Device) -> Resources:
     return Resources(
         registers=int(found["REG"]),
         spills=len(_SPILL.findall(code)),
-        loop_spills=_in_loops(code),
+        loop_spills=_in_loops(code)[0],
         shared=shared,
         matrix_instructions=len(_MATRIX_NVIDIA.findall(code)),
         stack=int(found["STACK"]),
@@ -139,15 +142,22 @@ def _amd(assembly: str, shared: int) -> Resources:
     return Resources(
         registers=number("vgpr_count"),
         spills=len(_SPILL.findall(assembly)),
-        loop_spills=_in_loops(assembly),
+        loop_spills=_in_loops(assembly)[0],
         shared=shared,
         matrix_instructions=len(_MATRIX_AMD.findall(assembly)),
         stack=number("private_segment_fixed_size"),
     )
 
 
-def _in_loops(assembly: str) -> int:
-    """Spills between a label and a branch back to it."""
+def loop_spills_amd(assembly: str) -> tuple[int, int, int]:
+    """As loop_spills, of AMD's assembly."""
+    spills, code = _in_loops(assembly)
+    found = re.search(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return spills, code, int(found.group(1)) if found else 0
+
+
+def _in_loops(assembly: str) -> tuple[int, int]:
+    """Spills, and instructions, between a label and a branch back to it."""
     lines = assembly.splitlines()
     labels: dict[str, int] = {}
     inside: set[int] = set()
@@ -156,7 +166,8 @@ def _in_loops(assembly: str) -> int:
             labels[label.group(1)] = number
         elif (branch := _BRANCH.search(line)) and branch.group(1) in labels:
             inside.update(range(labels[branch.group(1)], number))
-    return sum(bool(_SPILL.search(lines[number])) for number in inside)
+    code = [lines[number] for number in inside if _INSTRUCTION.match(lines[number])]
+    return sum(bool(_SPILL.search(line)) for line in code), len(code)
 
 
 def _tool(name: str, *arguments: str) -> str:

@@ -194,7 +194,13 @@ def _print_outcomes(told: dict[str, Any]) -> None:
     if told["cleared"]:
         typer.echo(f"{'outcomes':<12}{told['cleared']} cleared")
     for each in told["outcomes"]:
-        outcome = Outcome(each["kind"], each["reason"], each["loop_spills"], each["stack"])
+        outcome = Outcome(
+            each["kind"],
+            each["reason"],
+            each["loop_spills"],
+            each["stack"],
+            each["loop_instructions"],
+        )
         if not outcome.built or outcome.starved:
             typer.echo(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
 

@@ -12,16 +12,13 @@ from flexattn.errors import BuildError, ConfigError, FlexAttnError, RenderError
 from flexattn.fallback.memory import Memory
 from flexattn.fallback.outcome import Outcome, concerns_the_device, outcome_of, too_large
 from flexattn.render.source import Source
-from flexattn.resources import loop_spills, resources
+from flexattn.resources import loop_spills, loop_spills_amd
 from flexattn.settings import current, log, say_once
 
 __all__ = ["Attempt", "Candidate", "Served", "serve", "told"]
 
 # Kernels that are compiled for a call because those before them spill: about a second each.
 MAX_SPILLED = 4
-# Words in loops for which a form is not left: 142 in a Hopper kernel of D 64 took 2 % longer on an
-# H200 than none, where the Triton template takes half as long again.
-FEW_SPILLS = 160
 
 
 class Candidate(Protocol):
@@ -216,49 +213,45 @@ class _Chance:
     def _spills(self, kernel: Kernel, source: Source) -> Outcome:
         """What its loops spill, kept beside the binary where that had to be disassembled."""
         try:
-            spills, stack = spills_of(kernel, self.device)
+            spills, code, stack = spills_of(kernel, self.device)
         except (BuildError, ValueError) as error:
             say_once(f"nobody can tell what kernels spill: {error}")
             return Outcome("built")
-        outcome = Outcome("built", "", spills, stack)
+        outcome = Outcome("built", "", spills, stack, code)
         if outcome.disassembled and self.memory is not None:
             self.memory.note(source, self.device, outcome, self.title)
         return outcome
 
 
-def spills_of(kernel: Kernel, device: Device) -> tuple[int, int]:
-    """As `resources.loop_spills`, of a kernel that was built; (0, 0) in the interpreter."""
+def spills_of(kernel: Kernel, device: Device) -> tuple[int, int, int]:
+    """As `resources.loop_spills`, of a kernel that was built; zeros in the interpreter."""
     if kernel.binary is not None:
         return loop_spills(kernel.binary.code)
     text = getattr(kernel.compiled, "asm", {})
     if "cubin" in text:
         return loop_spills(text["cubin"])
     if "amdgcn" in text:
-        taken = resources(kernel.compiled, device)
-        return taken.loop_spills, taken.stack
-    return 0, 0
+        return loop_spills_amd(text["amdgcn"])
+    return 0, 0, 0
 
 
 def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
     """Which of the others to try, after one did not serve.
 
-    What spills a few words: the same tiles compiled otherwise, and nothing else. What spills more:
-    the last tiles of its form, which have the most registers left, then the next form. What the
-    compiler refuses in a text it refuses with other numbers in it: the same tiles without passes,
-    then the next form, or of the last form its last, which is the smallest. What does not fit: the
-    next.
+    What spills: the last tiles of its form, which have the most registers left, then the next
+    form. What the compiler refuses in a text it refuses with other numbers in it: the same tiles
+    without passes, then the next form, or of the last form its last, which is the smallest. What
+    does not fit: the next.
     """
     if not (outcome.built or outcome.of_text):
         return list(left)
     same = [each for each in left if each.form == failed.form]
     others = [each for each in left if each.form != failed.form]
     alike = [each for each in same if each.tiles == failed.tiles]
-    if outcome.built and outcome.loop_spills <= FEW_SPILLS:
-        return alike or ([] if others else list(left))
     smaller = [each for each in same if each.tiles != failed.tiles]
     smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
     if outcome.built:
-        return [*smallest, *others] if others else list(left)
+        return [*smallest[:1], *others] if others else list(left)
     mended = [] if failed.plain or outcome.kind == "passing" else [e for e in alike if e.plain]
     return [*mended[:1], *(others or smallest[:1])]
 

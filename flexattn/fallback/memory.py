@@ -44,6 +44,7 @@ class Noted:
     kind: Kind
     reason: str
     loop_spills: int
+    loop_instructions: int
     stack: int
     title: str
     compiler: str
@@ -52,7 +53,9 @@ class Noted:
     @property
     def outcome(self) -> Outcome:
         """Without what is told for people."""
-        return Outcome(self.kind, self.reason, self.loop_spills, self.stack)
+        return Outcome(
+            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions
+        )
 
 
 def root() -> Path:
@@ -93,7 +96,8 @@ class Memory:
         self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
         noted = Noted(
-            SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills, outcome.stack,
+            SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
+            outcome.loop_instructions, outcome.stack,
             title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
         )  # fmt: skip
         try:

@@ -42,8 +42,8 @@ def broken(monkeypatch):
 
     make = source.make_source
 
-    def spoiled(name, *rest):
-        made = make(name, *rest)
+    def spoiled(name, *rest, **named):
+        made = make(name, *rest, **named)
         text = made.text.replace("gl.warp_specialize(", "gl.no_such_function(")
         assert text != made.text
         return replace(made, text=text, hash=digest_of(replace(made, text=text)))
@@ -96,7 +96,8 @@ def test_the_size_of_a_stack_stands_in_a_cubin(arch):
     compiled = unloaded(limited, device).compiled
     taken = resources(compiled, device)
     assert taken.stack > 16
-    assert loop_spills(compiled.asm["cubin"]) == (taken.loop_spills, taken.stack)
+    spills, code, stack = loop_spills(compiled.asm["cubin"])
+    assert (spills, stack) == (taken.loop_spills, taken.stack) and 100 < code < 50_000
 
 
 def test_a_tuner_counts_what_is_refused_as_infeasible(broken, place):

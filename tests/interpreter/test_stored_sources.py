@@ -19,7 +19,7 @@ RIGHT = [0, 0, 0, 1, 1, 1, 1, 1]
 
 def launch(kernel):
     out = torch.full((8,), -1, dtype=torch.int32)
-    kernel.prepare(1, [None, None], ()).launch(-1, [out, 3])
+    kernel.prepare(1, {}, ("OUT", "bound")).launch(-1, [out, 3])
     return out.tolist()
 
 

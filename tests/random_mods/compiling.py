@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any
 
-from flexattn.build import compile_source
+from flexattn.build import compile_source, unloaded
 from flexattn.device import Device, named
-from flexattn.dispatch import Choice, choices
-from flexattn.errors import ConfigError
+from flexattn.dispatch import Choice, chosen
 from flexattn.mods import bind
 from flexattn.mods.expr import walk
 from flexattn.options import NONE
 from flexattn.problem import Captures, Problem, Shape, Sparsity, make_problem
-from flexattn.render.source import render_block_mask
+from flexattn.render.block_mask import render_block_mask
+from flexattn.settings import override
 from flexattn.space.config import describe
 from tests.random_mods.mods import RandomMod, random_mod
 from tests.random_mods.outcomes import Outcome, Task, failure
@@ -24,17 +25,13 @@ BLOCK = 128
 
 
 def served(problem: Problem, device: Device) -> tuple[int, Choice]:
-    """The candidate that serves a call, and its number from 1; raises what the call would raise.
+    """The candidate that serves a call, and how many were tried; raises what the call would raise.
 
     This alone knows how dispatch goes through its candidates.
     """
-    for number, choice in enumerate(choices(problem, device, NONE), start=1):
-        kernel = compile_source(choice.source, device)
-        if int(kernel.metadata.shared) <= device.shared_memory:
-            if choice.combine is not None:
-                compile_source(choice.combine, device)
-            return number, choice
-    raise ConfigError("every candidate needs too much shared memory", "one of them fits")
+    with override(strict=False):
+        choice, _, _ = chosen(problem, device, NONE, partial(unloaded, device=device))
+    return len(choice.attempts), choice
 
 
 def problem_of(mod: RandomMod) -> Problem:
