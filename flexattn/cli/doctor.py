@@ -29,6 +29,7 @@ from flexattn.fallback.memory import memory
 from flexattn.fallback.outcome import Outcome
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
+from flexattn.ptx.assembler import own_ptxas, preferred
 from flexattn.render.environment import templates_folder
 from flexattn.settings import current
 from flexattn.space.config import describe
@@ -138,13 +139,15 @@ def _folder(faults: list[str]) -> str:
 
 
 def _tools(faults: list[str]) -> dict[str, str | None]:
-    """ptxas compiles for NVIDIA, nvdisasm reads registers and spills; Triton brings both."""
+    """Both ptxas compile for NVIDIA, nvdisasm reads registers and spills; Triton brings them."""
     knobs = importlib.import_module("triton").knobs
     found: dict[str, str | None] = {}
-    for name in ("ptxas", "nvdisasm"):
+    for name in ("ptxas", "ptxas_blackwell", "nvdisasm"):
         try:
             tool = getattr(knobs.nvidia, name)
-            found[name] = f"{tool.path} ({tool.version})"
+            of_hopper = name.replace("_", "-") == (preferred() or own_ptxas())
+            use = ", for Hopper's template" if of_hopper else ""
+            found[name] = f"{tool.path} ({tool.version}{use})"
         except (RuntimeError, AttributeError, OSError) as error:
             found[name] = None
             faults.append(f"{name}: {error}")

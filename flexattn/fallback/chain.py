@@ -239,9 +239,9 @@ def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
     """Which of the others to try, after one did not serve.
 
     What spills: the last tiles of its form, which have the most registers left, then the next
-    form. What the compiler refuses in a text it refuses with other numbers in it: the same tiles
-    without passes, then the next form, or of the last form its last, which is the smallest. What
-    does not fit: the next.
+    form. What the compiler refuses in a text it refuses with other numbers in it: the next form's
+    turn, or of the last form its last, which is the smallest; what a pass may have broken is tried
+    without it first. What does not fit: the next.
     """
     if not (outcome.built or outcome.of_text):
         return list(left)
@@ -252,8 +252,9 @@ def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
     smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
     if outcome.built:
         return [*smallest[:1], *others] if others else list(left)
-    mended = [] if failed.plain or outcome.kind == "passing" else [e for e in alike if e.plain]
-    return [*mended[:1], *(others or smallest[:1])]
+    by_pass = outcome.of_assembly and not failed.plain
+    unchanged = [each for each in alike if by_pass and each.plain]
+    return [*unchanged[:1], *(others or smallest[:1])]
 
 
 def _strict(outcome: Outcome) -> bool:

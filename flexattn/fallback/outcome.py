@@ -75,6 +75,11 @@ class Outcome:
         """Whether it is likely to befall every tile size of the same template."""
         return self.kind in ("compiler", "check", "passing")
 
+    @property
+    def of_assembly(self) -> bool:
+        """Whether it befell the PTX, or what became of it, and not the source."""
+        return self.kind in ("check", "loader") or "ptxas" in self.reason.lower()
+
     def __str__(self) -> str:
         """In words."""
         if self.built:

@@ -18,7 +18,15 @@ from typing import Any, Literal, get_args
 
 from flexattn.settings import names_ptxas
 
-__all__ = ["PTXAS", "Ptxas", "assembled_by", "assemblers", "preferred", "triton_version"]
+__all__ = [
+    "PTXAS",
+    "Ptxas",
+    "assembled_by",
+    "assemblers",
+    "own_ptxas",
+    "preferred",
+    "triton_version",
+]
 
 # "": the one that Triton takes for the arch; else the file's name.
 Ptxas = Literal["", "ptxas", "ptxas-blackwell"]
@@ -34,10 +42,9 @@ def assemblers() -> tuple[Ptxas, ...]:
     Its own alone where the environment names one, where the other is not installed, and where
     Triton's cache cannot tell their kernels apart (3.6). No Triton is imported for it.
     """
-    release = tuple(int(part) for part in triton_version().split(".")[:2] if part.isdigit())
-    if names_ptxas() or release < _KEYED:
+    if names_ptxas() or _release() < _KEYED:
         return ("",)
-    other: Ptxas = "ptxas" if release >= _TAKES_NEWER else "ptxas-blackwell"
+    other: Ptxas = "ptxas" if _release() >= _TAKES_NEWER else "ptxas-blackwell"
     return ("", other) if _tool(other).exists() else ("",)
 
 
@@ -58,6 +65,15 @@ def triton_version() -> str:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
     return found.group(1) if found else ""
+
+
+def own_ptxas() -> str:
+    """The one that Triton takes for Hopper by itself, unless the environment names another."""
+    return "ptxas-blackwell" if _release() >= _TAKES_NEWER else "ptxas"
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton_version().split(".")[:2] if part.isdigit())
 
 
 def _package() -> Path:

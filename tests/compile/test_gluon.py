@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tempfile
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import triton
 from torch.nn.attention.flex_attention import and_masks
 from triton._C.libtriton import ir, nvidia, passes
 
-from flexattn import build
 from flexattn.binary import binary_of
 from flexattn.build import compile_source
 from flexattn.catalogue import CASES as WHOLE
@@ -21,7 +19,7 @@ from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_w
 from flexattn.cuda_launch import RANK
 from flexattn.device import named
 from flexattn.errors import ConfigError
-from flexattn.ptx.merge_consumers import ALONE, NAME
+from flexattn.ptx.merge_consumers import ALONE
 from flexattn.render.kernel import render
 from flexattn.resources import resources
 from flexattn.space.config import GluonPrefillConfig, describe, language_of
@@ -196,52 +194,6 @@ def test_merged_consumers_are_compiled_once_and_wait_without_meeting(mods):
         assert len(waits) >= 3
         for wait in waits:
             assert "%meeting" not in wait[: wait.index("mbarrier.try_wait")]
-
-
-def test_a_kernel_that_was_compiled_without_the_hook_is_compiled_anew(monkeypatch, tmp_path):
-    """Somebody's who opened the rendered file: it lay in Triton's cache under the same name."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    source = render(problem("prefill", 64).structure, SMALL, H200, "test")
-    with monkeypatch.context() as alone:
-        alone.setattr(build, "compiled_by", lambda stages: nullcontext())
-        alone.setattr(build, "block_warps", lambda text: None)
-        assert compile_source(source, H200).metadata.num_warps == 8
-    for _ in range(2):
-        assert compile_source(source, H200).metadata.num_warps == 16
-
-
-@pytest.mark.parametrize("mods", ["noop", "alibi_causal"])
-def test_without_the_pass_each_consumer_is_compiled(mods):
-    """Whoever opens and launches the file of the merged form waits for ever; this one runs."""
-    wanted = problem("prefill", 128, **MODS[mods])
-    start = replace(default(wanted, H200, "gluon"), merge_consumers=True)
-    merged, plain = (
-        render(wanted.structure, replace(start, merge_consumers=merge), H200, "test")
-        for merge in (True, False)
-    )
-    assert merged.stages.passes == (NAME,) and not plain.stages.passes
-    assert (
-        f"# pass: {NAME} (flexattn/ptx/{NAME}.py)" in merged.text and "# pass:" not in plain.text
-    )
-    products, warps = zip(
-        *(
-            (found.asm["ptx"].count("wgmma.mma_async"), found.metadata.num_warps)
-            for found in (compile_source(source, H200) for source in (merged, plain))
-        ),
-        strict=True,
-    )
-    assert products[1] == start.consumers * products[0] and warps[0] == warps[1] == 12
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_a_mask_of_every_fourth_key_is_served(D):
-    """It was refused: "a thread knows seven bits of its number", which its code does not need."""
-
-    def dilated(b, h, q_idx, kv_idx):
-        return (q_idx - kv_idx >= 0) & (q_idx - kv_idx < 256) & ((q_idx - kv_idx) % 4 == 0)
-
-    wanted = problem("prefill", D, mask_mod=dilated, runs=True)
-    assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -1,0 +1,90 @@
+"""What happens to Hopper's kernels between PTX and machine code: the pass, and which ptxas."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import triton
+
+from flexattn import build
+from flexattn.build import compile_source
+from flexattn.catalogue import alibi, causal
+from flexattn.device import named
+from flexattn.fallback.outcome import MOST_SPILLS
+from flexattn.ptx.assembler import assemblers
+from flexattn.ptx.merge_consumers import NAME
+from flexattn.render.kernel import render
+from flexattn.resources import loop_spills
+from flexattn.space.gluon_config import GluonPrefillConfig
+from flexattn.space.triton import default
+from tests.problems import problem
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]
+
+H200 = named("nvidia-h200")
+SMALL = GluonPrefillConfig(3, 64, 2, 160)
+CAUSAL = {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True}
+
+
+def test_a_kernel_that_was_compiled_without_the_hook_is_compiled_anew(monkeypatch, tmp_path):
+    """Somebody's who opened the rendered file: it lay in Triton's cache under the same name."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    source = render(problem("prefill", 64).structure, SMALL, H200, "test")
+    with monkeypatch.context() as alone:
+        alone.setattr(build, "compiled_by", lambda stages: nullcontext())
+        alone.setattr(build, "block_warps", lambda text: None)
+        assert compile_source(source, H200).metadata.num_warps == 8
+    for _ in range(2):
+        assert compile_source(source, H200).metadata.num_warps == 16
+
+
+@pytest.mark.parametrize("mods", [{}, CAUSAL], ids=["noop", "ALiBi"])
+def test_without_the_pass_each_consumer_is_compiled(mods):
+    """Whoever opens and launches the file of the merged form waits for ever; this one runs."""
+    wanted = problem("prefill", 128, **mods)
+    start = replace(default(wanted, H200, "gluon"), merge_consumers=True)
+    merged, plain = (
+        render(wanted.structure, replace(start, merge_consumers=merge), H200, "test")
+        for merge in (True, False)
+    )
+    assert merged.stages.passes == (NAME,) and not plain.stages.passes
+    assert (
+        f"# pass: {NAME} (flexattn/ptx/{NAME}.py)" in merged.text and "# pass:" not in plain.text
+    )
+    products, warps = zip(
+        *(
+            (found.asm["ptx"].count("wgmma.mma_async"), found.metadata.num_warps)
+            for found in (compile_source(source, H200) for source in (merged, plain))
+        ),
+        strict=True,
+    )
+    assert products[1] == start.consumers * products[0] and warps[0] == warps[1] == 12
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_mask_of_every_fourth_key_is_served(D):
+    """It was refused: "a thread knows seven bits of its number", which its code does not need."""
+
+    def dilated(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx >= 0) & (q_idx - kv_idx < 256) & ((q_idx - kv_idx) % 4 == 0)
+
+    wanted = problem("prefill", D, mask_mod=dilated, runs=True)
+    source = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test")
+    spills, code, _ = loop_spills(compile_source(source, H200).asm["cubin"])
+    assert source.stages.passes and spills * MOST_SPILLS <= code
+
+
+def test_a_config_names_its_ptxas():
+    """The release of PTX is that of the assembler; the same source is another kernel."""
+    wanted = problem("prefill", 64)
+    made = {
+        ptxas: render(wanted.structure, replace(SMALL, ptxas=ptxas), H200, "test")
+        for ptxas in assemblers()
+    }
+    assert len({source.hash for source in made.values()}) == len(made)
+    written = {
+        re.search(r"\.version (\S+)", compile_source(source, H200).asm["ptx"])[1]
+        for source in made.values()
+    }
+    assert len(written) == len(made)
