@@ -55,7 +55,7 @@ test-oldest: env
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m full_matrix tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "full_matrix and oldest" tests/compile
 	for release in $(BETWEEN); do \
 		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
 	done

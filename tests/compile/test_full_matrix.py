@@ -14,7 +14,7 @@ from flexattn.space.triton import space
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 
-pytestmark = [pytest.mark.compile, pytest.mark.full_matrix]
+pytestmark = [pytest.mark.compile, pytest.mark.full_matrix, pytest.mark.oldest]
 
 MODS = {"noop": {}, "causal_softcap": {"score_mod": softcap(50.0), "mask_mod": causal}}
 

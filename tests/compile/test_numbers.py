@@ -184,6 +184,7 @@ def test_ten_values_spill_no_more_than_the_first(name, which):
 
 
 @pytest.mark.full_matrix
+@pytest.mark.oldest
 @pytest.mark.parametrize("D", [64, 256])
 @pytest.mark.parametrize("name", ["sliding_tile_3d", "tiled_neighbourhood", "block_diffusion"])
 def test_other_head_dimensions_neither(name, D):
