@@ -2,9 +2,11 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from bench.releases import problem_of, rows
 from flexattn.build import unloaded
 from flexattn.catalogue import softcap
 from flexattn.device import named
@@ -108,3 +110,17 @@ def test_a_tuner_counts_what_is_refused_as_infeasible(broken, place):
     assert (first.stage, second.stage) == ("infeasible", "infeasible")
     assert "no_such_function" in first.message and "no_such_function" in second.message
     assert second.error == "compiler", "it was known, and not compiled"
+
+
+ROWS = {row.name: row for row in rows() if "16k" not in row.name and "qa" not in row.name}
+
+
+@pytest.mark.full_matrix
+@pytest.mark.oldest
+@pytest.mark.releases
+@pytest.mark.parametrize("name", ROWS)
+def test_hoppers_template_is_first_for_the_grid_and_its_mods(name):
+    """With Triton 3.9 the Triton template served all of them: it was asked for its release."""
+    wanted = problem_of(ROWS[name])
+    choice, _, _ = chosen(wanted, H200, NONE, partial(unloaded, device=H200))
+    assert language_of(choice.config) == "gluon" and len(choice.attempts) == 1
