@@ -28,6 +28,7 @@ from flexattn.cuda_launch import CudaLaunch, loaded
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
 from flexattn.lru import Lru
+from flexattn.ptx.assembler import ptx_version
 from flexattn.ptx.hook import compiled_by
 from flexattn.ptx.merge_consumers import block_warps
 from flexattn.render.binding import Binding, bind
@@ -154,6 +155,7 @@ def _compiled(source: Source, device: Device) -> Any:
     from triton.backends.compiler import GPUTarget
 
     path = path_of(source)
+    version = ptx_version(source.stages.ptxas)
     arch: int | str = device.capability or device.arch
     target = GPUTarget(device.backend, arch, device.warp_size)
     attrs = {
@@ -180,6 +182,7 @@ def _compiled(source: Source, device: Device) -> Any:
                     # Asserts that only a debug build keeps take time to write in every other.
                     "sanitize_overflow": False,
                     **({"maxnreg": source.registers} if source.registers else {}),
+                    **({"ptx_version": version} if version else {}),
                 },
             )
     except Exception as error:  # whatever the compiler raises is one typed failure here

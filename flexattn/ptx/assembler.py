@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,14 +19,9 @@ from typing import Any, Literal, get_args
 from flexattn.settings import names_ptxas
 
 __all__ = [
-    "PTXAS",
-    "Ptxas",
-    "assembled_by",
-    "assemblers",
-    "own_ptxas",
-    "preferred",
-    "triton_version",
-]
+    "PTXAS", "Ptxas", "assembled_by", "assemblers", "effective", "own_ptxas", "preferred",
+    "ptx_version", "triton_version",
+]  # fmt: skip
 
 # "": the one that Triton takes for the arch; else the file's name.
 Ptxas = Literal["", "ptxas", "ptxas-blackwell"]
@@ -48,12 +43,16 @@ def assemblers() -> tuple[Ptxas, ...]:
     return ("", other) if _tool(other).exists() else ("",)
 
 
+def effective(ptxas: Ptxas) -> Ptxas:
+    """The one that a config means here: "" where that is Triton's own, or is not to be had."""
+    return ptxas if ptxas in assemblers() else ""
+
+
 def preferred() -> Ptxas:
     """The one for Hopper's kernels where nothing was measured: of CUDA 12 where there is one.
 
     On an H200 with Triton 3.9, 12.9 beside 13.4: 14 kernels of the prefill grid and its mods at
-    0.99 to 1.25 of the speed, most of them equal. A kernel whose loops it spills is tried with
-    the other.
+    0.99 to 1.25 of the speed, most of them equal.
     """
     return "ptxas" if "ptxas" in assemblers() else ""
 
@@ -61,8 +60,8 @@ def preferred() -> Ptxas:
 @lru_cache(maxsize=1)
 def triton_version() -> str:
     """Triton's version, from its text: a process that compiles nothing need not import it."""
-    path = _package() / "__init__.py"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    package = _package()
+    text = "" if package is None else (package / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.MULTILINE)
     return found.group(1) if found else ""
 
@@ -76,51 +75,63 @@ def _release() -> tuple[int, ...]:
     return tuple(int(part) for part in triton_version().split(".")[:2] if part.isdigit())
 
 
-def _package() -> Path:
+def _package() -> Path | None:
     spec = importlib.util.find_spec("triton")
-    return Path(spec.origin).parent if spec and spec.origin else Path("triton")
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def _tool(name: str) -> Path:
-    return _package() / "backends" / "nvidia" / "bin" / name
+    package = _package()
+    assert package is not None, "assemblers() names none where there is no Triton"
+    return package / "backends" / "nvidia" / "bin" / name
 
 
-class _InForce:
-    """The ptxas that Triton takes in this process now: threads that want another one wait."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._users = 0
-        self._name: Ptxas = ""
-        self._scope = ExitStack()
-
-    @contextmanager
-    def __call__(self, name: Ptxas) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._users or self._name == name)
-            if not self._users:
-                self._name = name
-                self._take(name)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._users -= 1
-                if not self._users:
-                    self._scope.close()
-                    self._changed.notify_all()
-
-    def _take(self, name: Ptxas) -> None:
-        if not name:
-            return
-        from triton import knobs
-
-        nvidia: Any = knobs.nvidia
-        self._scope.enter_context(nvidia.scope())
-        # Triton asks for one of the two by the arch; here both are the one that is wanted.
-        nvidia.ptxas = nvidia.ptxas_blackwell = str(_tool(name))
+_path: ContextVar[str | None] = ContextVar("flexattn_ptxas", default=None)
 
 
-# with assembled_by(name): what Triton assembles inside is assembled by that ptxas.
-assembled_by = _InForce()
+@contextmanager
+def assembled_by(ptxas: Ptxas) -> Iterator[None]:
+    """What this thread assembles inside is assembled by that ptxas; other threads' is not."""
+    if not ptxas:
+        yield
+        return
+    _let_threads_choose()
+    token = _path.set(str(_tool(ptxas)))
+    try:
+        yield
+    finally:
+        _path.reset(token)
+
+
+def ptx_version(ptxas: Ptxas) -> int | None:
+    """The newest PTX that a ptxas reads, as Triton's option has it: 88 is 8.8; None for its own.
+
+    Triton writes PTX of its own choice's release otherwise, which an older one refuses.
+    """
+    if not ptxas:
+        return None
+    from triton import knobs
+    from triton.backends.nvidia import compiler
+
+    found = knobs.NvidiaTool.from_path(str(_tool(ptxas)))
+    return None if found is None else int(compiler.ptx_get_version(found.version))
+
+
+@lru_cache(maxsize=1)
+def _let_threads_choose() -> None:
+    """Triton's knob for a ptxas is one of the process, and lies in its environment.
+
+    Torch may compile in other threads meanwhile, so the function that asks the knob is told by
+    the thread that calls it.
+    """
+    from triton import knobs
+    from triton.backends.nvidia import compiler
+
+    own = compiler.get_ptxas
+
+    def get_ptxas(arch: int) -> Any:
+        path = _path.get()
+        found = None if path is None else knobs.NvidiaTool.from_path(path)
+        return found or own(arch)
+
+    compiler.get_ptxas = get_ptxas

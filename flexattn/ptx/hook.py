@@ -68,7 +68,6 @@ def _hook(*given: Any) -> Any:
 
 
 def _change(made: dict[str, Any], wanted: Stages) -> None:
-    # The release of PTX that is written is one that its assembler reads.
     for name in ("ptx", "cubin"):
         if name in made:
             made[name] = partial(_assembled, wanted.ptxas, made[name])

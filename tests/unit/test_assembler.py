@@ -1,12 +1,20 @@
 """Which ptxas Hopper's kernels are assembled with, and that no other thread's are."""
 
+import os
 import threading
 
 import pytest
-from triton import knobs
+from triton.backends.nvidia import compiler
 
 from flexattn.ptx import assembler
-from flexattn.ptx.assembler import assembled_by, assemblers, own_ptxas, preferred
+from flexattn.ptx.assembler import (
+    assembled_by,
+    assemblers,
+    effective,
+    own_ptxas,
+    preferred,
+    ptx_version,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,39 +55,40 @@ def test_one_that_is_not_installed_is_not_offered(monkeypatch, tmp_path):
     assert assemblers() == ("",)
 
 
-def test_threads_that_want_another_wait():
-    """Triton reads one knob of the process: two kernels at once got each other's ptxas."""
-    with assembled_by(""):
-        own = knobs.nvidia.ptxas_blackwell.path
-    seen, inside, leave = [], threading.Event(), threading.Event()
+def ptxas_here():
+    return compiler.get_ptxas(90).path
 
-    def older():
-        with assembled_by("ptxas"):
-            inside.set()
-            leave.wait(10)
-            seen.append(knobs.nvidia.ptxas_blackwell.path)
 
-    def by_default():
+@pytest.mark.parametrize("wanted", ["ptxas", "ptxas-blackwell"])
+def test_other_threads_keep_theirs(wanted):
+    """Triton's knob is one of the process: torch's own kernels got ours."""
+    own, seen = ptxas_here(), []
+    environment = dict(os.environ)
+    with assembled_by(wanted):
+        other = threading.Thread(target=lambda: seen.append(ptxas_here()))
+        other.start()
+        other.join(10)
+        assert ptxas_here().endswith(f"/bin/{wanted}") and dict(os.environ) == environment
         with assembled_by(""):
-            seen.append(knobs.nvidia.ptxas_blackwell.path)
-
-    first, second = threading.Thread(target=older), threading.Thread(target=by_default)
-    first.start()
-    assert inside.wait(10)
-    with assembled_by("ptxas"):  # several that want the same do not wait
-        second.start()
-        second.join(0.2)
-        assert second.is_alive() and not seen
-        leave.set()
-        first.join(10)
-    second.join(10)
-    assert seen[0].endswith("bin/ptxas") and seen[1] == own
-    assert knobs.nvidia.ptxas_blackwell.path == own
+            assert ptxas_here().endswith(f"/bin/{wanted}"), "the innermost name counts"
+    assert seen == [own] and ptxas_here() == own
 
 
-def test_an_error_inside_leaves_the_knob_as_it_was():
-    own = knobs.nvidia.ptxas.path, knobs.nvidia.ptxas_blackwell.path
+def test_an_error_inside_leaves_it_as_it_was():
+    own = ptxas_here()
     with pytest.raises(ValueError, match="inside"), assembled_by("ptxas-blackwell"):
-        assert knobs.nvidia.ptxas.path.endswith("ptxas-blackwell")
         raise ValueError("inside")
-    assert own == (knobs.nvidia.ptxas.path, knobs.nvidia.ptxas_blackwell.path)
+    assert ptxas_here() == own
+
+
+def test_what_a_config_names_and_this_triton_lacks_is_its_own(monkeypatch):
+    monkeypatch.setattr(assembler, "names_ptxas", lambda: False)
+    for release, expected in (("3.6.0", ""), ("3.7.1", "ptxas-blackwell"), ("3.9.0", "")):
+        monkeypatch.setattr(assembler, "triton_version", lambda: release)
+        assemblers.cache_clear()
+        assert effective("ptxas-blackwell") == expected and effective("") == ""
+
+
+def test_ptx_is_of_a_release_that_its_assembler_reads():
+    older, newer = ptx_version("ptxas"), ptx_version("ptxas-blackwell")
+    assert older < newer and 87 <= older < 90 and ptx_version("") is None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.ptx import merge_consumers
+from flexattn.ptx.assembler import effective
 from flexattn.ptx.stages import Stages
 from flexattn.render.gluon.arguments import arguments, consumer_arguments, producer_arguments
 from flexattn.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
@@ -205,5 +206,5 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         WARPS,
         config.num_stages,
         "gluon",
-        stages=Stages(passes, config.ptxas),
+        stages=Stages(passes, effective(config.ptxas)),
     )
