@@ -20,6 +20,7 @@ from flexattn.lru import Lru
 from flexattn.mods.expr import pretty
 from flexattn.options import Options
 from flexattn.problem import Problem, Structure
+from flexattn.ptx.assembler import preferred
 from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
@@ -76,12 +77,6 @@ class Candidate:
             return replace(self.config, merge_consumers=True, ptxas="")
         return self.config
 
-    @property
-    def plain(self) -> bool:
-        """Whether no pass changes what the compiler writes."""
-        config = self.config
-        return not (isinstance(config, GluonPrefillConfig) and config.merges)
-
     def describe(self) -> str:
         """The template, the config, and where it comes from."""
         return f"{language_of(self.config)} {describe(self.config)} ({self.origin})"
@@ -123,13 +118,24 @@ def candidates_of(
         forced = _forced(problem, device, options)
         yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
         return
+    seen = set()
+    for each in _open_candidates(problem, device, options, stored):
+        config = options.compiled(each.config)
+        if config not in seen:
+            seen.add(config)
+            yield replace(each, config=config)
+
+
+def _open_candidates(
+    problem: Problem, device: Device, options: Options, stored: bool
+) -> Iterator[Candidate]:
     wanted = options.language
     found = _tuned(problem, device)
     if found is not None and wanted in (None, language_of(found.config)):
-        measured = not COMPILER_FIELDS.intersection(found.differing)
-        yield Candidate(
-            problem, device, found.config, found.how, found.origin, measured, stored
-        )  # fmt: skip
+        measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
+        if not measured and isinstance(config, GluonPrefillConfig):
+            config = replace(config, ptxas=preferred())  # the other Triton's had other assemblers
+        yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
     defaults = _defaults(problem, device, wanted, stored)
     # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
     exported = next((each for each in defaults if each.exported), None) if stored else None

@@ -43,9 +43,9 @@ BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
 class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
-    kind, language: of the template. merge_consumers, ptxas: of Hopper's. exact: the whole config,
-    where a tuner decides; the numbers are then not looked at. rules_off, tanh: as a Structure has
-    them.
+    kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
+    exact: the whole config, where a tuner decides; the numbers are then not looked at. rules_off,
+    tanh: as a Structure has them.
     """
 
     kind: str | None = None
@@ -75,11 +75,17 @@ class Options:
             name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
         }
         if isinstance(config, GluonPrefillConfig):
-            return _gluon(config, forced)
-        unknown = ("use_tma" if isinstance(config, DecodeConfig) else "num_splits", *_OF_GLUON)
-        for name in unknown:
-            forced.pop(name, None)
+            return self.compiled(_gluon(config, forced))
+        forced.pop("use_tma" if isinstance(config, DecodeConfig) else "num_splits", None)
         return replace(config, **forced)
+
+    def compiled(self, config: Config) -> Config:
+        """The config compiled as the caller says; only Hopper's has a choice."""
+        if not isinstance(config, GluonPrefillConfig):
+            return config
+        merge = config.merge_consumers if self.merge_consumers is None else self.merge_consumers
+        ptxas = config.ptxas if self.ptxas is None else self.ptxas
+        return replace(config, merge_consumers=merge, ptxas=ptxas)
 
 
 def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillConfig:
@@ -102,10 +108,7 @@ def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillCo
     return replace(config, **forced)
 
 
-_OF_GLUON = ("merge_consumers", "ptxas")
-_NUMBERS = (
-    "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma", *_OF_GLUON
-)  # fmt: skip
+_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
 NONE = Options()
 
 
@@ -214,7 +217,7 @@ def _ptxas(value: object) -> Ptxas | None:
 
 def _language(chosen: Mapping[str, Any]) -> Language | None:
     backend = chosen.get("BACKEND", "AUTO")
-    if backend == "GLUON" or (backend == "AUTO" and chosen.keys() & {"MERGE_CONSUMERS", "PTXAS"}):
+    if backend == "GLUON":
         return "gluon"
     return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flexattn.build import Launcher, builder
 from flexattn.device import Device
 from flexattn.errors import BuildError
+from flexattn.fallback.memory import memory
 from flexattn.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.problem import Problem, Structure
 from flexattn.render.binding import strides
@@ -82,12 +83,19 @@ class Reach:
         given: the names of what `run` is given. What these kernels write is "REACH" there. None
         where the kernels do not build, which is said: the call then visits all keys.
         """
+        known = [memory().find(each, target) for each in _rendered(problem.structure, target)]
+        if not current().strict and any(each is not None and not each.built for each in known):
+            return None
         try:
             return cls._of(problem, q, k, given, target, index)
         except BuildError as error:
             if current().strict or concerns_the_device(error):
                 raise
-            say_once(f"{problem.describe()}: far keys are not left out: {outcome_of(error)}")
+            outcome = outcome_of(error)
+            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
+            for source in _rendered(problem.structure, target):
+                # Of two it is not known which: neither is compiled again.
+                memory().note(source, target, outcome, problem.describe())
             return None
 
     @classmethod

@@ -33,8 +33,10 @@ from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.codecache.files import text_file
 from flexattn.device import NEURON, Device, named
-from flexattn.dispatch import Choice, choices
+from flexattn.dispatch import Choice, candidates_of
 from flexattn.errors import InputError
+from flexattn.fallback.chain import told
+from flexattn.fallback.memory import memory
 from flexattn.mods.expr import pretty
 from flexattn.neuron.run import path_of
 from flexattn.problem import Captures, Problem
@@ -146,6 +148,17 @@ def render(
         _print(found)
 
 
+def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choice:
+    """What a call gets, as far as it is known without compiling anything."""
+    candidates = list(candidates_of(problem, device, chosen))
+    for candidate in candidates:
+        (attempt,) = told([candidate], device, memory())
+        outcome = attempt.outcome
+        if outcome is None or candidate.measured or (outcome.built and not outcome.starved):
+            return candidate.choice()
+    return candidates[0].choice()
+
+
 def _rendered(
     problem: Problem, device: Device, chosen: options.Options, wanted: set[Show]
 ) -> Rendered:
@@ -157,7 +170,7 @@ def _rendered(
         if Show.resources in wanted:
             taken = _facts(resources(kernel, device))
     else:
-        choice = next(choices(problem, device, chosen))
+        choice = _expected(problem, device, chosen)
     structure, expr = problem.structure, Show.expr in wanted
     return Rendered(
         problem.describe(),

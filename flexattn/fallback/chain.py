@@ -25,9 +25,8 @@ class Candidate(Protocol):
     """A config that may serve.
 
     form: of the template; candidates of one form are one text with other numbers. tiles: equal for
-    those of a form that differ in how the same tiles are compiled. plain: no pass of ours changes
-    what Triton writes. measured: a tuner timed this compiler's kernel, or the caller insists on
-    it: it serves whatever it spills.
+    those of a form that differ in how the same tiles are compiled. measured: a tuner timed this
+    compiler's kernel, or the caller insists on it: it serves whatever it spills.
     """
 
     @property
@@ -35,9 +34,6 @@ class Candidate(Protocol):
 
     @property
     def tiles(self) -> Hashable: ...
-
-    @property
-    def plain(self) -> bool: ...
 
     @property
     def measured(self) -> bool: ...
@@ -240,8 +236,8 @@ def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
 
     What spills: the last tiles of its form, which have the most registers left, then the next
     form. What the compiler refuses in a text it refuses with other numbers in it: the next form's
-    turn, or of the last form its last, which is the smallest; what a pass may have broken is tried
-    without it first. What does not fit: the next.
+    turn, or of the last form its last, which is the smallest; where a pass or a ptxas may be at
+    fault the same tiles are first compiled otherwise. What does not fit: the next.
     """
     if not (outcome.built or outcome.of_text):
         return list(left)
@@ -252,9 +248,7 @@ def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
     smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
     if outcome.built:
         return [*smallest[:1], *others] if others else list(left)
-    by_pass = outcome.of_assembly and not failed.plain
-    unchanged = [each for each in alike if by_pass and each.plain]
-    return [*unchanged[:1], *(others or smallest[:1])]
+    return [*(alike if outcome.of_assembly else ()), *(others or smallest[:1])]
 
 
 def _strict(outcome: Outcome) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flexattn.errors import BuildError, DriverError, RenderError
-from flexattn.resources import starved
+from flexattn.resources import spills_too_much, starved
 
 __all__ = ["KINDS", "Kind", "Outcome", "concerns_the_device", "outcome_of", "too_large"]
 
@@ -29,12 +29,6 @@ _NO_MEMORY = ("out of memory", "memory allocation failure", "cannot allocate mem
 _SIGNALLED = 128
 _PTXAS_FAILED = 255
 _MAX_REASON = 240
-
-
-# One instruction in so many of the loops' may move a spilled word. On an H200 Hopper kernels whose
-# loops spill 10 to 142 words ran at 0.91 to 1.00 of the speed of the same tiles with none; the
-# Triton template, to which they would give way, runs at two thirds.
-MOST_SPILLS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +56,7 @@ class Outcome:
     @property
     def starved(self) -> bool:
         """Whether there is one whose loops work on spilled registers, too many for its length."""
-        many = self.loop_spills * MOST_SPILLS > self.loop_instructions
-        return self.built and many and starved(self.loop_spills, self.stack)
+        return self.built and spills_too_much(self.loop_spills, self.loop_instructions, self.stack)
 
     @property
     def disassembled(self) -> bool:
@@ -78,7 +71,8 @@ class Outcome:
     @property
     def of_assembly(self) -> bool:
         """Whether it befell the PTX, or what became of it, and not the source."""
-        return self.kind in ("check", "loader") or "ptxas" in self.reason.lower()
+        by_ptxas = self.kind == "compiler" and "ptxas" in self.reason.lower()
+        return by_ptxas or self.kind in ("check", "loader")
 
     def __str__(self) -> str:
         """In words."""

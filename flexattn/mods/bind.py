@@ -158,13 +158,14 @@ def _chosen(
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
     divisors = arguments & reaching_divisors(result.expr)
     sized = site.layout.sized or result.sized
-    if divisors and not site.specialises:
+    values = tuple(identity.scalars[i] for i in sorted(divisors))
+    if divisors and not site.specialises(values):
         general = site.general
         if general is None or (arguments, sized) != (general.arguments, general.sized):
             general = site.general = _layout(identity, arguments, sized, general)
         return general, result
     if divisors:
-        site.made += 1
+        site.divisors.add(values)
         now = {i: identity.scalars[i] for i in divisors}
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
     if (arguments, sized) != (site.layout.arguments, site.layout.sized):

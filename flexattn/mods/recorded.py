@@ -113,7 +113,8 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
         variant = Variant(mod, _indices(each["tensors"], len(identity.tensors)), numbers)
         _check_slots(variant, slots, identity)
         layout.variants.put(_key(each, layout, identity), (variant,))
-    return Site(layout, first, set(_indices(data["fixed"], len(scalars))), made=len(variants))
+    fixed = set(_indices(data["fixed"], len(scalars)))
+    return Site(layout, first, fixed, exported=len(variants))
 
 
 def _mod(data: Any, kind: str) -> Mod:

@@ -119,20 +119,21 @@ class Site:
 
     `first` are the scalars of the first call; one that is seen to differ becomes an argument,
     or is `fixed` if it cannot: then each of its values is a variant. What a divisor is computed
-    from stays a constant of `layout` while the site `specialises`, which `made` counts. Calls with
-    other divisors are then found in `general`, where it is an argument.
+    from stays a constant of `layout` for a few values, which `divisors` keeps beside the first one
+    and what was exported. Calls with others are then found in `general`, where it is an argument.
     """
 
     layout: Layout
     first: tuple[int | float, ...]
     fixed: set[int] = field(default_factory=set)
     general: Layout | None = None
-    made: int = 1
+    divisors: set[tuple[int | float, ...]] = field(default_factory=set)
+    exported: int = 1
 
-    @property
-    def specialises(self) -> bool:
-        """Whether one more value of its divisors may be a constant."""
-        return self.made < MAX_CONSTANT_DIVISORS
+    def specialises(self, values: tuple[int | float, ...]) -> bool:
+        """Whether these values of its divisors may be constants: the first ones seen are."""
+        kernels = self.exported + len(self.divisors)
+        return values in self.divisors or kernels < MAX_CONSTANT_DIVISORS
 
     def find(self, identity: Identity) -> Bound | None:
         """What a call with this identity binds, if it is known."""

@@ -55,6 +55,7 @@ _TAKEN = r"\tsetmaxnreg\.inc\.sync\.aligned\.u32 \t\d+;\n"
 _FIRST_TAKEN = re.compile(
     rf"(\tbarrier\.sync \t{EVERY_WARP};\n){_TAKEN}(?=\tbarrier\.sync \t{EVERY_WARP};\n)"
 )
+_EFFECTS = re.compile(r"\t(?:st|atom|red|bar|barrier|mbarrier|cp|fence|setmaxnreg)\b|inline asm")
 _THREADS = re.compile(r"^\.reqntid \d+$", re.MULTILINE)
 _REGISTERS = re.compile(r"^\.maxnreg \d+$", re.MULTILINE)
 _NAMES = re.compile(r"^(?=\t\.reg \.pred \t%p<)", re.MULTILINE)
@@ -116,6 +117,8 @@ def _enter(ptx: str, consumers: int) -> str:
         raise _unknown("a block's first branch", "its warps part where their number is known")
     # What is computed of a number before the warps part is computed behind it, on both ways.
     between = split["between"] if numbers.search(split["between"]) else ""
+    if _EFFECTS.search(between):
+        raise _unknown("a block's first branch", "what stands before it only computes")
     more = consumers - 1
     consume = (
         f"\tand.b32 \t{thread}, {thread}, {THREADS - 1};\n"
@@ -142,6 +145,8 @@ def _enter(ptx: str, consumers: int) -> str:
 
 
 def _behind(label: str, text: str, ptx: str) -> str:
+    if len(re.findall(rf"\bbra(?:\.uni)? \t{re.escape(label)};", ptx)) != 1:
+        raise _unknown(f"other ways to {label}", "the warps come to their work once")
     return _once(re.compile(rf"^({re.escape(label)}:.*\n)", re.MULTILINE), rf"\g<1>{text}", ptx)
 
 

@@ -52,7 +52,6 @@ class _Candidate:
     origin: str
     measured: bool
     form: str
-    plain: bool = True
 
     @property
     def tiles(self) -> ServingConfig:

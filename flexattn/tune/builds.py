@@ -19,7 +19,7 @@ from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
-from flexattn.resources import Resources, resources
+from flexattn.resources import Resources, resources, spills_too_much
 from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override
 from flexattn.space.config import Config, DecodeConfig
@@ -241,7 +241,7 @@ def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:
     if taken.shared > device.shared_memory:
         text = f"{taken.shared} bytes of shared memory, {device.name} has {device.shared_memory}"
         return Failed("resources", "shared memory", text)
-    if taken.starved:
+    if spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack):
         text = f"{taken.loop_spills} spills in loops, {taken.stack} bytes of stack a thread"
         return Failed("resources", "spills", text)
     if taken.serialised:

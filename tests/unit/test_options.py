@@ -40,7 +40,7 @@ def test_every_key_of_torch_is_accepted():
         ({"RULES_OFF": "tilt, row"}, Options(rules_off=("row", "tilt"))),
         ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(RULES)))),
         ({"TANH": "exact"}, Options(tanh="exact")),
-        ({"MERGE_CONSUMERS": False}, Options(language="gluon", merge_consumers=False)),
+        ({"MERGE_CONSUMERS": False}, Options(merge_consumers=False)),
         ({"PTXAS": "ptxas", "BACKEND": "TRITON"}, Options("prefill", "triton", ptxas="ptxas")),
         ({"TANH": "auto", "RULES_OFF": ""}, NONE),
         ({"BACKEND": "AUTO"}, NONE),

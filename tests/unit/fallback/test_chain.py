@@ -195,10 +195,10 @@ def test_a_loop_may_spill_one_instruction_in_sixteen(monkeypatch, words, languag
 def test_what_a_pass_may_have_broken_is_compiled_without_it(name):
     error = LASTING[name][0]
     wanted = problem(D=64)
-    assert not next(candidates_of(wanted, H200, NONE)).plain
+    assert next(candidates_of(wanted, H200, NONE)).config.merges
     builder = Builder(lambda source: error if source.stages.passes else None)
     found = served(builder, wanted)
-    assert builder.languages == ["gluon", "gluon"] and not found.config.merge_consumers
+    assert set(builder.languages) == {"gluon"} and not found.config.merge_consumers
 
 
 def test_a_few_words_that_ptxas_spills_by_choice_are_no_reason():
