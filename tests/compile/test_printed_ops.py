@@ -16,7 +16,7 @@ from tests.printed_ops import CASES, everywhere, mod
 from tests.problems import problem
 from tests.rendered_names import undefined
 
-pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+pytestmark = pytest.mark.compile
 
 H200 = named("nvidia-h200")
 HOPPER = GluonPrefillConfig(2, 64, 1, 240)
@@ -45,17 +45,20 @@ TEMPLATES = [
 ]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(("kind", "place", "dtype"), CASES)
 def test_every_name_is_defined(kind, place, dtype, template):
     assert not undefined(source(template, mod(kind, place, dtype), kind).text)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize(("kind", "place", "dtype"), CHAINED)
 def test_all_operations_compile_for_hopper(kind, place, dtype):
     compile_source(source("hopper", mod(kind, place, dtype), kind), H200)
 
 
+@pytest.mark.oldest
 @pytest.mark.releases
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_silu_and_sigmoid_compile_for_hopper(dtype):
@@ -67,6 +70,7 @@ def test_silu_and_sigmoid_compile_for_hopper(dtype):
     assert "tl.sigmoid" not in text.text and compile_source(text, H200)
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_a_quotient_of_floats_that_is_truncated_compiles_for_triton(kind):
     """It was printed as `//`, which Triton has for integers alone: no template compiled it."""
@@ -78,8 +82,11 @@ def test_a_quotient_of_floats_that_is_truncated_compiles_for_triton(kind):
     assert "libdevice.trunc(" in text.text and compile_source(text, H200)
 
 
+# A kernel of one operation in every place takes seconds: each is in a score_mod or in a mask_mod.
+EACH = [(name, ("score_mod", "mask_mod")[place % 2]) for place, name in enumerate(OPS)]
+
+
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("kind", ["score_mod", "mask_mod"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "kind"), EACH)
 def test_each_operation_compiles_for_hopper_in_every_place(name, kind):
     compile_source(source("hopper", everywhere(kind, name), kind), H200)
