@@ -1,1 +1,1 @@
-"""Which of several configs serves: the first that builds, loads, and whose loops do not spill."""
+"""Which of several configs serves: the first that builds, loads, and whose loops spill little."""

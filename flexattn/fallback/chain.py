@@ -1,4 +1,4 @@
-"""serve(): try candidates in order; the first that builds, loads and does not spill serves."""
+"""serve(): try candidates in order; the first that builds, loads and spills little serves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def serve(
     title: str,
     memory: Memory | None = None,
 ) -> Served[C]:
-    """The first candidate that builds, loads, and whose loops keep to registers.
+    """The first candidate that builds, loads, and whose loops spill little.
 
     Of those that all spill, the one that spills least, of at most four that are compiled for it.
     title: of the problem, for people. memory: skips what is known to be refused or to spill.
