@@ -138,6 +138,7 @@ class _Printer:
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
         self.ahead = _feeding_loads(nodes)
+        self.summed = frozenset() if traits.interpreted else _summed_halves(nodes)
         self.node = mod.expr
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
@@ -260,6 +261,10 @@ class _Printer:
             # A quotient that rounds up to an integer from below would lose one by truncation.
             exact = f"tl.div_rn({args[0]}, {args[1]})" if computed == "float32" else None
             return f"libdevice.trunc({exact or ' / '.join(args)})"
+        if node in self.summed:
+            # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
+            # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
+            return f"tl.fma({args[0]}, {args[1]}, 0.0)"
         if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
             return f"({args[0]} {INFIX[node.op]} {args[1]})"
         if node.op in ("floor_div", "floor_mod"):
@@ -372,6 +377,19 @@ def _feeding_loads(nodes: list[Expr]) -> set[Expr]:
             found.add(node)
             found.update(node.args)
     return found
+
+
+def _summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
+    """Products in 16 bits that are summed, with nothing but casts and signs between."""
+    found: set[Expr] = set()
+    below = [arg for node in nodes if node.op in ("add", "sub") for arg in node.args]
+    while below:
+        node = below.pop()
+        if node.op in ("neg", "cast"):
+            below += node.args
+        elif node.op == "mul" and node.dtype in HALVES:
+            found.add(node)
+    return frozenset(found)
 
 
 def _is_literal(text: str) -> bool:
