@@ -195,14 +195,17 @@ class Store:
         return True
 
     def drop_others(self, environment: Environment, key: Key) -> list[Path]:
-        """Remove a key's records of other environments of the device; the files that were there.
+        """Remove a key's records of the device's other environments; the files that were there.
 
-        A folder without records goes too. Others of the key's family stay, as hints.
+        Those of another Triton stay: they are hits where that one is installed. A folder without
+        records goes too. Others of the key's family stay, as hints.
         """
         names = [name for name in self.folders(environment.device) if name != environment.folder]
         dropped = []
         for name in names:
-            path = self.path(name, key)
+            path, old = self.path(name, key), self.read(name, key)
+            if old is not None and old.environment.triton != environment.triton:
+                continue
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
                 dropped.append(path)

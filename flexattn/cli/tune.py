@@ -82,7 +82,7 @@ def tune(
         bool,
         typer.Option(
             "--prune",
-            help="Each new record replaces those of its problem made in other environments.",
+            help="Each new record replaces older ones of its problem that the same Triton made.",
         ),
     ] = False,
     again: Annotated[

@@ -60,7 +60,7 @@ def run(
     """Tune the tasks, with a worker for every such GPU of this host, and compilers ahead of them.
 
     time_s: seconds after which no problem begins. prune: a record takes the place of those of its
-    key that were made on this device in another environment.
+    key that the same Triton made on this device in another environment.
     """
     until = time.monotonic() + time_s
     todo = pending(chosen, store, again)
