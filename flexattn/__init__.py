@@ -13,6 +13,7 @@ from flexattn.masks import (
     noop_mask,
     or_masks,
 )
+from flexattn.mods import register_op
 from flexattn.visual import visualize
 from flexattn.warm import warm
 
@@ -31,6 +32,7 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "register_op",
     "visualize",
     "warm",
 ]
