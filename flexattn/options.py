@@ -22,6 +22,7 @@ from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
 FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
 # As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
+_QUOTE = "'"
 _TF32 = {"ieee": False, "tf32x3": False, "tf32": True}
 
 
@@ -150,14 +151,18 @@ def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
 
 
 def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The options without the keys that torch does not have."""
+    """The options without the keys that torch does not have, and with values as torch has them."""
     if kernel_options is None:
         return None
-    return {
+    found = {
         key: _exact(value)
         for key, value in kernel_options.items()
         if bare(key) not in OURS_ALONE and value != "GLUON"
     }
+    for key, value in found.items():
+        if bare(key) == "FLOAT32_PRECISION" and isinstance(value, str):
+            found[key] = f"{value.strip(_QUOTE)!r}"  # torch writes it into a kernel as it stands
+    return found
 
 
 def _exact(value: object) -> object:
@@ -226,7 +231,7 @@ def _language(chosen: Mapping[str, Any]) -> Language | None:
 def _tf32(value: object) -> bool | None:
     if value is None:
         return None
-    precision = value.strip("'") if isinstance(value, str) else value
+    precision = value.strip(_QUOTE) if isinstance(value, str) else value
     for known, tf32 in _TF32.items():
         if precision == known:
             return tf32

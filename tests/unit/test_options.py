@@ -191,6 +191,12 @@ def test_torch_gets_no_key_that_it_does_not_have():
     assert for_torch(None) is None
 
 
+@pytest.mark.parametrize("precision", ["ieee", "'ieee'"])
+def test_torch_gets_a_precision_in_quotes(precision):
+    """It writes the text into a kernel as it stands, where a bare word is an unknown name."""
+    assert for_torch({"fwd_FLOAT32_PRECISION": precision}) == {"fwd_FLOAT32_PRECISION": "'ieee'"}
+
+
 def test_numbers_go_into_the_config_that_has_them():
     options = Options(BLOCK_N=32, num_splits=3, use_tma=True)
     assert options.overrides
