@@ -6,12 +6,14 @@ from flexattn.masks import (
     AuxOutput,
     AuxRequest,
     BlockMask,
+    FlexKernelOptions,
     and_masks,
     create_block_mask,
     create_mask,
     noop_mask,
     or_masks,
 )
+from flexattn.mods import register_op
 from flexattn.visual import visualize
 from flexattn.warm import warm
 
@@ -22,6 +24,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "Explanation",
+    "FlexKernelOptions",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -29,6 +32,7 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "register_op",
     "visualize",
     "warm",
 ]

@@ -13,7 +13,7 @@ from flexattn import checks, options
 from flexattn.compiler_context import without_collections
 from flexattn.descales import Descales
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.launch import Outputs
+from flexattn.launch import Outputs, strides_like
 from flexattn.plan import Call, ScoreMod, bind_on, plan
 from flexattn.problem import FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
@@ -56,9 +56,9 @@ def flex_attention(
     Those of query and key are above 0, else their heads give NaN.
 
     Returns out [B, Hq, L, Ev] in query's dtype, bfloat16 for float8; with return_lse also lse
-    [B, Hq, L] (float32, natural log); with return_aux an AuxOutput of what it asks for. lse
-    includes the sink, max_scores does not. A row that may attend to nothing gives zeros, and lse
-    -inf or its sink.
+    [B, Hq, L] (float32, natural log); with return_aux an AuxOutput of what it asks for. out lies
+    in memory in the order of query's dimensions, the last innermost. lse includes the sink,
+    max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or its sink.
 
     Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`.
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
@@ -122,6 +122,7 @@ def make_call(
     v_descale: Tensor | None = None,
 ) -> Call:
     """flex_attention's arguments as one value; raises InputError for what no path can take."""
+    options.check_mapping(kernel_options)
     if return_lse and return_aux is not None:
         raise InputError("return_lse and return_aux", "only one of them may be given")
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
@@ -200,7 +201,8 @@ def check_call(call: Call) -> None:
 
 def _empty(call: Call) -> Outputs:
     q, rows = call.q, call.q.shape[:3]
-    out = q.new_zeros((*rows, call.v.shape[-1]), dtype=out_dtype(q.dtype))
+    shape = (*rows, call.v.shape[-1])
+    out = q.new_empty_strided(shape, strides_like(q, shape), dtype=out_dtype(q.dtype)).zero_()
     lse = nothing = torch.full(rows, float("-inf"), dtype=torch.float32, device=q.device)
     if call.sinks is not None:
         out, lse = add_sinks(out, nothing, call.sinks)
@@ -215,10 +217,18 @@ def _reference(call: Call) -> Outputs:
         scale=call.scale, sinks=call.sinks, descales=call.descales,
     )  # fmt: skip
     return Outputs(
-        out,
+        _laid_as(call.q, out),
         lse.float() if call.lse else None,
         max_scores.float() if call.max_scores else None,
     )
+
+
+def _laid_as(q: Tensor, out: Tensor) -> Tensor:
+    """The output with its dimensions in memory in the order of q's, as kernels and torch do."""
+    strides = strides_like(q, tuple(out.shape))
+    if out.stride() == strides:
+        return out
+    return out.new_empty_strided(out.shape, strides).copy_(out)
 
 
 def _torch(call: Call) -> Outputs:

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.descales import Descales
@@ -15,6 +16,8 @@ from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH
 
 MAX_HEAD_DIM = 576
 MAX_FLOAT32 = torch.finfo(torch.float32).max
+# What torch puts in place of a sliced BlockMask's mask_mod: it raises when it is called.
+_SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -112,12 +115,19 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_is_block_mask(mask: object) -> None:
-    """That a block_mask is torch's BlockMask; raises InputError."""
+    """That a block_mask is torch's BlockMask with a mask_mod; raises InputError."""
     if not isinstance(mask, BlockMask):
         raise InputError(
             f"block_mask is a {type(mask).__name__}",
             "it is a BlockMask",
             "make one with create_block_mask(mask_mod, B, H, q_len, kv_len)",
+        )
+    if mask.mask_mod is _SLICED:
+        raise InputError(
+            f"block_mask is sliced: it has no mask_mod, and lengths {tuple(mask.seq_lengths)}",
+            "indexing a BlockMask drops its mask_mod, and its lengths are not those of the slice",
+            "set both on the slice: mask_mod, the whole mask's with q_idx moved by the slice's "
+            "first row, and seq_lengths = (q_len, kv_len)",
         )
 
 
@@ -130,7 +140,8 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             f"block_mask was made for lengths {lengths}, query and key have "
             f"{(q.shape[2], k.shape[2])}",
             "a BlockMask has exactly the lengths of query and key",
-            "create it anew for these lengths, or crop it with block_mask._adjust(q_len, kv_len)",
+            "create it anew for these lengths, or crop it with block_mask._adjust(q_len, kv_len); "
+            "of a slice, set seq_lengths",
         )
     if mask.kv_num_blocks.dim() != 3 or mask.kv_indices.dim() != 4:
         raise InputError(
@@ -260,8 +271,8 @@ def _aligned(tensor: Tensor) -> bool:
     return all(size == 1 or stride > 0 for size, stride in pairs[1:])
 
 
-def tf32_allowed(q: Tensor) -> bool:
-    """torch's own setting for float32 matrix products on this device."""
+def tf32_allowed(q: Tensor, asked: bool | None = None) -> bool:
+    """Whether float32 products use tf32: as asked, else torch's own setting for this device."""
     if q.dtype != torch.float32 or not q.is_cuda or torch.version.hip is not None:
         return False
-    return bool(torch.backends.cuda.matmul.allow_tf32)
+    return bool(torch.backends.cuda.matmul.allow_tf32) if asked is None else asked

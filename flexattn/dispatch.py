@@ -25,8 +25,15 @@ from flexattn.render.kernel import render
 from flexattn.render.source import Source, render_combine
 from flexattn.settings import current, log
 from flexattn.source_store import Sources
-from flexattn.space.config import Config, GluonPrefillConfig, Language, describe, language_of
-from flexattn.space.triton import candidates, default, reasons, suited
+from flexattn.space.config import (
+    Config,
+    GluonPrefillConfig,
+    Language,
+    PrefillConfig,
+    describe,
+    language_of,
+)
+from flexattn.space.triton import candidates, default, reasons, suited, violated
 
 How = Literal["hit", "hint", "nearest", "default", "forced"]
 
@@ -200,6 +207,8 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     config = options.apply(start)
     if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
         config = suited(config, problem.structure)
+    if options.exact is None:
+        config = _copied(config, problem.structure, device)
     found = reasons(config, problem.structure, device)
     if found:
         raise ConfigError(
@@ -208,6 +217,18 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
             f"leave the choice open, or start from {start}",
         )
     return config
+
+
+def _copied(config: Config, structure: Structure, device: Device) -> Config:
+    """The config without the copy engine where that cannot serve: as for torch, it is a hint."""
+    if not isinstance(config, PrefillConfig) or not config.use_tma:
+        return config
+    plain = replace(config, use_tma=False)
+    if all(rule.name != "tma" for rule in violated(config, structure, device)):
+        return config
+    lost = set(reasons(config, structure, device)) - set(reasons(plain, structure, device))
+    log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
+    return plain
 
 
 @lru_cache(maxsize=1024)

@@ -107,6 +107,8 @@ def explain(
         return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     route, why = route_of(call)
+    if route != "torch" and options.asks_flash(kernel_options):
+        why = f"{why}; {options.FLASH}"
     if route in PLANLESS:
         check_call(call)
         return Explanation(route, why)

@@ -73,7 +73,10 @@ class Lists(NamedTuple):
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
         """What they mean to a kernel's code; `group` query heads share a KV head."""
         per_head = group > 1 and self.kv_num.shape[1] > 1
-        return Sparsity(*block_size, self.full_idx is not None, per_head, self.runs is not None)
+        q_block, kv_block = map(int, block_size)  # as a kernel prints them, of whatever class
+        return Sparsity(
+            q_block, kv_block, self.full_idx is not None, per_head, self.runs is not None
+        )
 
 
 class Box(NamedTuple):
@@ -215,7 +218,7 @@ def prepare(
     config, structure = choice.config, problem.structure
     grid = geometry(problem, config, target)
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
-    out_strides = _like(q, out_shape)
+    out_strides = strides_like(q, out_shape)
     rows = problem.B * problem.Hq * problem.q_len
     split = grid.num_splits > 1
     runs = walks_runs(structure, config)
@@ -310,8 +313,11 @@ def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
     }
 
 
-def _like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides for the output in the order of q's dimensions, the last one innermost."""
+def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides for the output in the order of q's dimensions, the last one innermost.
+
+    shape: of four dimensions; they are torch's strides for the output of flex_attention.
+    """
     order = sorted(range(3), key=lambda dim: (q.stride(dim), -dim), reverse=True)
     strides, step = [0, 0, 0, 1], shape[3]
     for dim in reversed(order):

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, get_args
 
-from flexattn.errors import ConfigError, InputError, UnsupportedError
+from flexattn.errors import ConfigError, InputError
 from flexattn.mods.rules import RULES
+from flexattn.option_names import LEGACY, OURS_ALONE, acts, bare
 from flexattn.problem import Tanh
 from flexattn.ptx.assembler import PTXAS, Ptxas
-from flexattn.settings import say_once
+from flexattn.settings import log, say_once
 from flexattn.space.config import Config, DecodeConfig, GluonPrefillConfig, Language
 from flexattn.space.gluon_config import CONSUMER_REGISTERS, CONSUMER_ROWS
 
-HONOURED = (
-    "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "SPLIT_KV", "USE_TMA", "BACKEND",
-    "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS",
-)  # fmt: skip
-# Keys of torch that change nothing here: the backward's, ROCm's and hints that are not needed.
-WITHOUT_EFFECT = (
-    "BLOCK_M1",
-    "BLOCK_N1",
-    "BLOCK_M2",
-    "BLOCK_N2",
-    "PRESCALE_QK",
-    "ROWS_GUARANTEED_SAFE",
-    "BLOCKS_ARE_CONTIGUOUS",
-    "WRITE_DQ",
-    "kpack",
-    "matrix_instr_nonkdim",
-    "waves_per_eu",
-)
-LEGACY = "FORCE_USE_FLEX_ATTENTION"
-# Keys that torch does not have: they are taken out before a call is handed to it.
-OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS")
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
-BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
+BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
+FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
+# As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
+_QUOTE = "'"
+_TF32 = {"ieee": False, "tf32x3": False, "tf32": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +31,9 @@ class Options:
     """What the caller decided: a template, and numbers that override the config's.
 
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
-    exact: the whole config, where a tuner decides; the numbers are then not looked at. rules_off,
-    tanh: as a Structure has them.
+    exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
+    whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
+    Structure has them.
     """
 
     kind: str | None = None
@@ -61,6 +49,7 @@ class Options:
     exact: Config | None = None
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
+    tf32: bool | None = None
 
     @property
     def overrides(self) -> bool:
@@ -115,25 +104,19 @@ NONE = Options()
 def parse(kernel_options: Mapping[str, Any] | None) -> Options:
     """Read kernel_options, with torch's prefixes.
 
-    fwd_ wins over a bare key; bwd_ keys are for a backward. Raises ConfigError for keys and
-    backends that do not exist, InputError for values of the wrong type.
+    fwd_ wins over a bare key; what only torch's kernels or a backward read has no effect. Raises
+    ConfigError for keys and backends that do not exist, InputError for values of the wrong type.
     """
+    check_mapping(kernel_options)
     if not kernel_options:
         return NONE
     chosen: dict[str, Any] = {}
-    for key, value in sorted(kernel_options.items(), key=lambda item: item[0].startswith("fwd_")):
-        name = key.removeprefix("fwd_").removeprefix("bwd_")
-        if name not in (*HONOURED, *WITHOUT_EFFECT, LEGACY):
-            raise ConfigError(
-                f"kernel_options has {key!r}",
-                f"the keys are {', '.join((*HONOURED, *WITHOUT_EFFECT, LEGACY))}, "
-                "bare or with fwd_ or bwd_ in front",
-                "remove it, or correct its spelling",
-            )
-        if key.startswith("bwd_") or name in WITHOUT_EFFECT:
-            say_once(f"kernel_options[{key!r}] has no effect on flexattn's forward kernels")
+    names = {key: bare(key) for key in kernel_options}
+    for key in sorted(names, key=lambda key: key.startswith("fwd_")):
+        if acts(key):
+            chosen[names[key]] = kernel_options[key]
         else:
-            chosen[name] = value
+            log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
     return Options(
         kind=_kind(chosen),
         language=_language(chosen),
@@ -147,18 +130,46 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         ptxas=_ptxas(chosen.get("PTXAS")),
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_tanh(chosen.get("TANH", "auto")),
+        tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
     )
 
 
+def check_mapping(kernel_options: object) -> None:
+    """That kernel_options are a mapping, or None; raises InputError."""
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise InputError(
+            f"kernel_options is a {type(kernel_options).__name__}",
+            "it is a mapping of names to values",
+            'pass a dict such as {"BLOCK_M": 64}',
+        )
+
+
+def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
+    """Whether they name FlashAttention, which no kernel here is."""
+    given = (kernel_options or {}).items()
+    return any(bare(key) == "BACKEND" and value == "FLASH" for key, value in given)
+
+
 def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The options without the keys that torch does not have."""
+    """The options without the keys that torch does not have, and with values as torch has them."""
     if kernel_options is None:
         return None
-    return {
-        key: value
+    found = {
+        key: _exact(value)
         for key, value in kernel_options.items()
-        if key.removeprefix("fwd_").removeprefix("bwd_") not in OURS_ALONE and value != "GLUON"
+        if bare(key) not in OURS_ALONE and value != "GLUON"
     }
+    for key, value in found.items():
+        if bare(key) == "FLOAT32_PRECISION" and isinstance(value, str):
+            found[key] = f"{value.strip(_QUOTE)!r}"  # torch writes it into a kernel as it stands
+    return found
+
+
+def _exact(value: object) -> object:
+    """An integer of a class of its own as an int: a kernel's text has what a number prints."""
+    if type(value) is bool or not isinstance(value, Integral):
+        return value
+    return operator.index(value)
 
 
 def _kind(chosen: Mapping[str, Any]) -> str | None:
@@ -170,14 +181,10 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
             "they say the same thing and may differ",
             'keep BACKEND: "TRITON" forces the Triton prefill kernel',
         )
-    if backend == "FLASH":
-        raise UnsupportedError(
-            'kernel_options has BACKEND="FLASH"',
-            f"flexattn runs its own kernels: BACKEND is one of {BACKENDS}",
-            "use torch's flex_attention for FlashAttention",
-        )
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ConfigError(f"BACKEND={backend!r}", f"it is one of {BACKENDS}")
+    if backend == "FLASH":
+        say_once(FLASH, logging.INFO)
     if legacy or backend in ("TRITON", "GLUON"):
         return "prefill"
     return "decode" if backend == "TRITON_DECODE" else None
@@ -185,17 +192,16 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
 
 def _rules(value: object) -> tuple[str, ...]:
     """Names of rewrites, separated by commas, or "all"."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else [value]
-    if names == ["all"]:
+    names = {name.strip() for name in value.split(",")} if isinstance(value, str) else {"?"}
+    if names == {"all"}:
         return tuple(sorted(RULES))
-    found = [name for name in names if name != ""]
-    unknown = [name for name in found if name not in RULES]
-    if unknown:
+    found = names - {""}
+    if not found <= RULES.keys():
         raise ConfigError(
             f"kernel_options['RULES_OFF']={value!r}",
             f"the rules are {', '.join(RULES)}, separated by commas, or all",
         )
-    return tuple(sorted(set(map(str, found))))
+    return tuple(sorted(found))
 
 
 def _tanh(value: object) -> Tanh:
@@ -222,11 +228,23 @@ def _language(chosen: Mapping[str, Any]) -> Language | None:
     return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
 
 
-def _integer(chosen: Mapping[str, Any], name: str) -> int | None:
-    value = chosen.get(name)
+def _tf32(value: object) -> bool | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    precision = value.strip(_QUOTE) if isinstance(value, str) else value
+    for known, tf32 in _TF32.items():
+        if precision == known:
+            return tf32
+    raise ConfigError(
+        f"kernel_options['FLOAT32_PRECISION']={value!r}", f"it is one of {tuple(_TF32)}"
+    )
+
+
+def _integer(chosen: Mapping[str, Any], name: str) -> int | None:
+    value = _exact(chosen.get(name))
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
         raise InputError(f"kernel_options[{name!r}]={value!r}", "it is a positive integer")
     return value
 

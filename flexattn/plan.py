@@ -147,7 +147,7 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         mask_class=_mask_class(call),
         lse=call.lse,
         max_scores=call.max_scores,
-        tf32=checks.tf32_allowed(q),
+        tf32=checks.tf32_allowed(q, chosen.tf32),
         positive_scale=call.scale > 0,
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
         rules_off=chosen.rules_off,

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.descales import NO_DESCALES, Descales, descaled
 from flexattn.errors import InputError
+from flexattn.mods import registered
 from flexattn.rounding import Precision, Rounding
 from flexattn.sinks import add_sinks
 
@@ -309,7 +310,8 @@ class _Gather(TorchFunctionMode):
     """Inside a mod, `x[i, j]` with tensors or ints is a gather, even for 0-d indices.
 
     The rule of torch's TransformGetItemToIndex, but `x[b][h]` has a gradient, an index out of
-    range is clamped and reported, and removed lanes pass no gradient to the tensor.
+    range is clamped and reported, and removed lanes pass no gradient to the tensor. An operator
+    of torch.library is what it is known to compute.
     """
 
     def __init__(self, kept: Tensor | None) -> None:
@@ -322,6 +324,10 @@ class _Gather(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if len(index) <= args[0].dim() and all(map(_is_position, index)):
                 return self._gather(args[0], index)
+        meaning = registered.meaning_of(func)
+        if meaning is not None:  # vmap would call the operator itself once for each element
+            with self:
+                return meaning(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _gather(self, x: Tensor, index: tuple[Tensor | int, ...]) -> Tensor:

@@ -242,9 +242,9 @@ def _import_path() -> str:
 
 
 @lru_cache(maxsize=256)
-def say_once(message: str) -> None:
-    """Log a warning the first time it is said in this process."""
-    log.warning(message)
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a line, a warning if nothing else, the first time it is said in this process."""
+    log.log(level, message)
 
 
 def _at_import() -> None:

@@ -2,6 +2,7 @@
 
 from flexattn.mods.bind import Bound, bind, watch
 from flexattn.mods.expr import Buffer, Expr, Mod
+from flexattn.mods.registered import register_op
 from flexattn.mods.witness import Witness
 
-__all__ = ["Bound", "Buffer", "Expr", "Mod", "Witness", "bind", "watch"]
+__all__ = ["Bound", "Buffer", "Expr", "Mod", "Witness", "bind", "register_op", "watch"]

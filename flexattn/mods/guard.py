@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.mods.refusal import Refusal, branches, line_of_frame, unknown
+from flexattn.mods.registered import meaning_of
 
 __all__ = ["Guard", "Indexing", "op_name"]
 
@@ -66,7 +67,10 @@ class Indexing(TorchFunctionMode):
 
 
 class Guard(TorchDispatchMode):
-    """Lets pass what `known` holds; leaves the user's line on every node of the graph."""
+    """Lets pass what `known` holds; leaves the user's line on every node of the graph.
+
+    A registered operator is replaced by what it is known to compute.
+    """
 
     def __init__(self, known: Container[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,6 +83,10 @@ class Guard(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        meaning = meaning_of(func)
+        if meaning is not None:
+            with self:
+                return meaning(*args, **(kwargs or {}))
         self._check(func, args)
         proxies = get_proxy_mode()
         nodes: Any = proxies.tracer.graph.nodes if proxies else ()

@@ -62,10 +62,14 @@ def branches() -> Refusal:
 
 def unknown(op: object) -> Refusal:
     """The refusal of an operation that is in no table."""
+    do = "compute it outside of the mod and capture the result"
+    if getattr(op, "namespace", "aten") not in ("aten", "prims", "prim"):
+        name = str(getattr(op, "overloadpacket", op)).replace(".", "::")
+        do = f'say what it computes in torch\'s operations: flexattn.register_op("{name}", ...)'
     return Refusal(
         f"uses {op}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
-        "compute it outside of the mod and capture the result",
+        do,
         unsupported=True,
     )
 

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -65,9 +66,10 @@ def trace(
     scalars = scalars or {}
     modes: list[Indexing] = []
 
-    def run(*inputs: torch.Tensor) -> Any:
+    def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
         called = rebuild(replaced) if rebuild else fn
+        called = _mapped(called) if mapped else called
         modes.append(Indexing())
         with torch.no_grad(), Guard(_known()), modes[-1]:
             return called(*inputs[: len(names)])
@@ -212,14 +214,49 @@ def _single(result: Any) -> Array:
 
 
 def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device) -> GraphModule:
+    """The graph of `run`, where an autograd Function is its forward, else its vmap rule."""
     inputs = [torch.zeros((), dtype=getattr(torch, t), device=device) for t in dtypes]
-    traced = make_fx(
-        run,
-        decomposition_table=_decompositions(),
-        tracing_mode="fake",
-        _allow_non_fake_inputs=True,
-    )
-    return traced(*inputs)
+
+    def traced(mapped: bool) -> GraphModule:
+        def called(*inputs: torch.Tensor) -> Any:
+            return run(mapped, *inputs)
+
+        made = make_fx(
+            called,
+            decomposition_table=_decompositions(),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )
+        return made(*inputs)
+
+    try:
+        return traced(mapped=False)
+    except Exception as error:
+        if not _in_function(error.__traceback__):
+            raise
+        try:
+            return traced(mapped=True)
+        except Exception:
+            raise error from None
+
+
+def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as torch's eager flex_attention maps it, over one position alone."""
+
+    def call(*inputs: torch.Tensor) -> Any:
+        return torch.vmap(fn)(*(x.unsqueeze(0) for x in inputs)).squeeze(0)
+
+    return call
+
+
+def _in_function(trace: TracebackType | None) -> bool:
+    """Whether an error came out of a torch.autograd.Function."""
+    apply = torch.autograd.Function.apply.__code__
+    while trace is not None:
+        if trace.tb_frame.f_code is apply:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _device(known: Sequence[torch.Tensor]) -> torch.device:

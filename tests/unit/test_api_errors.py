@@ -13,7 +13,6 @@ from flexattn.errors import (
     FlexAttnError,
     InputError,
     ModError,
-    UnsupportedError,
 )
 
 B, Hq, Hkv, L, S, D = 2, 4, 2, 37, 53, 16
@@ -79,7 +78,11 @@ REFUSED = {
         {"kernel_options": {"num_warps": "4"}}, InputError, "'4'.*positive integer"
     ),
     "unknown_backend": ({"kernel_options": {"BACKEND": "CUDA"}}, ConfigError, "CUDA.*TRITON"),
-    "flash_backend": ({"kernel_options": {"BACKEND": "FLASH"}}, UnsupportedError, "torch"),
+    "options_in_a_list": ({"kernel_options": ["BLOCK_M"]}, InputError, "list.*mapping.*dict"),
+    "an_option_without_a_name": ({"kernel_options": {64: 1}}, InputError, "64.*strings"),
+    "sliced_mask": (
+        {"block_mask": mask()[:, :, 1:2]}, InputError, "is sliced.*drops.*mask_mod.*seq_lengths"
+    ),
 }  # fmt: skip
 
 
@@ -137,6 +140,17 @@ def test_rows_that_the_lists_do_not_reach():
         call(block_mask=cut)
 
 
+def test_a_slice_with_what_it_lost_is_a_mask():
+    """It was refused as a mod that raises, which said nothing of what to do."""
+    part = mask()[:, :, 1:2]
+    part.mask_mod = lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + 16, kv_idx)
+    query = zeros(B, Hq, 16, D)
+    with pytest.raises(InputError, match=r"(?s)made for lengths.*slice, set seq_lengths"):
+        call(query, block_mask=part)
+    part.seq_lengths = (16, S)
+    assert call(query, block_mask=part).shape == query.shape
+
+
 @pytest.mark.parametrize(
     "cut", [lambda lists: lists[:, :, :1], lambda lists: lists.expand(2, *lists.shape[1:])]
 )
@@ -169,7 +183,7 @@ def test_errors_are_also_what_python_programs_expect():
     with pytest.raises(ValueError):
         call(scale=math.nan)
     with pytest.raises(NotImplementedError):
-        call(kernel_options={"BACKEND": "FLASH"})
+        call(score_mod=lambda s, b, h, q, k: s + torch.rand_like(s))
 
 
 def test_nothing_is_refused_that_torch_takes():

@@ -58,7 +58,9 @@ EDGES = {
     "lazy_mask": {"block_lists"},
     "masks": {"lazy_mask"},
     "visual": {"block_kinds"},
-    "options": {"space"},
+    # Names alone: what torch's lowering reads, which torch changes more often than we our options.
+    "option_names": set(),
+    "options": {"space", "option_names"},
     "checks": {"problem", "descales"},
     "dispatch": {"cache", "build", "options", "source_store", "fallback"},
     # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.

@@ -1,5 +1,6 @@
 """What dispatch takes from the cache, when it says so, and what it writes down for the tuner."""
 
+import enum
 import importlib
 import json
 import logging
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn import create_block_mask
+from flexattn import create_block_mask, dispatch
 from flexattn.attention import make_call
 from flexattn.build import Kernel
 from flexattn.cache import layers as layers_module
@@ -20,13 +21,15 @@ from flexattn.cache.key import key_of, sizes_of
 from flexattn.cache.layers import find
 from flexattn.cache.store import Store
 from flexattn.cache.untuned import bound_of, note, read, untuned_path
+from flexattn.catalogue import causal
 from flexattn.device import INTERPRETER, named
-from flexattn.dispatch import Dispatcher, choices
+from flexattn.dispatch import Dispatcher, candidates_of, choices
 from flexattn.errors import CacheError
+from flexattn.launch import Lists
 from flexattn.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
 from flexattn.mods import bind
-from flexattn.options import NONE, Options
-from flexattn.problem import fingerprint
+from flexattn.options import NONE, Options, parse
+from flexattn.problem import Layout, fingerprint
 from flexattn.settings import override, say_once
 from flexattn.space.config import DecodeConfig
 from tests.problems import problem
@@ -84,6 +87,47 @@ class Builder:
 
 def chosen(wanted=DECODE, options=NONE, too_big=""):
     return Dispatcher(Builder(too_big)).kernels(wanted, H200, 0, options)[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "why"),
+    [
+        ("nvidia-h200", {"layout": Layout(False, False, False, False)}, "inner stride 1"),
+        ("nvidia-a100", {}, "sm_80 has no TMA"),
+        ("nvidia-h200", {"D": 576, "Dv": 512}, "576 is not one tile"),
+    ],
+)
+def test_the_copy_engine_is_a_hint(device, more, why, caplog):
+    """It was an error where torch drops it: one model asks for all of its layers."""
+    caplog.set_level(logging.DEBUG, "flexattn")
+    asked = Options("prefill", "triton", BLOCK_M=16, BLOCK_N=16, use_tma=True)
+    (found,) = candidates_of(problem("prefill", **more), named(device), asked)
+    assert not found.config.use_tma and found.config.BLOCK_M == 16
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG and why in record.getMessage()
+
+
+class Rows(int, enum.Enum):
+    FEW = 32
+
+
+def test_a_number_prints_as_a_number():
+    """A kernel's file had `BLOCK_M = Rows.FEW`, and later calls with BLOCK_M=32 took it too."""
+    dispatch._rendered.cache_clear()
+    mask = create_block_mask(causal, None, None, 64, 64, "cpu", Rows.FEW)
+    sparsity = Lists.of(mask).sparsity(mask.BLOCK_SIZE, 1)
+    asked = parse({"BACKEND": "TRITON", "BLOCK_M": Rows.FEW, "BLOCK_N": Rows.FEW})
+    masked = problem("prefill", mask_mod=causal)
+    structure = replace(masked.structure, sparsity=sparsity)
+    (found,) = choices(replace(masked, structure=structure), H200, asked)
+    assert found.config.BLOCK_M == 32 and "Rows" not in found.source.text
+
+
+def test_the_copy_engine_copies_where_it_can(caplog):
+    caplog.set_level(logging.DEBUG, "flexattn")
+    asked = Options("prefill", "triton", BLOCK_M=64, BLOCK_N=64, use_tma=True)
+    (found,) = candidates_of(problem("prefill"), H200, asked)
+    assert found.config.use_tma and not caplog.records
 
 
 def test_a_record_decides_the_config():
