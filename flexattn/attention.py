@@ -46,7 +46,8 @@ def flex_attention(
 
     query [B, Hq, L, E], key [B or 1, Hkv, S, E], value [B or 1, Hkv, S, Ev]; float16, bfloat16
     or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv. On Hopper and
-    the CPU also float8_e4m3fn.
+    the CPU also float8_e4m3fn. Key and value may both be float8_e4m3fn beside any query (on sm_89
+    and newer, AMD and the CPU), and float16 or bfloat16 beside a float32 one.
     score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
     or ours. scale: 1/sqrt(E) where None. kernel_options: torch's FlexKernelOptions.
     sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
@@ -150,7 +151,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(where) or q.dtype == torch.float64 or q.dtype in FP8:
         return q, k, v
     dtype = torch.get_autocast_dtype(where)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    # Eight bits are converted where they are multiplied, to the same numbers.
+    k, v = (x if x.dtype in FP8 else x.to(dtype) for x in (k, v))
+    return q.to(dtype), k, v
 
 
 def route_of(call: Call) -> tuple[Route, str]:
@@ -161,6 +164,12 @@ def route_of(call: Call) -> tuple[Route, str]:
             f"{wants} requires grad, query is {q.dtype}",
             "attention of float8 has no backward",
             "call it under torch.no_grad(), or with inputs of bfloat16",
+        )
+    if checks.mixes(q, call.k) and torch.is_grad_enabled() and (wants := _wants_grad(call)):
+        raise UnsupportedError(
+            f"{wants} requires grad, query is {q.dtype}, key {call.k.dtype}",
+            "attention of mixed dtypes has no backward",
+            "call it under torch.no_grad(), or with key and value in query's dtype",
         )
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"

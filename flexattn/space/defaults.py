@@ -38,7 +38,7 @@ def language_for(structure: Structure, device: Device) -> Language:
     """Whose configs the static defaults start with."""
     if structure.fp8:
         return "gluon"
-    if values_by_key(structure) > FEW_BY_KEY:
+    if structure.kv_dtype or values_by_key(structure) > FEW_BY_KEY:
         return "triton"
     if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
         return HOPPER_PREFILL if gluon.offered() else "triton"
