@@ -14,6 +14,7 @@ from flexattn.compiler_context import without_collections
 from flexattn.descales import Descales
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.launch import Outputs
+from flexattn.mask_class import keeps_all
 from flexattn.plan import Call, ScoreMod, bind_on, plan
 from flexattn.problem import FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
@@ -127,6 +128,8 @@ def make_call(
         raise InputError("return_lse and return_aux", "only one of them may be given")
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
+    if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
+        block_mask = None
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
     q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
     descales = Descales(q_descale, k_descale, v_descale)
