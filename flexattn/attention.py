@@ -14,6 +14,7 @@ from flexattn.compiler_context import without_collections
 from flexattn.descales import Descales
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.launch import Outputs, strides_like
+from flexattn.mask_class import keeps_all
 from flexattn.plan import Call, ScoreMod, bind_on, plan
 from flexattn.problem import FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
@@ -46,7 +47,8 @@ def flex_attention(
 
     query [B, Hq, L, E], key [B or 1, Hkv, S, E], value [B or 1, Hkv, S, Ev]; float16, bfloat16
     or float32 (float64 on the CPU), any strides, any lengths; Hq a multiple of Hkv. On Hopper and
-    the CPU also float8_e4m3fn.
+    the CPU also float8_e4m3fn. Key and value may both be float8_e4m3fn beside any query (on sm_89
+    and newer, AMD and the CPU), and float16 or bfloat16 beside a float32 one.
     score_mod(score, b, h, q_idx, kv_idx) -> score. block_mask: from `create_block_mask`, torch's
     or ours. scale: 1/sqrt(E) where None. kernel_options: torch's FlexKernelOptions.
     sinks [Hq]: a logit for each query head that joins the softmax's sum and has no value, as a
@@ -127,6 +129,8 @@ def make_call(
         raise InputError("return_lse and return_aux", "only one of them may be given")
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
+    if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
+        block_mask = None
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
     q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
     descales = Descales(q_descale, k_descale, v_descale)
@@ -151,7 +155,9 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(where) or q.dtype == torch.float64 or q.dtype in FP8:
         return q, k, v
     dtype = torch.get_autocast_dtype(where)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    # Eight bits are converted where they are multiplied, to the same numbers.
+    k, v = (x if x.dtype in FP8 else x.to(dtype) for x in (k, v))
+    return q.to(dtype), k, v
 
 
 def route_of(call: Call) -> tuple[Route, str]:
@@ -162,6 +168,12 @@ def route_of(call: Call) -> tuple[Route, str]:
             f"{wants} requires grad, query is {q.dtype}",
             "attention of float8 has no backward",
             "call it under torch.no_grad(), or with inputs of bfloat16",
+        )
+    if checks.mixes(q, call.k) and torch.is_grad_enabled() and (wants := _wants_grad(call)):
+        raise UnsupportedError(
+            f"{wants} requires grad, query is {q.dtype}, key {call.k.dtype}",
+            "attention of mixed dtypes has no backward",
+            "call it under torch.no_grad(), or with key and value in query's dtype",
         )
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.descales import Descales
 from flexattn.errors import InputError
-from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH
+from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH, NARROWER
 
 MAX_HEAD_DIM = 576
 MAX_FLOAT32 = torch.finfo(torch.float32).max
@@ -27,10 +27,21 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if len({each.device for each in named.values()}) > 1:
         devices = ", ".join(f"{name} on {each.device}" for name, each in named.items())
         raise InputError(devices, "query, key and value are on one device", "move them there")
-    if len({each.dtype for each in named.values()}) > 1:
+    if k.dtype != v.dtype or not (k.dtype == q.dtype or mixes(q, k)):
         dtypes = ", ".join(f"{name} {each.dtype}" for name, each in named.items())
-        raise InputError(dtypes, "query, key and value have one dtype", "convert them")
+        narrower = ", ".join(map(str, NARROWER.get(q.dtype, ()))) or "none"
+        raise InputError(
+            dtypes,
+            "key and value have one dtype, query's or a narrower one of which it holds every "
+            f"number: here {narrower}",
+            "convert them",
+        )
     _check_shapes(q, k, v, enable_gqa, shapes)
+
+
+def mixes(q: Tensor, k: Tensor) -> bool:
+    """Whether key and value are narrower than query, as a kernel that converts them takes them."""
+    return k.dtype in NARROWER.get(q.dtype, ())
 
 
 def is_dense(tensor: object) -> bool:
@@ -224,8 +235,9 @@ def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
         if q.dtype not in FP8:
             raise InputError(
                 f"{name} beside a query of {q.dtype}",
-                "descales belong to inputs of float8_e4m3fn",
-                "leave it out; `scale` multiplies the scores of any inputs",
+                "descales belong to inputs of float8_e4m3fn, query among them",
+                "leave it out: score_mod multiplies the scores of any inputs by what it captures, "
+                "and what comes out can be multiplied by a factor of the values",
             )
         if tuple(x.shape) != heads:
             raise InputError(

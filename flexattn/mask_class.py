@@ -11,16 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.runs import keep_runs, rows_of
 
-__all__ = ["UNKNOWN", "classify", "known_class", "look", "mask_class", "representative"]
+__all__ = [
+    "UNKNOWN",
+    "classify",
+    "keeps_all",
+    "known_class",
+    "look",
+    "mask_class",
+    "representative",
+]
 
 UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
 DENSITY_STEPS, IMBALANCE_STEPS = 6, 4
 _ATTRIBUTE = "_flexattn_class"
+# What torch makes of no block mask: one block, larger than any length, and no mask_mod.
+_OF_ALL = (2**30, 2**30)
 
 
 def mask_class(mask: BlockMask) -> str:
@@ -50,6 +60,21 @@ def known_class(mask: BlockMask) -> str | None:
     """The class that is kept with a mask; None before anybody looked."""
     found: str | None = getattr(mask, _ATTRIBUTE, None)
     return found
+
+
+def keeps_all(mask: BlockMask) -> bool:
+    """Whether a mask is the one block of everything that torch has for calls without a mask.
+
+    Such a mask fits any lengths, whatever its own are. It reads two numbers back from the device;
+    while these cannot be read, as under the capture of a CUDA graph, the answer is no.
+    """
+    if tuple(mask.BLOCK_SIZE) != _OF_ALL or mask.mask_mod is not noop_mask:
+        return False
+    if mask.full_kv_num_blocks is not None or mask.kv_indices.numel() != 1:
+        return False
+    if not _readable(mask.kv_num_blocks):
+        return False
+    return mask.kv_num_blocks.tolist() == [[[1]]] and mask.kv_indices.tolist() == [[[[0]]]]
 
 
 def classify(

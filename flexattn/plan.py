@@ -152,9 +152,12 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
         rules_off=chosen.rules_off,
         tanh=chosen.tanh,
+        kv_dtype=(DTYPES | FP8)[k.dtype],
     )
     if fp8:
         _check_fp8(problem, target, chosen)
+    if problem.structure.kv_dtype:
+        _check_mixed(problem, target, chosen)
     launch = prepare(
         problem, target, q.device, dispatcher(), chosen, q, k, v, lists, call.descales
     )
@@ -175,6 +178,22 @@ def _check_fp8(problem: Problem, target: Device, chosen: options.Options) -> Non
             f"{problem.describe()} on {target.name}: {refused}",
             "float8_e4m3fn is multiplied by the prefill template for Hopper alone",
             "multiply q, k and v by their descales and pass them in bfloat16",
+        )
+
+
+def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> None:
+    """Raise UnsupportedError unless a Triton template can convert a call's keys and values."""
+    refused = ""
+    if problem.structure.kv_dtype in FP8.values() and 0 < target.capability < 89:
+        refused = f"Triton converts eight bits on sm_89 and newer, not on {target.arch}"
+    elif chosen.language == "gluon":
+        refused = "kernel_options ask for the Gluon template"
+    if refused:
+        raise UnsupportedError(
+            f"{problem.describe()} on {target.name}: {refused}",
+            "keys and values that are narrower than the queries are converted by Triton's "
+            "templates alone",
+            f"pass key and value in {problem.structure.dtype}",
         )
 
 

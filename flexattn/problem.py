@@ -21,6 +21,13 @@ DTYPES: dict[torch.dtype, str] = {
 }
 # Eight bits for q, k and v: what comes out is bfloat16.
 FP8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn"}
+# K and V may be narrower than q, in a dtype of which q's holds every number: what is converted
+# is not rounded.
+NARROWER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
+    torch.float16: tuple(FP8),
+    torch.bfloat16: tuple(FP8),
+    torch.float32: (torch.float16, torch.bfloat16, *FP8),
+}
 # Lengths up to 2**26 keep index arithmetic such as `31 * q_idx - kv_idx` in 32 bits.
 MAX_LENGTH = 2**26
 MAX_HEADS = 2**16
@@ -96,6 +103,7 @@ class Structure:
     sinks: the dtype of the heads' sink logits, "" without them.
     rules_off: rules of flexattn.mods.rules that the caller switched off, sorted.
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
+    kv_dtype: of k and v where they are narrower than q, "" where they have its dtype.
     """
 
     kind: Kind
@@ -114,6 +122,7 @@ class Structure:
     sinks: str = ""
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
+    kv_dtype: str = ""
 
     @property
     def terms(self) -> Terms | None:
@@ -138,8 +147,12 @@ class Structure:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q, k and v."""
+        """Bytes of one element of what is multiplied: of q, and of k and v once converted."""
         return ITEMSIZE[self.dtype]
+
+    def dtype_of(self, tensor: str) -> str:
+        """The dtype of "q", "k" or "v" in memory."""
+        return self.dtype if tensor == "q" else self.kv_dtype or self.dtype
 
     @property
     def packed_heads(self) -> int:
@@ -177,8 +190,9 @@ class Problem:
             if s.head_dim_qk == s.head_dim_v
             else f"{s.head_dim_qk}/{s.head_dim_v}"
         )
+        dtypes = f"{s.dtype} over {s.kv_dtype}" if s.kv_dtype else s.dtype
         parts = [
-            f"{s.kind} {s.dtype} B={self.B} Hq={self.Hq} Hkv={self.Hkv}",
+            f"{s.kind} {dtypes} B={self.B} Hq={self.Hq} Hkv={self.Hkv}",
             f"q_len={self.q_len} kv_len={self.kv_len} D={dims}",
         ]
         if s.sparsity is not None:
@@ -218,6 +232,7 @@ def make_problem(
     sinks: str = "",
     rules_off: tuple[str, ...] = (),
     tanh: Tanh = "auto",
+    kv_dtype: str = "",
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -237,6 +252,7 @@ def make_problem(
         sinks=sinks,
         rules_off=rules_off if score is not None else (),
         tanh=tanh if score is not None else "auto",
+        kv_dtype="" if kv_dtype == dtype else kv_dtype,
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class)

@@ -25,7 +25,7 @@ from flexattn.launch import Launch, Outputs
 from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
 from flexattn.mods import Witness, watch
-from flexattn.plan import Plan
+from flexattn.plan import Plan, bind_on
 from flexattn.runs import known_runs, unwritten, versions
 from flexattn.settings import Settings, current
 
@@ -136,7 +136,8 @@ def remember(given: Arguments, plan: Plan) -> None:
     key, block_mask = _key(given), given.block_mask
     call = plan.call
     # Autocast makes other tensors, and sinks with gaps are copied.
-    if key is None or call.q is not given.query or call.sinks is not given.sinks:
+    taken = (call.q, call.k, call.v, call.sinks)
+    if key is None or not all(map(is_, taken, (*given[:3], given.sinks))):
         return
     score = mask = None
     if given.score_mod is not None:
@@ -146,21 +147,35 @@ def remember(given: Arguments, plan: Plan) -> None:
             return
         score = _Score(weakref.ref(given.score_mod, _forgetting(key)), watched)
     if block_mask is not None:
-        assert plan.mask is not None
-        watched, parts = watch(block_mask.mask_mod, "mask", plan.mask), _parts(block_mask)
-        copied = any(a is not b for a, b in zip((plan.lists or ())[:4], parts[1:5], strict=True))
-        if watched is None or copied or known_class(block_mask) in (None, UNKNOWN):
+        mask = _mask_of(block_mask, plan, key)
+        if mask is None:
             return
-        lists = [each for each in parts[1:5] if each is not None]
-        reference = weakref.ref(block_mask, _forgetting(key))
-        if known_runs(block_mask) is None:
-            mask = _Mask(reference, parts, _shapes(lists), _as_large, watched)
-        else:
-            mask = _Mask(reference, parts, versions(lists), unwritten, watched)
     launch = plan.launch
     where, rest = launch.device.type, plan.rest()
     found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
     _seen.put(key, found)
+
+
+def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask | None:
+    """What tells that a mask still is what a plan was made for; None where nothing can."""
+    parts, bound = _parts(block_mask), plan.mask
+    lists = [each for each in parts[1:5] if each is not None]
+    if plan.call.block_mask is None:
+        # It keeps everything: what its lists say was read, and the launch has none of them.
+        bound, by_version = bind_on(parts[0], "mask", plan.call.q), True
+        fixed = not any(each.is_inference() for each in lists)
+    else:
+        by_version = known_runs(block_mask) is not None
+        fixed = known_class(block_mask) not in (None, UNKNOWN)
+        fixed = fixed and all(map(is_, (plan.lists or ())[:4], parts[1:5]))
+    assert bound is not None
+    watched = watch(parts[0], "mask", bound)
+    if watched is None or not fixed:
+        return None
+    reference = weakref.ref(block_mask, _forgetting(key))
+    if by_version:
+        return _Mask(reference, parts, versions(lists), unwritten, watched)
+    return _Mask(reference, parts, _shapes(lists), _as_large, watched)
 
 
 def _forgetting(key: tuple[Any, ...]) -> Callable[[object], None]:

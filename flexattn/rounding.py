@@ -56,7 +56,9 @@ class Rounding:
             and q.dtype == torch.float32
             and torch.backends.cuda.matmul.fp32_precision == "tf32"
         )
-        weight = q.dtype if q.dtype in FP8 else out_dtype(v.dtype)
+        # What is narrower than q is multiplied in q's dtype.
+        widened = v.dtype.itemsize < q.dtype.itemsize
+        weight = q.dtype if widened or q.dtype in FP8 else v.dtype
         return cls(work, score, weight, out_dtype(q.dtype), tf32)
 
     def load(self, x: Tensor) -> Tensor:

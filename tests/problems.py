@@ -24,6 +24,7 @@ def problem(
     lse=True,
     layout=DENSE,
     sinks="",
+    kv_dtype="",
 ):
     """A problem of batch 2 with 8 key heads; with a mask_mod its lists have blocks of `block`.
 
@@ -44,6 +45,7 @@ def problem(
         tf32=False,
         positive_scale=True,
         sinks=sinks,
+        kv_dtype=kv_dtype,
     )
     length = q_len or (1 if kind == "decode" else 4096)
     return Problem(structure, 2, 8 * group, 8, length, kv_len)

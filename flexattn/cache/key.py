@@ -142,6 +142,7 @@ def key_of(problem: Problem | Keyed) -> Key:
     precision = ["tf32"] * tf32 + ["signed-scale"] * (not s.positive_scale)
     precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
     precision += [f"without-{name}" for name in s.rules_off]
+    precision += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
     sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,

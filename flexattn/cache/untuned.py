@@ -27,9 +27,12 @@ from flexattn.lru import Lru
 from flexattn.mods import Bound, Mod
 from flexattn.mods.codec import from_data, number_from_data, number_to_data, to_data
 from flexattn.problem import (
+    DTYPES,
+    FP8,
     ITEMSIZE,
     MAX_HEADS,
     MAX_LENGTH,
+    NARROWER,
     Captures,
     Kind,
     Layout,
@@ -48,6 +51,8 @@ MAX_ELEMENTS = 2**32
 MAX_BLOCKS = 2**28
 _CLASS = re.compile(r"|unknown|empty|d1(/(2|4|8|16|32|64))? i(1|2|4|8|16) (runs|gaps)")
 COMMAND = "flexattn tune --from-untuned"
+_NAMES = DTYPES | FP8
+_NARROWER = {_NAMES[q]: tuple(_NAMES[kv] for kv in found) for q, found in NARROWER.items()}
 
 _noted: Lru[tuple[Key, str], bool] = Lru(MAX_NOTED)
 
@@ -100,6 +105,7 @@ class _Line:
     tf32: bool
     positive_scale: bool
     sinks: Literal["", "float16", "bfloat16", "float32"] = ""
+    kv_dtype: Literal["", "float16", "bfloat16", "float8_e4m3fn"] = ""
 
 
 def untuned_path() -> Path:
@@ -226,11 +232,14 @@ def _untuned(raw: bytes) -> Untuned:
     line: _Line = decode(_Line, data, "line")
     if line.dtype not in ITEMSIZE:
         raise CacheError(f"dtype {line.dtype[:20]}", "kernels take half, bfloat16 and float")
+    if line.kv_dtype and line.kv_dtype not in _NARROWER.get(line.dtype, ()):
+        raise CacheError(f"kv_dtype {line.kv_dtype}", f"it is narrower than {line.dtype}")
     _check_sizes(line)
     structure = Structure(
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
         line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
+        kv_dtype=line.kv_dtype,
     )  # fmt: skip
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
     problem = Problem(structure, *sizes, line.mask_class)

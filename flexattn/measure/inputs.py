@@ -22,13 +22,15 @@ def make_inputs(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor,
     layout = s.layout
     draw = torch.Generator(device).manual_seed(0)
     sizes = (
-        (p.Hq, p.q_len, s.head_dim_qk, layout.q_contiguous),
-        (p.Hkv, p.kv_len, s.head_dim_qk, layout.k_contiguous),
-        (p.Hkv, p.kv_len, s.head_dim_v, layout.v_contiguous),
+        ("q", p.Hq, p.q_len, s.head_dim_qk, layout.q_contiguous),
+        ("k", p.Hkv, p.kv_len, s.head_dim_qk, layout.k_contiguous),
+        ("v", p.Hkv, p.kv_len, s.head_dim_v, layout.v_contiguous),
     )
     q, k, v = (
-        _normal((p.B, heads, length, dim), _TORCH[s.dtype], contiguous, layout.aligned, draw)
-        for heads, length, dim, contiguous in sizes
+        _normal(
+            (p.B, heads, length, dim), _TORCH[s.dtype_of(name)], contiguous, layout.aligned, draw
+        )
+        for name, heads, length, dim, contiguous in sizes
     )
     return q, k, v
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexattn.mods import Bound
 from flexattn.mods.numbers import divisors, invariant
-from flexattn.problem import Captures, Structure
+from flexattn.problem import ITEMSIZE, Captures, Structure
 from flexattn.render.divisions import invariant_names
 from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import buffer_names, scalar_name
@@ -85,19 +85,28 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str,
 
 
 def _tensors(structure: Structure, config: Config) -> list[Argument]:
-    element = signature_type(structure.dtype)
     if not (isinstance(config, PrefillConfig) and config.use_tma):
-        aligned = 16 if structure.layout.aligned else structure.itemsize
-        return [Argument(name, f"*{element}", aligned) for name in "QKV"]
+        return [pointer(tensor, structure) for tensor in "qkv"]
     boxes = (
         ("Q", config.BLOCK_M, structure.head_dim_qk),
         ("K", config.BLOCK_N, structure.head_dim_qk),
         ("V", config.BLOCK_N, structure.head_dim_v),
     )
     return [
-        Argument(name, f"tensordesc<{element}[1, 1, {rows}, {pieces(head_dim)[0][1]}]>")
+        Argument(
+            name,
+            f"tensordesc<{signature_type(structure.dtype_of(name.lower()))}"
+            f"[1, 1, {rows}, {pieces(head_dim)[0][1]}]>",
+        )
         for name, rows, head_dim in boxes
     ]
+
+
+def pointer(tensor: str, structure: Structure) -> Argument:
+    """The address of "q", "k" or "v"."""
+    dtype = structure.dtype_of(tensor)
+    aligned = 16 if structure.layout.aligned else ITEMSIZE[dtype]
+    return Argument(tensor.upper(), f"*{signature_type(dtype)}", aligned)
 
 
 def _outputs(structure: Structure) -> list[Argument]:
@@ -117,7 +126,7 @@ def _strides(structure: Structure) -> list[Argument]:
 def strides_of(tensor: str, structure: Structure) -> list[Argument]:
     """Those of "q", "k" or "v": the head dimension's where it is not 1."""
     layout = structure.layout
-    divisor = 16 // structure.itemsize if layout.aligned else 1
+    divisor = 16 // ITEMSIZE[structure.dtype_of(tensor)] if layout.aligned else 1
     inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
     axes = "bhmd" if tensor == "q" else "bhnd"
     axes = axes[:3] if inner[tensor] else axes

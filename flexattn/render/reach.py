@@ -8,10 +8,9 @@ from flexattn.device import Device
 from flexattn.mods.rules import FLOAT
 from flexattn.mods.simplify import make
 from flexattn.problem import MAX_LENGTH, Structure
-from flexattn.render.arguments import Argument, captured_arguments, strides_of
+from flexattn.render.arguments import Argument, captured_arguments, pointer, strides_of
 from flexattn.render.score_printer import LOG2E
 from flexattn.render.source import BASE_2, Source, make_source, mod_context, traits_of
-from flexattn.render.triton_ops import signature_type
 from flexattn.render.triton_printer import View, print_mod
 
 __all__ = ["ALL_KEYS", "render_norms", "render_reach", "rows_of_part"]
@@ -35,15 +34,13 @@ def rows_of_part(head_dim: int) -> int:
 
 def render_norms(structure: Structure, device: Device) -> Source:
     """The kernel that finds the longest rows of q and of k; see reach.Reach."""
-    head_dim, aligned = structure.head_dim_qk, structure.layout.aligned
+    head_dim = structure.head_dim_qk
     settings = {
         "ROWS": rows_of_part(head_dim),
         "HEAD_DIM": head_dim,
         "TILE_D": _width(head_dim),
     }
-    element, divisor = signature_type(structure.dtype), 16 if aligned else structure.itemsize
-    found = [Argument("Q", f"*{element}", divisor), Argument("K", f"*{element}", divisor)]
-    found.append(Argument("NORMS", "*fp32", 16))
+    found = [pointer("q", structure), pointer("k", structure), Argument("NORMS", "*fp32", 16)]
     found += [*strides_of("q", structure), *strides_of("k", structure)]
     sizes = ("Hq", "Hkv", "q_len", "kv_len", "q_parts", "k_parts", "q_programs")
     found += [Argument(name, "i32") for name in sizes]

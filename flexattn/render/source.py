@@ -127,6 +127,7 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
         "licm": _moves_out_of_loops(structure, config, device),
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),
+        "widens": structure.kv_dtype != "",
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
         "precision": _precision(structure),
         "lse": structure.lse,

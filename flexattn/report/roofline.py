@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from flexattn.cache.key import Key
 from flexattn.cache.record import Record
 from flexattn.problem import ITEMSIZE
 from flexattn.report.limits import Limits, limits_of
@@ -67,8 +68,15 @@ def work(record: Record) -> Work:
     flops = 2.0 * B * key.Hq * q_len * kv_len * dims * kept
     # One query row reads the kept keys alone; many rows together read all of them.
     read = kept if key.kind == "decode" else 1.0
-    elements = B * dims * (key.Hq * q_len + key.Hkv * kv_len * read)
-    return Work(flops, float(elements * ITEMSIZE[key.dtype]), kept, density)
+    queries, keys = ITEMSIZE[key.dtype], ITEMSIZE[_kv_dtype(key)]
+    moved = B * dims * (key.Hq * q_len * queries + key.Hkv * kv_len * read * keys)
+    return Work(flops, float(moved), kept, density)
+
+
+def _kv_dtype(key: Key) -> str:
+    """The dtype of K and V, which a key tells where it is not q's."""
+    told = re.search(r"kv=(\w+)", key.precision)
+    return told.group(1) if told else key.dtype
 
 
 def _of_plan(record: Record) -> Work:
@@ -81,8 +89,7 @@ def _of_plan(record: Record) -> Work:
     dims = key.head_dim_qk + key.head_dim_v
     # A tied V is read with its K.
     width = key.head_dim_qk if "shared_kv" in key.layout else dims
-    cached = re.search(r"kv=(\w+)", key.precision)
-    itemsize = SERVED[cached.group(1) if cached else key.dtype]
+    itemsize = SERVED[_kv_dtype(key)]
     pairs = queries * sum(kv_lens) / B
     moved = key.Hq * queries * dims * SERVED[key.dtype] + key.Hkv * sum(kv_lens) * width * itemsize
     kept = sum(kv_lens) / (B * kv_len)

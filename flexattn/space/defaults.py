@@ -38,7 +38,7 @@ def language_for(structure: Structure, device: Device) -> Language:
     """Whose configs the static defaults start with."""
     if structure.fp8:
         return "gluon"
-    if values_by_key(structure) > FEW_BY_KEY:
+    if structure.kv_dtype or values_by_key(structure) > FEW_BY_KEY:
         return "triton"
     if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
         return HOPPER_PREFILL if gluon.offered() else "triton"
@@ -124,12 +124,17 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
         return
     if structure.dtype == "float32":
         # Without matrix instructions the tile lives in registers: small tiles.
-        for shape in ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1)):
-            yield PrefillConfig(*shape)
+        shapes = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1))
+        # What is converted lies there twice: loops of larger tiles spilled.
+        small = 0 if not structure.kv_dtype else 2 if widest <= 64 else 3
+        yield from (PrefillConfig(*shape) for shape in shapes[small:])
         yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
         return
     if device.has_wgmma and (widest <= 128 or values_by_key(structure) > MANY_BY_KEY):
         yield from _gathering(structure, widest)
+    if device.has_wgmma and widest <= 128 and structure.kv_dtype:
+        # What is converted passes through registers: of four warps the loop spilled.
+        yield from (PrefillConfig(128, 64, 8, 3, True), PrefillConfig(128, 64, 8, 2))
     table = _PREFILL.get(device.arch, _PREFILL["small"])
     if device.backend == "hip":
         table = _PREFILL["hip"]

@@ -79,6 +79,7 @@ def _gluon_fixed(structure: Structure, device: Device, keys: int) -> tuple[int, 
         loads_tiles(structure, keys),
         _dense(structure),
         sparsity is not None and sparsity.per_head,
+        structure.kv_dtype != "",
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.

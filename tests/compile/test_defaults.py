@@ -62,6 +62,18 @@ def test_default_config(arch, kind, D, Dv, dtype):
         assert {"hip": "v_mfma", "cuda": "wgmma" if wgmma else "mma.sync"}[device.backend] in code
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_default_config_of_narrower_keys(kind):
+    """Tiles of eight bits are converted, and multiplied by matrix units as others are."""
+    device = named(DEVICES["sm_90"])
+    wanted = problem(kind, mask_mod=causal, runs=True, kv_dtype="float8_e4m3fn")
+    config, compiled = served(wanted, device)
+    taken = resources(compiled, device)
+    assert taken.shared <= device.shared_memory, config
+    assert not taken.starved, (config, taken)
+    assert taken.matrix_instructions > 0
+
+
 MODS = {
     "alibi": lambda: alibi(32, "cpu"),
     "relative": lambda: relative_bias(torch.zeros(32, 128), 64),

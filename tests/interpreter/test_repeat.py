@@ -6,12 +6,14 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import _create_empty_block_mask
 
 import flexattn
 from flexattn import attention, repeat
 from flexattn.catalogue import causal, sliding_window
+from flexattn.errors import InputError
 from flexattn.settings import override
-from tests.support import PREFILL, assert_accurate, block_mask, inputs
+from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 
@@ -213,6 +215,37 @@ def test_grad_and_autocast_are_seen():
     assert run(q, k, v, sinks=torch.nn.Parameter(torch.randn(3))).requires_grad
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         assert run(q, k, v).dtype == torch.float16
+
+
+def test_what_autocast_converted_serves_nobody_else(long_ways):
+    """A query that autocast left as it was kept a launch that read wider keys as if converted."""
+    q, k, v = inputs()
+    q = q.half()
+    run = functools.partial(flexattn.flex_attention, enable_gqa=True, kernel_options=PREFILL)
+    with torch.autocast("cpu", torch.float16):
+        run(q, k, v)
+    with pytest.raises(InputError, match="one dtype"):
+        run(q, k, v)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(1, 1), (7, 53), (37, 20)], ids=str)
+def test_torchs_mask_of_everything_is_no_mask(lengths, kind, long_ways):
+    """It is made for lengths of 1 and fits all: every call but those was refused."""
+    q, k, v = inputs(2, 2, 1, *lengths)
+    mask = _create_empty_block_mask(q, k)
+    run = functools.partial(
+        flexattn.flex_attention, q, k, v, enable_gqa=True, kernel_options=KINDS[kind]
+    )
+    wanted = run()
+    long_ways.clear()
+    assert torch.equal(run(block_mask=mask), wanted) and torch.equal(run(block_mask=mask), wanted)
+    assert len(long_ways) == 1, "the second call is known"
+    assert flexattn.explain(q, k, v, block_mask=mask, enable_gqa=True).mask_mod is None
+    if lengths != (1, 1):
+        mask.kv_num_blocks.zero_()
+        with pytest.raises(InputError, match="made for lengths"):
+            run(block_mask=mask)
 
 
 def test_mods_masks_and_what_they_capture_are_not_kept_alive():

@@ -5,13 +5,22 @@ import pickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, _create_empty_block_mask
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
+import flexattn
 from flexattn import create_block_mask
 from flexattn import mask_class as module
 from flexattn.catalogue.masks import causal, sliding_window
-from flexattn.mask_class import UNKNOWN, classify, known_class, mask_class, representative
+from flexattn.mask_class import (
+    UNKNOWN,
+    classify,
+    keeps_all,
+    known_class,
+    mask_class,
+    representative,
+)
+from tests.support import inputs
 
 
 def named(mask_mod, q_len, kv_len=None, **sizes):
@@ -138,6 +147,37 @@ def test_a_kept_class_hinders_nothing_else():
     assert torch.utils._pytree.tree_unflatten(leaves, spec).shape == mask.shape
     assert known_class(mask.to("cpu")) in (None, mask_class(mask))
     assert pickle.loads(pickle.dumps(mask.kv_indices)).equal(mask.kv_indices)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 300), (37, 2)], ids=str)
+def test_torchs_mask_of_everything_is_no_mask_on_the_cpu(lengths):
+    """It is made for lengths of 1 and fits all, as torch has it: ours refused other lengths."""
+    q, k, v = inputs(2, 2, 2, *lengths)
+    mask = _create_empty_block_mask(q, k)
+    got = flexattn.flex_attention(q, k, v, block_mask=mask)
+    assert torch.equal(got, flexattn.flex_attention(q, k, v))
+    got, wanted = (
+        flexattn.flex_attention(q.requires_grad_(), k, v, block_mask=each).sum()
+        for each in (mask, None)
+    )
+    assert torch.equal(*(torch.autograd.grad(each, q)[0] for each in (got, wanted)))
+
+
+def test_what_is_not_that_mask():
+    q, k, _ = inputs()
+    for name, value in (
+        ("mask_mod", causal),
+        ("BLOCK_SIZE", (2**30, 128)),
+        ("kv_num_blocks", torch.zeros(1, 1, 1, dtype=torch.int32)),
+        ("kv_indices", torch.ones(1, 1, 1, 1, dtype=torch.int32)),
+        ("full_kv_num_blocks", torch.ones(1, 1, 1, dtype=torch.int32)),
+    ):
+        mask = _create_empty_block_mask(q, k)
+        assert keeps_all(mask)
+        setattr(mask, name, value)
+        assert not keeps_all(mask), name
+    with FakeTensorMode():
+        assert not keeps_all(_create_empty_block_mask(torch.ones(1), torch.ones(1)))
 
 
 CLASSES = [

@@ -22,13 +22,13 @@ CONFIG = (
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
 # of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
-# lists_differ: heads have lists of blocks of their own.
+# lists_differ: heads have lists of blocks of their own. mixed: k and v are narrower than q.
 PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
-    decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ,
+    decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
 ) = symbols(
     "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
-    "decodes scored loads_keys loads_tile dense_layout lists_differ"
+    "decodes scored loads_keys loads_tile dense_layout lists_differ mixed"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
@@ -175,6 +175,8 @@ FIT: tuple[Inequality, ...] = (
         itemsize <= 2,
         "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
     ),
+    # What the copy engine brings is multiplied where it lies.
+    Inequality("dtype", Not(mixed), "the Gluon template takes k and v in the dtype of q"),
     # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
         "fp8",
