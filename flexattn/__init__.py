@@ -12,6 +12,7 @@ from flexattn.masks import (
     noop_mask,
     or_masks,
 )
+from flexattn.nested import Packed, pack
 from flexattn.visual import visualize
 from flexattn.warm import warm
 
@@ -22,6 +23,7 @@ __all__ = [
     "AuxRequest",
     "BlockMask",
     "Explanation",
+    "Packed",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -29,6 +31,7 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "pack",
     "visualize",
     "warm",
 ]

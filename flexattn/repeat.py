@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -122,7 +123,8 @@ def recall(given: Arguments) -> Outputs | None:
 def _holds(found: _Seen, given: Arguments) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
-    if torch.is_autocast_enabled(found.where):
+    # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
+    if torch.is_autocast_enabled(found.where) or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and _wants_grad(found, given):
         return False
@@ -198,6 +200,8 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
         return None
     if scale is not None and type(scale) is not float:
+        if isinstance(scale, str):  # which float() would read
+            return None
         scale = float(scale)
     factors = None
     if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):

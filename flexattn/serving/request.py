@@ -8,7 +8,7 @@ import torch
 
 from flexattn.cache.key import rounded
 from flexattn.checks import MAX_HEAD_DIM
-from flexattn.errors import InputError
+from flexattn.errors import InputError, InputTypeError
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
 from flexattn.space.serving import ITEMSIZE, ServingConfig, ServingForm
@@ -87,6 +87,11 @@ class Maxima:
                 f"head dimensions are between 1 and {MAX_HEAD_DIM}",
             ),
         )
+        for name, dtype in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
+            if not isinstance(dtype, torch.dtype):
+                raise InputTypeError(
+                    f"{name} is {dtype!r:.80}", f"{name} is a torch.dtype", "pass torch.bfloat16"
+                )
         for kept, rule in rules:
             if not kept:
                 raise InputError(f"DecodePlan for {self}", rule)

@@ -105,7 +105,9 @@ EDGES = {
     "integrations": {"attention", "masks", "catalogue"},
     # It reads a workload as the tuner does, when it is called.
     "warm": {"tune"},
-    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
+    # A document mask of the catalogue's, with nested tensors packed for it.
+    "nested": {"catalogue"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm", "nested"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}
