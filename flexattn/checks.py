@@ -158,7 +158,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale as a number; raises InputError unless float32 holds it."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
-    value = _number(scale)
+    value = number(scale)
     if value is None:
         got = f"scale is a {type(scale).__name__}: {scale!r:.80}"
         raise InputTypeError(got, "it is one number", "leave it None for 1/sqrt(D)")
@@ -168,7 +168,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return value
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """A value as Python's float; None for one that is no number, text among them."""
     if isinstance(value, (str, bytes)):
         return None

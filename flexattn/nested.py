@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,7 @@ class Packed:
                 "it is [1, heads, rows, head_dim], or [1, heads, rows]",
                 "give it what flex_attention returned for this packed query",
             )
-        return torch.nested.nested_tensor_from_jagged(  # type: ignore[no-any-return]
-            out[0], self.q_offsets, jagged_dim=2
-        )
+        return torch.nested.nested_tensor_from_jagged(out[0], self.q_offsets, jagged_dim=2)
 
 
 def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
@@ -89,7 +88,7 @@ def _same(offsets: Tensor, others: Tensor) -> bool:
     return offsets is others or torch.equal(offsets, others)
 
 
-def _packed(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _packed(name: str, tensor: Any) -> tuple[Tensor, Tensor]:
     """A nested tensor as [1, heads, rows, head_dim], and its offsets."""
     if not isinstance(tensor, Tensor):
         raise InputTypeError(f"{name} is a {type(tensor).__name__}", _RULE)
@@ -103,8 +102,9 @@ def _packed(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
             raise LayoutError(
                 f"{name} is ragged in dimension {ragged.index(True)}", _RULE, "x.transpose(1, 2)"
             )
-        if tensor.lengths() is None:
-            return tensor.values()[None], tensor.offsets()
+        jagged: Any = tensor
+        if jagged.lengths() is None:
+            return tensor.values()[None], jagged.offsets()
     rows = tensor.unbind()
     if len({(each.shape[0], each.shape[2]) for each in rows}) != 1:
         shapes = ", ".join(str(tuple(each.shape)) for each in rows[:8])

@@ -111,7 +111,7 @@ def recall(given: Arguments) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
     try:
         key = _key(given)
-    # Tensors without strides, or a scale that is no number: the long way says what is wrong.
+    # Tensors without strides: the long way says what is wrong.
     except (RuntimeError, TypeError, ValueError):
         return None
     found = None if key is None else _seen.get(key)
@@ -200,9 +200,9 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
         return None
     if scale is not None and type(scale) is not float:
-        if isinstance(scale, str):  # which float() would read
+        scale = checks.number(scale)
+        if scale is None:
             return None
-        scale = float(scale)
     factors = None
     if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):
         return None

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast, get_args
@@ -157,12 +158,16 @@ def importer(name: str, modules: Mapping[str, Any]) -> str:
     modules: sys.modules, which has modules in the order in which their imports began. An import
     within a function leaves nothing behind.
     """
-    before = list(modules)[: list(modules).index(name)]
+
+    def inside(path: object) -> bool:
+        return isinstance(path, str) and path.partition(".")[0] == name
+
+    # A package may come behind its parts.
+    before = list(takewhile(lambda other: not inside(other), modules))
     for other in reversed(before):
         for held in list(getattr(modules[other], "__dict__", {}).values()):
-            home = held.__name__ if isinstance(held, ModuleType) else ""
-            home = home or getattr(held, "__module__", "")
-            if isinstance(home, str) and home.partition(".")[0] == name:
+            home = "__name__" if isinstance(held, ModuleType) else "__module__"
+            if inside(getattr(held, home, "")):
                 return other
     return ""
 

@@ -20,7 +20,9 @@ _HOLDERS, _PARTS = 500, 200
 def captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
     """What a callable calls a tensor, with what it is: "`bias`, of shape [8] on cpu"."""
     name = _name(fn, tensor)
-    return f"{f'`{name}`' if name else 'a tensor'}, of shape {list(tensor.shape)} on {tensor.device}"
+    return (
+        f"{f'`{name}`' if name else 'a tensor'}, of shape {list(tensor.shape)} on {tensor.device}"
+    )
 
 
 def _name(fn: Callable[..., Any], tensor: torch.Tensor) -> str:

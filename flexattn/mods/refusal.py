@@ -44,7 +44,9 @@ class Refusal(Exception):
     def error(self, fn: Callable[..., Any], kind: str, line: Line | None) -> Exception:
         """The exception that a user sees."""
         where = line or line_of_definition(fn)
-        return self.raises(f"{kind}_mod {describe(fn)} {_place(where)}{self.got}", self.rule, self.do)
+        return self.raises(
+            f"{kind}_mod {describe(fn)} {_place(where)}{self.got}", self.rule, self.do
+        )
 
 
 def unknown(op: object) -> Refusal:

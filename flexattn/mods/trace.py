@@ -19,7 +19,7 @@ from flexattn.mods.arrays import Array, buffer, literal
 from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
-from flexattn.mods.pointwise import POINTWISE, as_array, cast
+from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Line, Refusal, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
@@ -92,8 +92,8 @@ def trace(
     except Exception as error:
         if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
             raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
-        if refusal := looked_up(error):
-            raise refusal.error(fn, kind, line_of(error.__traceback__)) from None
+        if lookup := looked_up(error):
+            raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
         failed = Refusal(f"raised {type(error).__name__}: {error}")
         raise failed.error(fn, kind, line_of(error.__traceback__)) from error
     mode = modes[-1]
@@ -106,9 +106,9 @@ def check_arity(fn: Any, kind: str) -> None:
     names = ARGUMENTS[kind]
     if not callable(fn):
         rule = f"a {kind}_mod is a callable of ({', '.join(names)})"
-        raise Refusal(
-            "is not callable", rule, "pass a function", raises=SignatureError
-        ).error(fn, kind, None)
+        raise Refusal("is not callable", rule, "pass a function", raises=SignatureError).error(
+            fn, kind, None
+        )
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -114,10 +114,9 @@ class DecodePlan:
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
         D, Dv = pair("head_dim", both, "D, or (D of queries and keys, D of values)")
         self.maxima = Maxima(
-            *(whole(name, size) for name, size in (
-                ("batch", batch), ("q_len", q_len), ("total_q", total_q), ("kv_len", kv_len)
-            )),
-            Hq, Hkv, D, Dv, dtype, kv_dtype or dtype, whole("page_size", page_size), layout,
+            whole("batch", batch), whole("q_len", q_len), whole("total_q", total_q),
+            whole("kv_len", kv_len), Hq, Hkv, D, Dv, dtype, kv_dtype or dtype,
+            whole("page_size", page_size), layout,
         )  # fmt: skip
         self.maxima.check()
         check_choices(lengths, config, {
@@ -146,10 +145,8 @@ class DecodePlan:
         self._workspace = empty.view(torch.float32)
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
-        self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
-        self._lse = (
-            torch.empty((rows, heads[0]), dtype=torch.float32, device=where) if lse else None
-        )
+        self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
+        self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):

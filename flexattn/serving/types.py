@@ -70,6 +70,5 @@ def refuse_types(q: object, kv_cache: object, **named: object) -> None:
             raise InputTypeError(
                 f"{name} is a {type(each).__name__}",
                 "it is a torch.Tensor on the plan's device",
-                f"make it once, as by torch.tensor({name}, dtype=torch.int32, device=...), and "
-                "not for each run" if name.endswith(("lens", "table", "_q", "start")) else "",
+                f"make it once with torch.tensor({name}, device=...), and change it in place",
             )

@@ -1,4 +1,4 @@
-"""What kernels refuse for the tensors' sake, plain torch on the CPU refuses with the same words."""
+"""What kernels refuse for the tensors' sake, plain torch refuses with the same words."""
 
 import pytest
 import torch
