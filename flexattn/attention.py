@@ -20,6 +20,7 @@ from flexattn.problem import DTYPES, FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
 from flexattn.sinks import add_sinks
+from flexattn.transforms import check_transforms, tangent
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
 # Paths on which no plan is made, which would check the call.
@@ -131,7 +132,7 @@ def make_call(
         )
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
-    checks.check_transforms((q, k, v, sinks))
+    check_transforms((q, k, v, sinks))
     checks.check_devices(q)
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
     q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
@@ -175,7 +176,7 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
     if torch.is_grad_enabled() and (wants := _wants_grad(call)):
         return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
-    if wants := checks.tangent(_differentiable(call)):
+    if wants := tangent(_differentiable(call)):
         if q.is_cuda:
             raise UnsupportedError(
                 f"{wants} has a tangent, as under torch.func.jvp",

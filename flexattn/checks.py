@@ -8,9 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.descales import Descales
@@ -25,7 +22,6 @@ from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH
 
 MAX_HEAD_DIM = 576
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-functorch: Any = torch._C._functorch
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
@@ -79,38 +75,6 @@ def refuse_tensor(name: str, tensor: object) -> NoReturn:
         "it is [batch, heads, length, head_dim]",
         "give it the dimensions it lacks, as x[None] does",
     )
-
-
-def check_transforms(tensors: Iterable[Tensor | None]) -> None:
-    """That tensors have values to read: raises UnsupportedError for those of torch.vmap, export.
-
-    What torch.func differentiates is no matter of this check: plain torch can.
-    """
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor) or get_proxy_mode() is not None:
-            raise UnsupportedError(
-                "flex_attention is traced, as by torch.export or make_fx",
-                "flexattn launches kernels of its own, which no graph of torch's holds",
-                "export torch.nn.attention.flex_attention, which takes the same arguments",
-            )
-        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
-            if functorch.is_batchedtensor(tensor):
-                raise UnsupportedError(
-                    "flex_attention is called under torch.vmap",
-                    "a kernel reads tensors as they lie in memory, and has one batch dimension",
-                    "fold the mapped dimension into the batch: x.flatten(0, 1)",
-                )
-            tensor = functorch.get_unwrapped(tensor)
-
-
-def tangent(named: Iterable[tuple[str, Tensor | None]]) -> str:
-    """The name of the first tensor with a tangent (torch.func.jvp, dual numbers), or nothing."""
-    if forward_ad._current_level < 0:
-        return ""
-    for name, tensor in named:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            return name
-    return ""
 
 
 def check_input(q: Tensor, v: Tensor, *, float64: bool = False) -> None:

@@ -129,6 +129,7 @@ def detect(device: torch.device) -> Device:
     raise UnsupportedError(
         f"tensors on {device}",
         "kernels run on cuda and hip devices, and in the interpreter on cpu",
+        "move them with x.to('cuda'), or x.cpu() with FLEXATTN_INTERPRET=1",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.catalogue.masks import MaskMod, document_ids
 from flexattn.errors import InputError, InputTypeError, LayoutError
 
 __all__ = ["Packed", "pack"]
@@ -30,7 +30,7 @@ class Packed:
     value: Tensor
     q_offsets: Tensor
     kv_offsets: Tensor
-    mask_mod: MaskMod
+    mask_mod: Callable[..., Tensor]
 
     def unpack(self, out: Tensor) -> Tensor:
         """What flex_attention returned, as a nested tensor of query's lengths (jagged layout).
@@ -64,6 +64,9 @@ def pack(query: Tensor, key: Tensor, value: Tensor) -> Packed:
 
     Raises InputError for tensors that are not nested, have other dimensions or do not match.
     """
+    # The catalogue is not loaded with the package.
+    from flexattn.catalogue.masks import document_ids
+
     named = {"query": query, "key": key, "value": value}
     (q, q_offsets), (k, kv_offsets), (v, v_offsets) = (
         _packed(name, tensor) for name, tensor in named.items()

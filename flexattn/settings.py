@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
@@ -145,6 +144,8 @@ def doubts(environ: Mapping[str, str]) -> Iterator[str]:
     known = [name for name, _, _ in VARIABLES]
     for name in sorted(environ):
         if name.startswith("FLEXATTN_") and name not in known:
+            import difflib  # seldom needed
+
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             yield f"{name} is set, and flexattn has no such variable: did you mean {near}?"
     for each in filter(None, environ.get("FLEXATTN_CACHE", "").split(os.pathsep)):

@@ -67,7 +67,10 @@ class Maxima:
             (self.total_q > 0 or 1 <= self.q_len, "q_len is at least 1"),
             (1 <= self.kv_len <= MAX_LENGTH, f"kv_len is between 1 and {MAX_LENGTH}"),
             (self.rows * max(1, self.Hq) < 2**31, "rows x heads stay below 2**31"),
-            (0 < self.Hkv and self.Hq % self.Hkv == 0, "Hq is a multiple of Hkv"),
+            (
+                0 < self.Hkv <= self.Hq and self.Hq % self.Hkv == 0,
+                "Hq is a multiple of Hkv, and both are above 0",
+            ),
             (self.Hq <= MAX_HEADS, f"Hq is at most {MAX_HEADS}"),
             (0 <= self.page <= 256, "a page has 1 to 256 keys; 0 means a contiguous cache"),
             (self.layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),

@@ -87,9 +87,10 @@ EDGES = {
     "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
+    "transforms": {"errors"},
     # Knows plans, that it need not make one again.
     "repeat": {"plan"},
-    "attention": {"repeat", "reference", "training", "graph_break"},
+    "attention": {"repeat", "reference", "training", "graph_break", "transforms"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},

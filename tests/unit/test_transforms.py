@@ -79,7 +79,7 @@ def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
         found = explain(x, dual, x)
     assert (found.route, found.why) == ("reference", "key has a tangent")
     seen = attention.make_call(x, x, x, None, None, None, False, False, None, None)
-    monkeypatch.setattr(attention.checks, "tangent", lambda named: "query")
+    monkeypatch.setattr(attention, "tangent", lambda named: "query")
     on_a_gpu = type("Tensor", (), {"is_cuda": True, "dtype": x.dtype, "requires_grad": False})()
     with pytest.raises(UnsupportedError, match=r"query has a tangent.*\n.*\n.*vjp"):
         attention.route_of(seen._replace(q=on_a_gpu))
