@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,6 @@ from flexattn.errors import (
     InputTypeError,
     LayoutError,
     PlaceError,
-    UnsupportedError,
 )
 from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH
 

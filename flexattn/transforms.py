@@ -30,7 +30,7 @@ def check_transforms(tensors: Iterable[Tensor | None]) -> None:
                 "flexattn launches kernels of its own, which no graph of torch's holds",
                 "export torch.nn.attention.flex_attention, which takes the same arguments",
             )
-        while tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
             if functorch.is_batchedtensor(tensor):
                 raise UnsupportedError(
                     "flex_attention is called under torch.vmap",
