@@ -14,6 +14,7 @@ from flexattn.masks import (
     or_masks,
 )
 from flexattn.mods import register_op
+from flexattn.nested import Packed, pack
 from flexattn.visual import visualize
 from flexattn.warm import warm
 
@@ -25,6 +26,7 @@ __all__ = [
     "BlockMask",
     "Explanation",
     "FlexKernelOptions",
+    "Packed",
     "and_masks",
     "create_block_mask",
     "create_mask",
@@ -32,6 +34,7 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "pack",
     "register_op",
     "visualize",
     "warm",

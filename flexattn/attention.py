@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,15 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from flexattn import checks, options
 from flexattn.compiler_context import without_collections
 from flexattn.descales import Descales
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.launch import Outputs, strides_like
 from flexattn.mask_class import keeps_all
 from flexattn.plan import Call, ScoreMod, bind_on, plan
-from flexattn.problem import FP8, out_dtype
+from flexattn.problem import DTYPES, FP8, out_dtype
 from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
 from flexattn.sinks import add_sinks
+from flexattn.transforms import check_transforms, tangent
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
 # Paths on which no plan is made, which would check the call.
@@ -127,8 +129,14 @@ def make_call(
     options.check_mapping(kernel_options)
     if return_lse and return_aux is not None:
         raise InputError("return_lse and return_aux", "only one of them may be given")
+    if not isinstance(return_aux, (AuxRequest, NoneType)):
+        raise InputTypeError(
+            f"return_aux is {return_aux!r:.80}", "it is an AuxRequest", "pass AuxRequest(lse=True)"
+        )
     if not (checks.is_dense(q) and checks.is_dense(k) and checks.is_dense(v)):
         checks.refuse_arguments(q, k, v)
+    check_transforms((q, k, v, sinks))
+    checks.check_devices(q)
     if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
         block_mask = None
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
@@ -152,7 +160,7 @@ def make_call(
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast the inputs take its dtype, as torch's flex_attention lets them."""
     where = q.device.type
-    if not torch.is_autocast_enabled(where) or q.dtype == torch.float64 or q.dtype in FP8:
+    if not torch.is_autocast_enabled(where) or q.dtype not in DTYPES:
         return q, k, v
     dtype = torch.get_autocast_dtype(where)
     # Eight bits are converted where they are multiplied, to the same numbers.
@@ -181,6 +189,14 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
     if torch.is_grad_enabled() and (wants := _wants_grad(call)):
         return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
+    if wants := tangent(_differentiable(call)):
+        if q.is_cuda:
+            raise UnsupportedError(
+                f"{wants} has a tangent, as under torch.func.jvp",
+                "no kernel computes forward-mode derivatives; plain torch does on the CPU",
+                "differentiate in reverse mode: torch.func.vjp, or backward()",
+            )
+        return "reference", f"{wants} has a tangent"
     if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
         return "empty", "there is no query, or no key to attend to"
     if q.is_cuda:
@@ -188,23 +204,27 @@ def route_of(call: Call) -> tuple[Route, str]:
     return "interpreter", "FLEXATTN_INTERPRET=1"
 
 
+def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
+    """The tensors that a call may be differentiated in, with their names."""
+    yield from (("query", call.q), ("key", call.k), ("value", call.v), ("sinks", call.sinks))
+    yield from zip(("q_descale", "k_descale", "v_descale"), call.descales, strict=True)
+    for tensor in () if call.score is None else call.score.tensors:
+        yield "a tensor that score_mod captures", tensor
+
+
 def _wants_grad(call: Call) -> str:
     """The name of what requires grad, or nothing."""
-    named = (("query", call.q), ("key", call.k), ("value", call.v), ("sinks", call.sinks))
-    for name, tensor in named:
+    for name, tensor in _differentiable(call):
         if tensor is not None and tensor.requires_grad:
             return name
-    if name := call.descales.requires_grad():
-        return name
-    learned = call.score is not None and any(each.requires_grad for each in call.score.tensors)
-    return "a tensor that score_mod captures" if learned else ""
+    return ""
 
 
 def check_call(call: Call) -> None:
     """The rules that a plan checks, for the paths that make none."""
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
+    checks.check_input(call.q, call.v, float64=True)
     checks.check_sinks(call.sinks, call.q)
-    checks.check_devices(call.q)
     options.parse(call.kernel_options)
     if call.block_mask is not None:
         checks.check_block_mask(call.block_mask, call.q, call.k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.descales import Descales
-from flexattn.errors import InputError
+from flexattn.errors import InputError, InputTypeError, LayoutError, PlaceError, SlicedMaskError
 from flexattn.problem import DTYPES, FP8, MAX_HEADS, MAX_LENGTH, NARROWER
 
 MAX_HEAD_DIM = 576
@@ -26,7 +26,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in named.items())
     if len({each.device for each in named.values()}) > 1:
         devices = ", ".join(f"{name} on {each.device}" for name, each in named.items())
-        raise InputError(devices, "query, key and value are on one device", "move them there")
+        raise PlaceError(devices, "query, key and value are on one device", "move them there")
     if k.dtype != v.dtype or not (k.dtype == q.dtype or mixes(q, k)):
         dtypes = ", ".join(f"{name} {each.dtype}" for name, each in named.items())
         narrower = ", ".join(map(str, NARROWER.get(q.dtype, ()))) or "none"
@@ -61,27 +61,38 @@ def refuse_arguments(*tensors: object) -> None:
 def refuse_tensor(name: str, tensor: object) -> NoReturn:
     """Say what is wrong with an argument that is no dense tensor of four dimensions."""
     if not isinstance(tensor, Tensor):
-        raise InputError(f"{name} is a {type(tensor).__name__}", "it is a torch.Tensor")
+        raise InputTypeError(
+            f"{name} is a {type(tensor).__name__}",
+            "it is a torch.Tensor [batch, heads, length, head_dim]",
+            f"pass torch.as_tensor({name})",
+        )
     if tensor.is_nested:
-        raise InputError(
+        raise LayoutError(
             f"{name} is a nested tensor",
             "ragged batches are packed dense tensors with a document mask",
-            "pack the sequences along one dimension and mask with document ids",
+            "packed = flexattn.pack(query, key, value) packs them; mask with packed.mask_mod, "
+            "and packed.unpack(out) is nested again",
         )
     if tensor.layout is not torch.strided:
-        raise InputError(
+        raise LayoutError(
             f"{name} has layout {tensor.layout}", "it is a dense tensor", f"pass {name}.to_dense()"
         )
-    raise InputError(
-        f"{name} has shape {tuple(tensor.shape)}", "it is [batch, heads, length, head_dim]"
+    raise LayoutError(
+        f"{name} has shape {tuple(tensor.shape)}",
+        "it is [batch, heads, length, head_dim]",
+        "give it the dimensions it lacks, as x[None] does",
     )
 
 
-def check_kernel_input(q: Tensor, v: Tensor) -> None:
-    """What the kernels need beyond what the reference does; raises InputError."""
-    if q.dtype not in DTYPES and q.dtype not in FP8:
-        known = ", ".join(map(str, (*DTYPES, *FP8)))
-        raise InputError(f"query is {q.dtype}", f"kernels run {known}", "convert q, k, v")
+def check_input(q: Tensor, v: Tensor, *, float64: bool = False) -> None:
+    """The dtypes and sizes that kernels take, and plain torch with float64; raises InputError."""
+    if q.dtype not in DTYPES and q.dtype not in FP8 and not (float64 and q.dtype == torch.float64):
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in (*DTYPES, *FP8))
+        raise InputError(
+            f"query is {q.dtype}",
+            f"query, key and value are {known}, and on the CPU also float64",
+            "convert them: x.to(torch.bfloat16)",
+        )
     for name, size in (("query", q.shape[-1]), ("value", v.shape[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise InputError(
@@ -100,11 +111,15 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, shapes: str
     if q.shape[-1] != k.shape[-1]:
         raise InputError(shapes, "query and key have the same head dimension")
     Hq, Hkv = q.shape[1], k.shape[1]
+    if Hq == 0 or Hkv == 0:
+        raise InputError(
+            shapes, "query and key have at least one head", "make no call where there is none"
+        )
     if Hq != Hkv and not enable_gqa:
         raise InputError(
             shapes, "query and key have the same number of heads", "pass enable_gqa=True for GQA"
         )
-    if Hkv == 0 or Hq % Hkv:
+    if Hq % Hkv:
         raise InputError(shapes, "the number of query heads is a multiple of the key heads")
     if k.shape[0] not in (1, q.shape[0]):
         raise InputError(shapes, "key's batch is query's, or 1")
@@ -114,27 +129,36 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale as a number; raises InputError unless float32 holds it."""
     if scale is None:
         return 1.0 / math.sqrt(max(1, head_dim))
-    try:
-        value = float(scale)
-    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of many elements
-        got = f"scale is a {type(scale).__name__}"
-        raise InputError(got, "it is one number", "leave it None for 1/sqrt(D)") from None
+    value = number(scale)
+    if value is None:
+        got = f"scale is a {type(scale).__name__}: {scale!r:.80}"
+        raise InputTypeError(got, "it is one number", "leave it None for 1/sqrt(D)")
     if not abs(value) <= MAX_FLOAT32:
         rule = "it is a finite number of 32 bits"
         raise InputError(f"scale={scale}", rule, "leave it None for 1/sqrt(D)")
     return value
 
 
+def number(value: Any) -> float | None:
+    """A value as Python's float; None for one that is no number, text among them."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of many elements
+        return None
+
+
 def check_is_block_mask(mask: object) -> None:
     """That a block_mask is torch's BlockMask with a mask_mod; raises InputError."""
     if not isinstance(mask, BlockMask):
-        raise InputError(
+        raise InputTypeError(
             f"block_mask is a {type(mask).__name__}",
             "it is a BlockMask",
             "make one with create_block_mask(mask_mod, B, H, q_len, kv_len)",
         )
     if mask.mask_mod is _SLICED:
-        raise InputError(
+        raise SlicedMaskError(
             f"block_mask is sliced: it has no mask_mod, and lengths {tuple(mask.seq_lengths)}",
             "indexing a BlockMask drops its mask_mod, and its lengths are not those of the slice",
             "set both on the slice: mask_mod, the whole mask's with q_idx moved by the slice's "
@@ -175,7 +199,7 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             "its lists reach over all of query",
         )
     if mask.kv_indices.device != q.device:
-        raise InputError(
+        raise PlaceError(
             f"block_mask is on {mask.kv_indices.device}, query on {q.device}",
             "they are on one device",
             f"call block_mask.to({str(q.device)!r})",
@@ -209,7 +233,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     rule = "sinks are one logit for each query head, [Hq]"
     if not isinstance(sinks, Tensor):
-        raise InputError(f"sinks is a {type(sinks).__name__}", f"{rule}, in a torch.Tensor")
+        raise InputTypeError(f"sinks is a {type(sinks).__name__}", f"{rule}, in a torch.Tensor")
     if sinks.shape != q.shape[1:2]:
         got = f"sinks has shape {tuple(sinks.shape)}, query has {q.shape[1]} heads"
         raise InputError(got, rule)
@@ -217,7 +241,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         allowed = ", ".join(map(str, DTYPES))
         raise InputError(f"sinks is {sinks.dtype}", f"it is {allowed} or query's", "convert it")
     if sinks.device != q.device:
-        raise InputError(
+        raise PlaceError(
             f"sinks is on {sinks.device}, query on {q.device}",
             "they are on one device",
             f"call sinks.to({str(q.device)!r})",
@@ -231,7 +255,7 @@ def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
             continue
         name, heads = f"{letter}_descale", tuple(like.shape[:2])
         if not isinstance(x, Tensor):
-            raise InputError(f"{name} is a {type(x).__name__}", "it is a torch.Tensor")
+            raise InputTypeError(f"{name} is a {type(x).__name__}", "it is a torch.Tensor")
         if q.dtype not in FP8:
             raise InputError(
                 f"{name} beside a query of {q.dtype}",
@@ -248,7 +272,7 @@ def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
         if x.dtype != torch.float32:
             raise InputError(f"{name} is {x.dtype}", "it is torch.float32", "convert it")
         if x.device != q.device:
-            raise InputError(
+            raise PlaceError(
                 f"{name} is on {x.device}, query on {q.device}",
                 "they are on one device",
                 f"call {name}.to({str(q.device)!r})",
@@ -259,7 +283,9 @@ def check_devices(q: Tensor) -> None:
     """That the tensors are where something can compute them; raises InputError."""
     if q.device.type not in ("cpu", "cuda"):
         raise InputError(
-            f"query is on {q.device}", "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors"
+            f"query is on {q.device}",
+            "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors",
+            "move them with x.to('cuda') or x.cpu(); torch's own flex_attention knows xpu and mps",
         )
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.errors import InputError, PlaceError, UnsupportedError
 from flexattn.neuroncore import CORES
 
 
@@ -93,6 +93,29 @@ def named(name: str) -> Device:
     return KNOWN[name]
 
 
+def usable(device: torch.device | str) -> torch.device:
+    """A device that tensors can be on here, a GPU with its index.
+
+    Raises PlaceError for what is no device, and UnsupportedError for a GPU where there is none.
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise PlaceError(
+            f"device {device!r}", "it is a torch.device or the name of one", "pass 'cuda' or 'cpu'"
+        ) from None
+    if found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"device {str(found)!r}",
+            "this process has no GPU that torch can use",
+            "see torch.cuda.is_available(); on the CPU pass device='cpu', where kernels need "
+            "FLEXATTN_INTERPRET=1",
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
 def detect(device: torch.device) -> Device:
     """The Device behind a torch device; CPU tensors mean the interpreter.
 
@@ -106,6 +129,7 @@ def detect(device: torch.device) -> Device:
     raise UnsupportedError(
         f"tensors on {device}",
         "kernels run on cuda and hip devices, and in the interpreter on cpu",
+        "move them with x.to('cuda'), or x.cpu() with FLEXATTN_INTERPRET=1",
     )
 
 

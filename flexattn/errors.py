@@ -1,4 +1,8 @@
-"""Every exception raised on purpose: what was got, which rule it broke, what to do next."""
+"""Every exception raised on purpose: what was got, which rule it broke, what to do next.
+
+The built-in exceptions that they derive from are those that torch's flex_attention raises in the
+same place, so that a program which catches them goes on doing so.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,15 @@ __all__ = [
     "DriverError",
     "FlexAttnError",
     "InputError",
+    "InputTypeError",
     "KernelError",
+    "LayoutError",
     "MeasureError",
     "ModError",
+    "PlaceError",
     "RenderError",
     "SettingsError",
+    "SignatureError",
     "UnsupportedError",
 ]
 
@@ -40,8 +48,28 @@ class InputError(FlexAttnError, ValueError):
     """A tensor, block mask or number passed to a public function does not fit the others."""
 
 
-class ModError(FlexAttnError):
+class InputTypeError(InputError, TypeError):
+    """An argument is of a type that does not belong in its place."""
+
+
+class LayoutError(InputError, NotImplementedError):
+    """A tensor is nested, sparse, or has not four dimensions."""
+
+
+class SlicedMaskError(InputError, RuntimeError):
+    """A BlockMask was sliced, and has no mask_mod any more."""
+
+
+class PlaceError(InputError, RuntimeError):
+    """A device is none, or what one call reads lies on several."""
+
+
+class ModError(FlexAttnError, RuntimeError):
     """A score_mod or mask_mod cannot be read as an expression; names the line of the function."""
+
+
+class SignatureError(ModError, TypeError, ValueError):
+    """A mod is not called as its kind is, or does not return what its kind does."""
 
 
 class ConfigError(FlexAttnError, ValueError):

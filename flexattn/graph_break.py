@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+# torch.export and fullgraph=True, which take no break, print the reason.
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="flexattn launches kernels of its own, which no graph of torch's holds: export or "
+    "compile torch.nn.attention.flex_attention, which takes the same arguments"
+)
 def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call fn with the arguments, as if nothing were compiled; breaks a graph being traced."""
     return fn(*args, **kwargs)

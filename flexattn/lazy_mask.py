@@ -66,6 +66,10 @@ class LazyBlockMask(BlockMask):
         mask.__dict__["_pending"] = True
         return mask
 
+    def sparsity(self) -> float:
+        """The percentage of blocks that are not computed; 0 where a length is 0."""
+        return super().sparsity() if self.numel() else 0.0
+
     def _build(self) -> None:
         # A compiler can look into torch's way, and not into the launch of a kernel.
         compiling = torch.compiler.is_compiling()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ from torch.nn.attention.flex_attention import (
 
 from flexattn.block_kinds import kinds_by_rows
 from flexattn.block_lists import lists_of
-from flexattn.errors import InputError, UnsupportedError
+from flexattn.device import usable
+from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.lazy_mask import LazyBlockMask
 from flexattn.mods import bind
 
@@ -37,6 +40,7 @@ __all__ = [
 ]
 
 MaskMod = Callable[..., Tensor]
+_SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"
 
 
 def create_block_mask(
@@ -63,11 +67,13 @@ def create_block_mask(
     accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
     compute_dq_write_order asks for metadata of a backward and needs torch 2.13.
 
-    Raises InputError for sizes below 1 and ModError for a mask_mod that cannot be read.
+    Raises InputError for sizes that are no integers or too small, and ModError for a mask_mod that
+    cannot be read.
     """
+    batch, heads = _size("B", 1 if B is None else B), _size("H", 1 if H is None else H)
+    Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    q_block, kv_block = _block(BLOCK_SIZE)
     where = _device(device)
-    batch, heads = 1 if B is None else B, 1 if H is None else H
-    q_block, kv_block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
     for name, size in (("B", batch), ("H", heads), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if size < 0 or (name in "BH" and size < 1):
             raise InputError(f"{name}={size}", f"{name} is at least {int(name in 'BH')}")
@@ -86,6 +92,28 @@ def create_block_mask(
     return mask
 
 
+def _size(name: str, size: Any) -> int:
+    """A size as an integer; raises InputTypeError for what is none, as a device or a mask_mod."""
+    if isinstance(size, (int, torch.SymInt)):
+        return size  # type: ignore[return-value]
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise InputTypeError(
+            f"{name} is {size!r:.80}", f"it is an integer in {_SIGNATURE}", "order them so"
+        ) from None
+
+
+def _block(size: Any) -> tuple[int, int]:
+    """The query rows and keys of a block; raises InputTypeError for what is no such pair."""
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2:
+        raise InputTypeError(
+            f"BLOCK_SIZE is {size!r:.80}", "it is one integer, or (query rows, keys)"
+        )
+    return _size("BLOCK_SIZE", pair[0]), _size("BLOCK_SIZE", pair[1])
+
+
 def from_kinds(
     kinds: Tensor,
     mask_mod: MaskMod,
@@ -102,12 +130,9 @@ def from_kinds(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    found = torch.device("cpu") if device is None else torch.device(device)
     if device is None and torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator() or found
-    if found == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+        device = torch.accelerator.current_accelerator()
+    return usable("cpu" if device is None else device)
 
 
 def _add_write_order(mask: BlockMask, dq_kv_order: bool) -> None:

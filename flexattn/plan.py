@@ -51,9 +51,9 @@ def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
     """Trace a mod, and see that what it captures is where q is and lies there as it reads."""
     bound = bind(fn, kind)
     assert bound is not None
-    index = q.get_device()
+    index, where = q.get_device(), q.device
     for tensor in bound.tensors:
-        if tensor.get_device() != index or tensor.is_neg():
+        if tensor.get_device() != index or tensor.is_neg() or tensor.device != where:
             bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
             there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
             return bound._replace(tensors=there)
@@ -117,7 +117,7 @@ def _find_launch(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
 
 def _check(call: Call) -> None:
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
-    checks.check_kernel_input(call.q, call.v)
+    checks.check_input(call.q, call.v)
     checks.check_sinks(call.sinks, call.q)
     if call.block_mask is not None:
         checks.check_block_mask(call.block_mask, call.q, call.k)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -110,7 +111,7 @@ def recall(given: Arguments) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
     try:
         key = _key(given)
-    # Tensors without strides, or a scale that is no number: the long way says what is wrong.
+    # Tensors without strides: the long way says what is wrong.
     except (RuntimeError, TypeError, ValueError):
         return None
     found = None if key is None else _seen.get(key)
@@ -122,7 +123,8 @@ def recall(given: Arguments) -> Outputs | None:
 def _holds(found: _Seen, given: Arguments) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
-    if torch.is_autocast_enabled(found.where):
+    # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
+    if torch.is_autocast_enabled(found.where) or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and _wants_grad(found, given):
         return False
@@ -213,7 +215,9 @@ def _key(given: Arguments) -> tuple[Any, ...] | None:
     if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
         return None
     if scale is not None and type(scale) is not float:
-        scale = float(scale)
+        scale = checks.number(scale)
+        if scale is None:
+            return None
     factors = None
     if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):
         return None

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal, cast, get_args
+from types import ModuleType
+from typing import Any, Literal, cast, get_args
 
 from flexattn.errors import SettingsError
 
@@ -137,11 +139,47 @@ def read(environ: Mapping[str, str]) -> Settings:
     )  # fmt: skip
 
 
+def doubts(environ: Mapping[str, str]) -> Iterator[str]:
+    """Warnings of what an environment sets and nothing reads."""
+    known = [name for name, _, _ in VARIABLES]
+    for name in sorted(environ):
+        if name.startswith("FLEXATTN_") and name not in known:
+            import difflib  # seldom needed
+
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            yield f"{name} is set, and flexattn has no such variable: did you mean {near}?"
+    for each in filter(None, environ.get("FLEXATTN_CACHE", "").split(os.pathsep)):
+        if not Path(each).expanduser().is_dir():
+            yield f"FLEXATTN_CACHE names {each}, which is no directory: no record is found there"
+
+
+def importer(name: str, modules: Mapping[str, Any]) -> str:
+    """The module that imported a package first, by what it holds of it; nothing where none does.
+
+    modules: sys.modules, which has modules in the order in which their imports began. An import
+    within a function leaves nothing behind.
+    """
+
+    def inside(path: object) -> bool:
+        return isinstance(path, str) and path.partition(".")[0] == name
+
+    # A package may come behind its parts.
+    before = list(takewhile(lambda other: not inside(other), modules))
+    for other in reversed(before):
+        for held in list(getattr(modules[other], "__dict__", {}).values()):
+            home = "__name__" if isinstance(held, ModuleType) else "__module__"
+            if inside(getattr(held, home, "")):
+                return other
+    return ""
+
+
 _override: ContextVar[Settings | None] = ContextVar("flexattn_settings", default=None)
 
 
 @lru_cache(maxsize=1)
 def _from_process() -> Settings:
+    for warning in doubts(os.environ):
+        say_once(warning)
     settings = read(os.environ)
     if settings.interpret:
         _enter_interpreter()
@@ -158,8 +196,10 @@ def _enter_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return
     if "triton" in sys.modules:
+        by = importer("triton", sys.modules)
         raise SettingsError(
-            "FLEXATTN_INTERPRET=1, but triton is imported already and compiles",
+            "FLEXATTN_INTERPRET=1, but triton is imported already and compiles"
+            + (f": {by} imported it" if by else ""),
             "one process interprets or compiles, never both",
             "set FLEXATTN_INTERPRET=1 (or TRITON_INTERPRET=1) before anything imports triton",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask as noop
 
@@ -15,6 +16,7 @@ __all__ = [
     "checkerboard",
     "dilated_window",
     "document",
+    "document_ids",
     "document_offsets",
     "head_windows",
     "noop",
@@ -80,6 +82,16 @@ def padding(lengths: Tensor) -> MaskMod:
 
     mask_mod.__name__ = "padding"
     return mask_mod
+
+
+def document_ids(offsets: Tensor) -> Tensor:
+    """The document of each packed row, int32 [offsets[-1]], as the document masks read it.
+
+    offsets: int [documents + 1], where each begins and the last one ends, as cu_seqlens or the
+    offsets of a jagged tensor; a document may be empty.
+    """
+    count = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
+    return count.repeat_interleave(offsets.diff())
 
 
 def document(doc_ids: Tensor) -> MaskMod:

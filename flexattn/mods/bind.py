@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from flexattn.errors import UnsupportedError
 from flexattn.lru import Lru
 from flexattn.mods import recorded
+from flexattn.mods.captured import captured
 from flexattn.mods.expr import Buffer
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
-from flexattn.mods.refusal import Refusal
+from flexattn.mods.refusal import Refusal, line_of_definition
 from flexattn.mods.simplify import plug, renumber
 from flexattn.mods.site import Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
@@ -219,6 +221,7 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     if kind not in ARGUMENTS:
         raise ValueError(f"kind is 'score' or 'mask', not {kind!r}")
     check_arity(fn, kind)
+    _check_captures(fn, kind, identity.tensors)
     _stats.traces += 1
     return trace(fn, kind, identity.tensors)
 
@@ -248,14 +251,34 @@ def _variant(
 
 
 def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch.device) -> None:
-    for slot, tensor in enumerate(bound.tensors):
+    for tensor in bound.tensors:
         here = tensor.device
         same = here.type == device.type and (device.index in (None, here.index))
         if same or (tensor.dim() == 0 and here.type == "cpu"):
             continue
-        shape = list(tensor.shape)
         raise Refusal(
-            f"captures a tensor of shape {shape} on {here} (buffer {slot}), called on {device}",
+            f"captures {captured(fn, tensor)}, and is called on {device}",
             "captured tensors are on the device of the query; 0-d ones may be on the CPU",
             f"move it there: tensor.to('{device}')",
-        ).error(fn, kind, None)
+        ).error(fn, kind, line_of_definition(fn))
+
+
+def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse captured tensors that no trace can read: mapped by torch.func, or on two devices."""
+    rows = [tensor for tensor in tensors if tensor.dim()]
+    apart = [tensor for tensor in rows if tensor.device != rows[0].device]
+    if apart:
+        raise Refusal(
+            f"captures {captured(fn, rows[0])}, and {captured(fn, apart[0])}",
+            "captured tensors are on the device of the query; 0-d ones may be on the CPU",
+            f"move them there, as by tensor.to('{rows[0].device}')",
+        ).error(fn, kind, line_of_definition(fn))
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise Refusal(
+                f"captures {captured(fn, tensor)}, which torch.func maps or differentiates",
+                "a mod is traced with tensors that have values, one for each position",
+                "give a mapped tensor a dimension that is indexed by b; torch.autograd.grad "
+                "differentiates in what a score_mod captures",
+                raises=UnsupportedError,
+            ).error(fn, kind, line_of_definition(fn))

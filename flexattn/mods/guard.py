@@ -16,7 +16,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexattn.mods.refusal import Refusal, branches, line_of_frame, unknown
+from flexattn.errors import UnsupportedError
+from flexattn.mods.asked import ASKED, Asked, asked
+from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
 __all__ = ["Guard", "Indexing", "op_name"]
@@ -59,6 +61,10 @@ class Indexing(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__getitem__:
             return _getitem(*args)
+        if func is torch.Tensor.__setitem__:
+            raise _writes(args[0], "x[...] = ...")
+        if func in ASKED:
+            return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:
             self.sized = True
         elif func in _STORAGE:
@@ -110,24 +116,34 @@ class Guard(TorchDispatchMode):
                     "compute with the tensor itself, or capture a Python number",
                 )
             if getattr(args[0], "constant", None) is None:
-                raise branches()
+                raise Asked()
         elif torch.Tag.nondeterministic_seeded in func.tags:
             raise Refusal(
                 f"draws random numbers ({name})",
                 "a mod gives the same score for the same position each time",
                 "draw them outside of the mod and capture the tensor",
-                unsupported=True,
+                raises=UnsupportedError,
             )
         elif func._schema.is_mutable and not (
             name == "squeeze_" and isinstance(args[0], FakeTensor)
         ):
-            raise Refusal(
-                f"writes in place ({name})",
-                "a mod may not change its inputs or captured tensors",
-                "build a new value: score = score + x, not score += x",
-            )
+            raise _writes(args[0], name)
         elif name not in self.known:
             raise unknown(func)
+
+
+def _writes(x: object, how: str) -> Refusal:
+    if isinstance(x, FakeTensor):
+        return Refusal(
+            f"writes in place ({how})",
+            "a mod may not change its inputs or captured tensors",
+            "build a new value: score = score + x, not score += x",
+        )
+    return Refusal(
+        f"writes to a captured tensor ({how})",
+        "a mod is run for all positions at once, in no order, and only reads what it captures",
+        "write to it between calls, outside of the mod: the next call reads what it holds then",
+    )
 
 
 def _getitem(x: torch.Tensor, position: Any) -> torch.Tensor:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import ModError, UnsupportedError
+from flexattn.errors import FlexAttnError, ModError, UnsupportedError
 
 __all__ = [
     "Line",
     "Refusal",
-    "branches",
     "describe",
     "line_of",
     "line_of_definition",
@@ -36,28 +35,18 @@ class Refusal(Exception):
     """Raised wherever a mod proves untraceable; becomes the public error at the end of a trace."""
 
     def __init__(
-        self, got: str, rule: str = "", do: str = "", *, unsupported: bool = False
+        self, got: str, rule: str = "", do: str = "", *, raises: type[FlexAttnError] = ModError
     ) -> None:
         super().__init__(got)
         self.got, self.rule, self.do = got, rule, do
-        self.unsupported = unsupported
+        self.raises = raises
 
     def error(self, fn: Callable[..., Any], kind: str, line: Line | None) -> Exception:
         """The exception that a user sees."""
         where = line or line_of_definition(fn)
-        got = f"{kind}_mod {describe(fn)} {_place(where)}{self.got}"
-        if self.unsupported:
-            return UnsupportedError(got, self.rule, self.do)
-        return ModError(got, self.rule, self.do)
-
-
-def branches() -> Refusal:
-    """The refusal of code that asks a traced tensor for its value."""
-    return Refusal(
-        "branches on a traced value, or reads it in Python",
-        "a mod is run once, for all positions together: there is no single value to look at",
-        "use torch.where for a choice, and & | ~ for conditions",
-    )
+        return self.raises(
+            f"{kind}_mod {describe(fn)} {_place(where)}{self.got}", self.rule, self.do
+        )
 
 
 def unknown(op: object) -> Refusal:
@@ -70,7 +59,7 @@ def unknown(op: object) -> Refusal:
         f"uses {op}",
         "a mod is made of pointwise operations, indexing, views and small reductions",
         do,
-        unsupported=True,
+        raises=UnsupportedError,
     )
 
 

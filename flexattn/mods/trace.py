@@ -15,11 +15,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
+from flexattn.errors import SignatureError, UnsupportedError
 from flexattn.mods.arrays import Array, buffer, literal
+from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
-from flexattn.mods.pointwise import POINTWISE, as_array, cast
-from flexattn.mods.refusal import Line, Refusal, branches, line_of, unknown
+from flexattn.mods.pointwise import POINTWISE, cast
+from flexattn.mods.refusal import Line, Refusal, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 __all__ = ["ARGUMENTS", "Trace", "check_arity", "trace"]
@@ -85,13 +87,15 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(_single(result), _RESULT[kind]).at()
+        expr = cast(_single(result, kind), _RESULT[kind]).at()
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
     except Exception as error:
         if type(error).__name__ in _DATA_DEPENDENT or "_local_scalar_dense" in str(error):
-            raise branches().error(fn, kind, line_of(error.__traceback__)) from None
+            raise Asked().error(fn, kind, line_of(error.__traceback__)) from None
+        if lookup := looked_up(error):
+            raise lookup.error(fn, kind, line_of(error.__traceback__)) from None
         failed = Refusal(f"raised {type(error).__name__}: {error}")
         raise failed.error(fn, kind, line_of(error.__traceback__)) from error
     mode = modes[-1]
@@ -104,7 +108,9 @@ def check_arity(fn: Any, kind: str) -> None:
     names = ARGUMENTS[kind]
     if not callable(fn):
         rule = f"a {kind}_mod is a callable of ({', '.join(names)})"
-        raise Refusal("is not callable", rule, "pass a function").error(fn, kind, None)
+        raise Refusal("is not callable", rule, "pass a function", raises=SignatureError).error(
+            fn, kind, None
+        )
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -120,6 +126,7 @@ def check_arity(fn: Any, kind: str) -> None:
         f"takes {len(required)} arguments ({taken})",
         f"a {kind}_mod takes {len(names)}: ({', '.join(names)})",
         "bind the others with functools.partial or a closure",
+        raises=SignatureError,
     ).error(fn, kind, None)
 
 
@@ -196,21 +203,32 @@ def _compare(node: Node, ours: Any) -> None:
             f"and {theirs.dtype}{list(theirs.shape)} in torch",
             "a traced operation keeps torch's dtypes and shapes",
             "report this: it is a fault of flexattn",
-            unsupported=True,
+            raises=UnsupportedError,
         )
 
 
-def _single(result: Any) -> Array:
-    if isinstance(result, (Array, bool, int, float)):
-        array = as_array(result)
-        if not array.shape:
-            return array
+def _single(result: Any, kind: str) -> Array:
+    if isinstance(result, Array) and not result.shape:
+        return result
+    if isinstance(result, Array):
         raise Refusal(
-            f"returns a tensor of shape {list(array.shape)}",
+            f"returns a tensor of shape {list(result.shape)}",
             "a mod returns one value for one position",
             "index or reduce it to a 0-d tensor",
+            raises=SignatureError,
         )
-    raise Refusal(f"returns a {type(result).__name__}", "a mod returns one 0-d tensor or number")
+    do = "end it with `return`"
+    if isinstance(result, (bool, int, float)):
+        do = {
+            "score": f"return torch.full_like(score, {result})",
+            "mask": f"return torch.full_like(q_idx, {bool(result)}, dtype=torch.bool)",
+        }[kind]
+    raise Refusal(
+        f"returns {result!r:.80}",
+        "a mod returns one 0-d tensor, as torch's flex_attention has it",
+        do,
+        raises=SignatureError,
+    )
 
 
 def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device) -> GraphModule:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexattn.errors import InputError
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
 from flexattn.space.serving import ServingForm
 
-__all__ = ["devices", "extras", "keys", "requests", "rows"]
+__all__ = ["devices", "extras", "gradients", "keys", "requests", "rows"]
 
 
 def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:
@@ -151,6 +151,17 @@ def extras(
             )
     if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
         raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
+
+
+def gradients(named: dict[str, Tensor | None]) -> None:
+    """That no gradient is asked for; raises UnsupportedError."""
+    for name, tensor in named.items() if torch.is_grad_enabled() else ():
+        if tensor is not None and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{name} requires grad",
+                "a plan's kernels have no backward",
+                f"run it under torch.no_grad(), or give it {name}.detach()",
+            )
 
 
 def devices(device: torch.device, named: dict[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from flexattn.mods import Bound, bind
 from flexattn.serving.cache import KVCache
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
+from flexattn.serving.types import refuse_types
 
 __all__ = ["flex_decode"]
 
@@ -54,6 +55,10 @@ def flex_decode(
     of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Raises
     InputError, ConfigError, ModError and UnsupportedError.
     """
+    refuse_types(
+        q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+        sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
     k = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
     shared = not isinstance(kv_cache, tuple) and head_dim_v is not None
     if not isinstance(kv_cache, tuple) and not shared:

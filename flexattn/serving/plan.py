@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexattn.build import Launcher
 from flexattn.checks import check_scale
+from flexattn.device import usable
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
 from flexattn.render.arguments import captured_values
@@ -21,6 +22,7 @@ from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.seen import NOTHING, Seen, facts, see
+from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
 from flexattn.space.serving import ServingConfig, workspace
 
@@ -108,13 +110,20 @@ class DecodePlan:
         prefix: bool = False,
         offset: bool = False,
     ) -> None:
-        D, Dv = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
+        both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
+        D, Dv = pair("head_dim", both, "D, or (D of queries and keys, D of values)")
         self.maxima = Maxima(
-            batch, q_len, total_q, kv_len, *heads, D, Dv, dtype, kv_dtype or dtype, page_size,
-            layout,
+            whole("batch", batch), whole("q_len", q_len), whole("total_q", total_q),
+            whole("kv_len", kv_len), Hq, Hkv, D, Dv, dtype, kv_dtype or dtype,
+            whole("page_size", page_size), layout,
         )  # fmt: skip
         self.maxima.check()
-        self.device = _indexed(torch.device(device))
+        check_choices(lengths, config, {
+            "sinks": sinks, "scaled": scaled, "shared_kv": shared_kv, "lse": lse,
+            "prefix": prefix, "offset": offset,
+        })  # fmt: skip
+        self.device = usable(device)
         self._score, self._mask = (
             bind(mod, kind, self.device)
             for mod, kind in ((score_mod, "score"), (mask_mod, "mask"))
@@ -136,10 +145,8 @@ class DecodePlan:
         self._workspace = empty.view(torch.float32)
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
-        self._out = torch.empty((rows, heads[0], Dv), dtype=dtype, device=where)
-        self._lse = (
-            torch.empty((rows, heads[0]), dtype=torch.float32, device=where) if lse else None
-        )
+        self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
+        self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
         # What never changes between runs is packed into the launches once.
         self._owned: dict[str, Any] = {"WORKSPACE": self._workspace, "COUNT": self._count}
         for captures, bound in ((self.form.score, self._score), (self.form.mask, self._mask)):
@@ -184,25 +191,36 @@ class DecodePlan:
         unless `out` and `lse` are given. Rows behind the last request are not written. Raises
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
         """
-        if isinstance(kv_cache, tuple):
-            k, v = kv_cache
-        else:
-            k, v = split(kv_cache, self.maxima, self.form.shared_kv)
-        cache, batch, table = self._cache, self._batch, block_table
-        if cache.first() is not k or cache.second() is not v:
-            cache = self._cache = see(self._caches, k, v)
-        if batch.first() is not seq_lens or batch.second() is not table:
-            batch = self._batch = see(self._batches, seq_lens, table)
-        extras: tuple[Any, ...] | None = None
-        if not cu_seqlens_q is sinks is k_scale is v_scale is kv_start is row_lens is None:
-            optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens)
-            extras = tuple([None if each is None else facts(each) for each in optional])
-        # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(), cache.facts,
-            batch.facts, seq_lens.shape, seq_lens.stride(),
-            None if table is None else (table.shape, table.stride()), extras,
-        )  # fmt: skip
+        table = block_table
+        try:
+            k, v = (
+                kv_cache
+                if isinstance(kv_cache, tuple)
+                else split(kv_cache, self.maxima, self.form.shared_kv)
+            )
+            cache, batch = self._cache, self._batch
+            if cache.first() is not k or cache.second() is not v:
+                cache = self._cache = see(self._caches, k, v)
+            if batch.first() is not seq_lens or batch.second() is not table:
+                batch = self._batch = see(self._batches, seq_lens, table)
+            extras: tuple[Any, ...] | None = None
+            if not cu_seqlens_q is sinks is k_scale is v_scale is kv_start is row_lens is None:
+                optional = (cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens)
+                extras = tuple([None if each is None else facts(each) for each in optional])
+            # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
+            key = (
+                q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(),
+                (q.requires_grad or cache.learned) and torch.is_grad_enabled(), cache.facts,
+                batch.facts, seq_lens.shape, seq_lens.stride(),
+                None if table is None else (table.shape, table.stride()), extras,
+            )  # fmt: skip
+        except (AttributeError, TypeError, ValueError):
+            refuse_types(
+                q, kv_cache, seq_lens=seq_lens, block_table=table, cu_seqlens_q=cu_seqlens_q,
+                sinks=sinks, k_scale=k_scale, v_scale=v_scale, kv_start=kv_start,
+                row_lens=row_lens,
+            )  # fmt: skip
+            raise
         # Compared, most of it is the same objects; looked up, it would be hashed.
         last_key, last = self._last
         ready = last if last_key == key else self._ready.get(key)
@@ -274,6 +292,7 @@ class DecodePlan:
         from flexattn.serving import admission
 
         m, form = self.maxima, self.form
+        admission.gradients({"query": q, "K": k, "V": v, "sinks": sinks})
         cache = describe(k, v, m, form.aligned)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, steps = admission.rows(m, q, requests, form)
@@ -340,9 +359,3 @@ def _readable(bound: Bound | None, device: torch.device) -> None:
                 f"a plan's runs read what mods capture as it lies on {device}",
                 f"capture tensor.to('{device}').resolve_neg()",
             )
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -8,7 +8,7 @@ import torch
 
 from flexattn.cache.key import rounded
 from flexattn.checks import MAX_HEAD_DIM
-from flexattn.errors import InputError
+from flexattn.errors import InputError, InputTypeError
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
 from flexattn.space.serving import ITEMSIZE, ServingConfig, ServingForm
@@ -67,7 +67,10 @@ class Maxima:
             (self.total_q > 0 or 1 <= self.q_len, "q_len is at least 1"),
             (1 <= self.kv_len <= MAX_LENGTH, f"kv_len is between 1 and {MAX_LENGTH}"),
             (self.rows * max(1, self.Hq) < 2**31, "rows x heads stay below 2**31"),
-            (0 < self.Hkv and self.Hq % self.Hkv == 0, "Hq is a multiple of Hkv"),
+            (
+                0 < self.Hkv <= self.Hq and self.Hq % self.Hkv == 0,
+                "Hq is a multiple of Hkv, and both are above 0",
+            ),
             (self.Hq <= MAX_HEADS, f"Hq is at most {MAX_HEADS}"),
             (0 <= self.page <= 256, "a page has 1 to 256 keys; 0 means a contiguous cache"),
             (self.layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),
@@ -87,6 +90,11 @@ class Maxima:
                 f"head dimensions are between 1 and {MAX_HEAD_DIM}",
             ),
         )
+        for name, dtype in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
+            if not isinstance(dtype, torch.dtype):
+                raise InputTypeError(
+                    f"{name} is {dtype!r:.80}", f"{name} is a torch.dtype", "pass torch.bfloat16"
+                )
         for kept, rule in rules:
             if not kept:
                 raise InputError(f"DecodePlan for {self}", rule)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["NOTHING", "Seen", "facts", "see"]
@@ -17,11 +18,12 @@ _KNOWN = 256
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Two tensors, not kept alive, and their facts."""
+    """Two tensors, not kept alive, their facts, and whether one of them requires grad."""
 
     first: Callable[[], Tensor | None]
     second: Callable[[], Tensor | None]
     facts: tuple[Any, ...]
+    learned: bool = False
 
 
 def _nothing() -> None:
@@ -41,7 +43,8 @@ def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
             found = Seen(weakref.ref(first), _nothing, facts(first))
         else:
             both = facts(first) + facts(second)
-            found = Seen(weakref.ref(first), weakref.ref(second), both)
+            learned = first.requires_grad or second.requires_grad
+            found = Seen(weakref.ref(first), weakref.ref(second), both, learned)
         known[id(first)] = found
     return found
 
@@ -49,4 +52,8 @@ def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
 def facts(tensor: Tensor) -> tuple[Any, ...]:
     """All that admission looks at."""
     aligned = tensor.data_ptr() % 16 == 0
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned, tensor.is_neg()
+    learned = tensor.requires_grad and torch.is_grad_enabled()
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned, tensor.is_neg(),
+        learned,
+    )  # fmt: skip

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.errors import UnsupportedError
+
 __all__ = ["Picture"]
 
 _SHADES = " ░▒▓█"
@@ -62,11 +64,20 @@ class Picture:
         return float((self.share * weights).sum() / weights.sum())
 
     def figure(self) -> Any:
-        """A matplotlib Figure: the mask beside the classes of its blocks, or the score."""
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
+        """A matplotlib Figure: the mask beside the classes of its blocks, or the score.
 
+        Raises UnsupportedError where matplotlib is not installed.
+        """
+        try:
+            from matplotlib.colors import ListedColormap
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise UnsupportedError(
+                "a figure without matplotlib",
+                "matplotlib draws what is saved and what a notebook shows",
+                "pip install 'flexattn[viz]'; print(picture) draws with characters",
+            ) from error
         panels = 2 if self.classes is not None else 1
         figure = Figure(figsize=(5.4 * panels, 5.0), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -108,7 +119,7 @@ class Picture:
         """What a notebook shows; it falls back on characters without matplotlib."""
         try:
             figure = self.figure()
-        except ImportError:
+        except UnsupportedError:
             return None
         written = io.BytesIO()
         figure.savefig(written, format="png", dpi=96)

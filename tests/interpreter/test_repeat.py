@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import _create_empty_block_mask
 
 import flexattn
@@ -272,3 +273,14 @@ def test_no_garbage_is_collected_while_a_plan_is_made():
     call(q, k, v, score_mod=mod)
     assert collecting[0] is False
     assert gc.isenabled()
+
+
+def test_a_tangent_is_not_dropped():
+    """A dual tensor has the memory of a plain one: the launch of the call before served it."""
+    q, k, v = inputs(1, 2, 2, 3, 8, 16)
+    wanted = flexattn.flex_attention(q, k, v)
+    with forward_ad.dual_level():
+        found = flexattn.flex_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+        primal, tangent = forward_ad.unpack_dual(found)
+    torch.testing.assert_close(primal, wanted)
+    assert tangent is not None and bool((tangent != 0).any())

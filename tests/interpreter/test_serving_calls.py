@@ -11,7 +11,7 @@ import flexattn.serving.plan as plans
 from examples import serving
 from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
-from flexattn.errors import ConfigError, InputError
+from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.serving import DecodePlan, ServingConfig, flex_decode, merge_states
 from flexattn.settings import override
@@ -143,6 +143,45 @@ def test_tensors_that_do_not_fit_a_plan():
         with pytest.raises(InputError, match=words):
             plan.run(call.pop("q"), call.pop("kv_cache"), **call)
     assert_right([x.flatten(0, 1) for x in plan.run(q, pages, **good)], each)
+
+
+WRONG_TYPES = {
+    "q": (lambda x: x.tolist(), "q is a list"),
+    "kv_cache": (list, r"kv_cache is a list.*\(K, V\)"),
+    "seq_lens": (lambda x: x.tolist(), "seq_lens is a list.*in place"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_run_says_what_is_no_tensor(name):
+    """A list raised what Python says of its missing attributes; the next run works."""
+    turn, words = WRONG_TYPES[name]
+    each = batch([1], [9], 2, 1)
+    k, v = poisoned_cache(each, 60)
+    good = {"q": each.q[:, None], "kv_cache": (k, v), "seq_lens": each.numbers([9])}
+    plan = plan_for(each)
+    for _ in range(2):
+        plan.run(**good)
+        with pytest.raises(InputTypeError, match=f"(?s){words}"):
+            plan.run(**good | {name: turn(good[name])})
+
+
+@pytest.mark.parametrize("name", ["query", "K", "V"])
+def test_a_run_that_would_drop_a_gradient(name):
+    """Its output required no grad, so that a loss learned nothing of this attention."""
+    each = batch([1], [9], 2, 1)
+    k, v = poisoned_cache(each, 60)
+    named = {"query": each.q[:, None], "K": k, "V": v}
+    plan, lengths = plan_for(each), each.numbers([9])
+    wanted = plan.run(named["query"], (k, v), seq_lens=lengths)[0].clone()
+    named[name] = named[name].detach().clone().requires_grad_()
+    arguments = named["query"], (named["K"], named["V"])
+    with pytest.raises(UnsupportedError, match=rf"(?s){name} requires grad.*no backward.*detach"):
+        plan.run(*arguments, seq_lens=lengths)
+    with torch.no_grad():
+        assert torch.equal(plan.run(*arguments, seq_lens=lengths)[0], wanted)
+    with pytest.raises(UnsupportedError, match=f"{name} requires grad"):
+        plan.run(*arguments, seq_lens=lengths)
 
 
 def test_a_run_looks_at_what_another_run_was_given_in_its_place():

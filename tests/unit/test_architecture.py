@@ -89,9 +89,10 @@ EDGES = {
     "serving": {"dispatch", "checks"},
     "plan": {"launch", "checks", "mask_class"},
     "graph_break": set(),
+    "transforms": {"errors"},
     # Knows plans, that it need not make one again.
     "repeat": {"plan"},
-    "attention": {"repeat", "reference", "training", "graph_break"},
+    "attention": {"repeat", "reference", "training", "graph_break", "transforms"},
     "explain": {"attention"},
     "catalogue": {"masks"},
     "presets": {"catalogue"},
@@ -107,7 +108,9 @@ EDGES = {
     "integrations": {"attention", "masks", "catalogue"},
     # It reads a workload as the tuner does, when it is called.
     "warm": {"tune"},
-    "__init__": {"explain", "catalogue", "serving", "visual", "warm"},
+    # A document mask of the catalogue's, with nested tensors packed for it.
+    "nested": {"catalogue"},
+    "__init__": {"explain", "catalogue", "serving", "visual", "warm", "nested"},
     "__main__": {"cli"},
 }  # fmt: skip
 REFERENCE_USERS = {"reference", "measure", "attention"}

@@ -1,10 +1,14 @@
 """What cannot be a mod is refused at the user's line, with what to do instead."""
 
+import functools
+import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
+from flexattn import flex_attention
 from flexattn.errors import ModError, UnsupportedError
 from flexattn.mods import bind
 
@@ -68,7 +72,7 @@ def fails(s, b, h, q, k):
     [
         (branching, ModError, "branches.*torch.where", "if q > k:"),
         (in_place, ModError, "in place.*score = score", "s += 1"),
-        (in_place_capture, ModError, "in place", "table.mul_"),
+        (in_place_capture, ModError, "writes to a captured.*between calls", "table.mul_"),
         (random, UnsupportedError, "random", "rand_like"),
         (read, ModError, "reads", "item"),
         (hidden_read, ModError, "reads|branches", "float"),
@@ -76,7 +80,7 @@ def fails(s, b, h, q, k):
         (decomposes_to_nothing_known, UnsupportedError, "uses prims.hypot", "hypot"),
         (wide, ModError, "200 elements.*128", "big[h].sum()"),
         (vector, ModError, r"shape \[8\]", "def vector"),
-        (text, ModError, "returns a str", "def text"),
+        (text, ModError, "returns 'score'", "def text"),
         (fails, ModError, "NameError.*undefined_name", "undefined_name"),
     ],
 )
@@ -126,3 +130,85 @@ def test_captures_on_another_device():
     assert bind(lambda s, b, h, q, k: s * near, "score", "cuda").tensors[0] is near
     with pytest.raises(ModError, match=r"to\('cuda'\)"):
         bind(lambda s, b, h, q, k: s + table[h], "score", "cuda")
+
+
+numbers, by_head, array = [0.1] * 8, {0: 0.5}, np.zeros(8, dtype=np.float32)
+# What a score_mod does in Python with what it is given, and what to do instead.
+IN_PYTHON = {
+    "a list": (lambda s, b, h, q, k: s + numbers[k], r"Python list.*torch\.tensor\(the_list\)"),
+    "a tuple": (lambda s, b, h, q, k: s + (1.0, 2.0)[h], "tuple"),
+    "a range": (lambda s, b, h, q, k: s + sum(range(k)), "range"),
+    "math": (lambda s, b, h, q, k: math.exp(s), r"math\.exp.*torch\.exp\(score\)"),
+    "float": (lambda s, b, h, q, k: s * float(q), "as a Python float"),
+    "int": (lambda s, b, h, q, k: s * int(q), r"Python int.*x\.long\(\)"),
+    "item": (lambda s, b, h, q, k: s * q.item(), "in Python.*with the tensor itself"),
+    "tolist": (lambda s, b, h, q, k: s * q.tolist(), "in Python.*with the tensor itself"),
+    "a dict": (lambda s, b, h, q, k: s + by_head[h], "in a dict.*torch.tensor"),
+    "a dict of pairs": (lambda s, b, h, q, k: s + {(0, 0): 1}[h, q], "in a dict"),
+    "numpy's exp": (lambda s, b, h, q, k: np.exp(s), "numpy.*torch's function of that name"),
+    "numpy's where": (lambda s, b, h, q, k: np.where(q > k, s, -1e9), "numpy"),
+    "an array": (lambda s, b, h, q, k: s + array[k], r"numpy.*torch\.from_numpy\(array\)"),
+    "a captured tensor as an array": (
+        lambda s, b, h, q, k: s + torch.from_numpy(table.numpy())[k], "numpy"
+    ),
+    "a write": (lambda s, b, h, q, k: (table.__setitem__(0, 1), s)[1], "captured.*between calls"),
+    "a write where it is": (
+        lambda s, b, h, q, k: (table.__setitem__(k, s), s)[1], "captured.*between calls"
+    ),
+    "a number": (lambda s, b, h, q, k: 1.0, r"returns 1\.0.*torch\.full_like\(score, 1\.0\)"),
+    "nothing": (lambda s, b, h, q, k: None, "returns None.*`return`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_python_on_traced_values(name):
+    """numpy raised ".numpy() is not supported", a dict a KeyError, plain torch errors of vmap."""
+    mod, words = IN_PYTHON[name]
+    x = torch.zeros(1, 1, 3, 16)
+    for use in (lambda: bind(mod, "score"), lambda: flex_attention(x, x, x, mod)):
+        with pytest.raises(ModError, match=f"(?s)score_mod '<lambda>' .*{words}") as caught:
+            use()
+        assert caught.value.rule and caught.value.do
+        assert "lambda" in caught.value.got  # its line
+
+
+def test_numbers_of_numpy_are_numbers():
+    mod = bind(lambda s, b, h, q, k: np.float32(2) * s + np.int64(1), "score")
+    assert str(mod.mod.expr) == str(bind(lambda s, b, h, q, k: 2.0 * s + 1, "score").mod.expr)
+
+
+class Holder:
+    def __init__(self):
+        self.tables = {"far": torch.zeros(8, device="meta")}
+
+    def mod(self, s, b, h, q, k):
+        return s + self.tables["far"][k]
+
+
+def named_mod(bias):
+    return lambda s, b, h, q, k: s + bias[k]
+
+
+FAR = torch.zeros(8, device="meta")
+CAPTURES = {
+    "a closure": (named_mod(FAR), "captures `bias`, of shape [8] on meta, and is called on cpu"),
+    "an inner function": (lambda *args: named_mod(FAR)(*args), "captures `FAR`"),
+    "an object": (Holder().mod, "captures `self.tables['far']`, of shape [8] on meta"),
+    "a partial": (
+        functools.partial(lambda s, b, h, q, k, bias: s + bias[k], bias=FAR), "captures `bias`"
+    ),
+    "two devices": (
+        lambda s, b, h, q, k: s + table[k] * FAR[k],
+        "`table`, of shape [8] on cpu, and `FAR`, of shape [8] on meta",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAPTURES)
+def test_captures_elsewhere_are_named(name):
+    """meta tensors passed for the CPU's, and plain torch raised an error without a name."""
+    mod, words = CAPTURES[name]
+    x = torch.zeros(1, 1, 8, 16)
+    with pytest.raises(ModError, match=r"(?s)score_mod '\S+' .*to\('cpu'\)") as caught:
+        flex_attention(x, x, x, mod)
+    assert words in caught.value.got

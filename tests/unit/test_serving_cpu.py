@@ -5,8 +5,16 @@ import math
 import pytest
 import torch
 
-from flexattn.errors import InputError, UnsupportedError
-from flexattn.serving import DecodePlan, merge_states
+from flexattn import create_block_mask
+from flexattn.catalogue import causal
+from flexattn.errors import (
+    InputError,
+    InputTypeError,
+    PlaceError,
+    SignatureError,
+    UnsupportedError,
+)
+from flexattn.serving import DecodePlan, flex_decode, merge_states
 from flexattn.serving.cache import describe
 from flexattn.serving.request import Maxima
 
@@ -14,6 +22,61 @@ from flexattn.serving.request import Maxima
 def test_a_plan_on_the_cpu_says_what_it_needs():
     with pytest.raises(UnsupportedError, match="FLEXATTN_INTERPRET=1"):
         DecodePlan(batch=1, kv_len=16, heads=(2, 1), head_dim=16, device="cpu")
+
+
+ASKED = {
+    "batch": ("1", InputTypeError, "batch is '1'.*integer"),
+    "kv_len": (16.5, InputTypeError, "kv_len is 16.5.*integer"),
+    "q_len": (None, InputTypeError, "q_len is None"),
+    "heads": (2, InputTypeError, r"heads is 2.*\(query heads, KV heads\)"),
+    "heads_of_none": ((0, 1), InputError, "Hq=0.*above 0"),
+    "head_dim": ((16, 16, 16), InputTypeError, "head_dim is .*D, or"),
+    "dtype": ("bfloat16", InputTypeError, "dtype is 'bfloat16'.*torch.dtype.*torch.bfloat16"),
+    "kv_dtype": ("fp8", InputTypeError, "kv_dtype is 'fp8'"),
+    "page_size": ("16", InputTypeError, "page_size is '16'"),
+    "layout": (3, InputError, "one of NHD, HND"),
+    "scale": ("1", InputTypeError, "scale is a str: '1'.*one number"),
+    "sinks": (torch.zeros(2), InputTypeError, r"sinks is a Tensor.*True or False.*run\(\)"),
+    "config": ({"BLOCK_M": 16}, InputTypeError, "config is {'BLOCK_M': 16}.*ServingConfig"),
+    "lengths": ("long", InputError, "lengths='long'.*ragged"),
+    "score_mod": (3, SignatureError, "'int' is not callable"),
+    "device": ("gpu", PlaceError, "device 'gpu'.*'cuda' or 'cpu'"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_plan_of_other_types(name):
+    """They raised what Python says of comparing or unpacking them, or were taken as they are."""
+    value, error, words = ASKED[name]
+    good = {"batch": 1, "kv_len": 16, "heads": (2, 1), "head_dim": 16, "device": "cpu"}
+    with pytest.raises(error, match=f"(?s){words}"):
+        DecodePlan(**good | {name.removesuffix("_of_none"): value})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is said without a GPU")
+def test_a_plan_without_a_gpu():
+    with pytest.raises(UnsupportedError, match=r"(?s)device 'cuda'.*no GPU.*device='cpu'"):
+        DecodePlan(batch=1, kv_len=16, heads=(2, 1), head_dim=16)
+    with pytest.raises(UnsupportedError, match="device 'cuda'"):
+        create_block_mask(causal, None, None, 8, 8, "cuda")
+
+
+RUN = {
+    "a list": ({"q": [1.0]}, "q is a list.*torch.Tensor"),
+    "lengths in a list": ({"seq_lens": [3]}, r"seq_lens is a list.*torch\.tensor\(seq_lens"),
+    "a cache in a list": ({"kv_cache": [1, 2]}, r"kv_cache is a list.*\(K, V\)"),
+    "a cache of lists": ({"kv_cache": ([1], [2])}, "kv_cache is a tuple of list, list"),
+    "three caches": ({"kv_cache": (torch.zeros(1),) * 3}, "kv_cache is a tuple of Tensor, T"),
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_run_of_other_types(name):
+    arguments, words = RUN[name]
+    q, k = torch.zeros(1, 1, 2, 16), torch.zeros(1, 8, 1, 16)
+    good = {"q": q, "kv_cache": (k, k), "seq_lens": torch.ones(1, dtype=torch.int32)}
+    with pytest.raises(InputTypeError, match=f"(?s){words}"):
+        flex_decode(**good | arguments)
 
 
 def test_states_merge_in_plain_torch():

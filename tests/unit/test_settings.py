@@ -2,10 +2,12 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -97,6 +99,38 @@ def test_said_once(caplog):
     assert [record.getMessage() for record in caplog.records] == ["one", "two"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"FLEXATTN_CHACHE": "/there"}, "FLEXATTN_CHACHE is set.*mean FLEXATTN_CACHE?"),
+        ({"FLEXATTN_INTERPRETER": "1"}, "mean FLEXATTN_INTERPRET?"),
+        (
+            {"FLEXATTN_CACHE": f"{ROOT}{os.pathsep}/nowhere"},
+            "FLEXATTN_CACHE names /nowhere.*no di",
+        ),
+        ({"FLEXATTN_CACHE": str(ROOT), "FLEXATTN_MODE": "off", "FLEX": "1"}, None),
+    ],
+)
+def test_what_nothing_reads_is_said(environment, words):
+    """A misspelt variable, or a directory of records that is none, was ignored in silence."""
+    found = list(settings.doubts(environment))
+    assert len(found) == (words is not None)
+    assert words is None or re.search(words.rstrip("?"), found[0])
+
+
+def test_who_imported_a_package_first():
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    early, late, within = (ModuleType(name) for name in ("early", "late", "within"))
+    early.language, late.triton = language, triton
+    names = "within", "early", "triton.language", "triton", "late"
+    modules = dict(zip(names, (within, early, language, triton, late), strict=True))
+    assert settings.importer("triton", modules) == "early"
+    del early.language
+    early.kernel = type("JITFunction", (), {"__module__": "triton.runtime.jit"})()
+    assert settings.importer("triton", modules) == "early"
+    assert settings.importer("triton", {"within": within, "triton": triton}) == ""
+
+
 def run(code, **environment):
     """A fresh process, since Triton decides at its first import."""
     clean = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET",)}
@@ -112,8 +146,10 @@ def test_asking_for_the_interpreter_sets_tritons_switch():
 
 
 def test_asking_for_the_interpreter_too_late_is_an_error():
-    found = run("import triton, flexattn", FLEXATTN_INTERPRET="1")
+    found = run("import triton, flexattn", FLEXATTN_INTERPRET="1", FLEXATTN_INTERPRETER="1")
     assert found.returncode and "before anything imports triton" in found.stderr
+    assert "and compiles: __main__ imported it" in found.stderr
+    assert found.stderr.count("did you mean FLEXATTN_INTERPRET?") == 1
 
 
 def test_debug_levels_show_dispatch_and_source(tmp_path):

@@ -95,6 +95,12 @@ sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None
 import flexattn
 found = flexattn.visualize(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, 300)
 assert "kept" in str(found) and found._repr_png_() is None
+try:
+    found.save("mask.png")
+except flexattn.errors.UnsupportedError as error:
+    assert "pip install 'flexattn[viz]'" in error.do and "print(picture)" in error.do
+else:
+    raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,0 +1,67 @@
+"""The names that a mod has for the tensors it captures, for messages about them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+__all__ = ["captured"]
+
+# So many functions, objects and containers are looked into, and so many parts of each.
+_HOLDERS, _PARTS = 500, 200
+
+
+def captured(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """What a callable calls a tensor, with what it is: "`bias`, of shape [8] on cpu"."""
+    name = _name(fn, tensor)
+    return (
+        f"{f'`{name}`' if name else 'a tensor'}, of shape {list(tensor.shape)} on {tensor.device}"
+    )
+
+
+def _name(fn: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """The shortest way from a callable to a tensor; nothing where there is none."""
+    queue: deque[tuple[str, Any]] = deque([("", fn)])
+    seen: set[int] = set()
+    while queue and len(seen) < _HOLDERS:
+        name, holder = queue.popleft()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for part, value in islice(_parts(name, holder), _PARTS):
+            if value is tensor:
+                return part
+            queue.append((part, value))
+    return ""
+
+
+def _parts(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, a container or an object holds, each with its name from the callable."""
+    if inspect.isfunction(holder):
+        read = inspect.getclosurevars(holder)
+        yield from {**read.globals, **read.nonlocals}.items()
+        for default in inspect.signature(holder).parameters.values():
+            yield default.name, default.default
+    elif inspect.ismethod(holder):
+        yield "self", holder.__self__
+        yield holder.__name__, holder.__func__
+    elif isinstance(holder, functools.partial):
+        yield from holder.keywords.items()
+        yield from ((f"args[{i}]", each) for i, each in enumerate(holder.args))
+        yield "func", holder.func
+    elif isinstance(holder, (list, tuple)):
+        yield from ((f"{name}[{i}]", each) for i, each in enumerate(holder))
+    elif isinstance(holder, dict):
+        yield from ((f"{name}[{key!r}]", each) for key, each in holder.items())
+    elif not (inspect.ismodule(holder) or isinstance(holder, (torch.Tensor, type))):
+        prefix = f"{name}." if name else "self."
+        for attribute, each in getattr(holder, "__dict__", {}).items():
+            yield prefix + attribute, each
+        if not name and callable(holder):
+            yield "__call__", getattr(type(holder), "__call__", None)

@@ -1,0 +1,55 @@
+"""torch's transforms around a call: which tensors have values that a kernel can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from flexattn.errors import UnsupportedError
+
+__all__ = ["check_transforms", "in_forward_mode", "tangent"]
+
+functorch: Any = torch._C._functorch
+
+
+def check_transforms(tensors: Iterable[Tensor | None]) -> None:
+    """That tensors have values to read: raises UnsupportedError for those of torch.vmap, export.
+
+    What torch.func differentiates is no matter of this check: plain torch can.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor) or get_proxy_mode() is not None:
+            raise UnsupportedError(
+                "flex_attention is traced, as by torch.export or make_fx",
+                "flexattn launches kernels of its own, which no graph of torch's holds",
+                "export torch.nn.attention.flex_attention, which takes the same arguments",
+            )
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                raise UnsupportedError(
+                    "flex_attention is called under torch.vmap",
+                    "a kernel reads tensors as they lie in memory, and has one batch dimension",
+                    "fold the mapped dimension into the batch: x.flatten(0, 1)",
+                )
+            tensor = functorch.get_unwrapped(tensor)
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents, as within torch.func.jvp."""
+    return forward_ad._current_level >= 0
+
+
+def tangent(named: Iterable[tuple[str, Tensor | None]]) -> str:
+    """The name of the first tensor with a tangent (torch.func.jvp, dual numbers), or nothing."""
+    if not in_forward_mode():
+        return ""
+    for name, tensor in named:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return name
+    return ""
