@@ -37,10 +37,10 @@ def lift(
         return substitute(fn, {identity.paths[i]: value for i, value in values.items()})
 
     try:
-        lifted = trace(fn, kind, identity.tensors, dtypes, replaced)
+        lifted = trace(fn, kind, identity.tensors, dtypes, replaced, grad=identity.grad)
         if lifted.volatile or plug(lifted.expr, now) is not plain.expr:
             return None
-        then = trace(replaced(before), kind, identity.tensors)
+        then = trace(replaced(before), kind, identity.tensors, grad=identity.grad)
     except (FlexAttnError, CannotReplace):
         return None
     return lifted if plug(lifted.expr, before) is then.expr else None
