@@ -7,24 +7,27 @@ import pickle
 import random
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from flexattn.mods.expr import Expr
-from flexattn.mods.reads import Reads
+from flexattn.mods.reads import Reads, nested
 from flexattn.mods.refusal import Refusal
 
 __all__ = ["Chance", "is_clock"]
 
 _RULE = "a mod gives the same score for the same position each time"
-_DO = "draw them outside of the mod and capture the tensor"
+_DO = "ask for them outside of the mod, and capture a tensor of them"
+_UNSEEDED = (types.BuiltinFunctionType, random.SystemRandom)
+_CLOCKS = frozenset(("time", "datetime", "urandom", "secrets"))
 
 
-def is_clock(fn: types.BuiltinFunctionType) -> bool:
+def is_clock(fn: Any) -> bool:
     """Whether a function of C tells the time, or what the system draws by chance."""
-    owner = fn.__self__
+    owner = getattr(fn, "__self__", None)
     if isinstance(owner, type):
         return issubclass(owner, datetime.date)
-    return getattr(owner, "__name__", "") == "time" or fn.__name__ == "urandom"
+    return getattr(owner, "__name__", "") == "time" or getattr(fn, "__name__", "") == "urandom"
 
 
 class Chance:
@@ -36,32 +39,44 @@ class Chance:
     """
 
     def __init__(self, sources: list[Any], key: list[Any]) -> None:
-        clocks = (types.BuiltinFunctionType, random.SystemRandom)
-        generators = [each for each in sources if not isinstance(each, clocks)]
+        generators = [each for each in sources if not isinstance(each, _UNSEEDED)]
+        clocks = len(generators) < len(sources)
         codes = [each for each in key if type(each) is Reads and not each.library]
-        self.clocks = len(generators) < len(sources) or any(
-            not each.trusted and {"time", "datetime", "urandom", "secrets"} & each.names
-            for each in codes
-        )
+        imported = any(not each.trusted and _CLOCKS & each.names for each in codes)
         if generators or any("random" in each.names for each in codes) or _numpys(key):
             generators += _globals()
         self._before = [(each, _state(each)) for each in generators]
+        self._watched: frozenset[types.CodeType] | None = None
+        if imported or clocks:
+            self._watched = frozenset(code for each in codes for code in nested(each.code))
+        self._asked: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note which clocks the callable's own code asks; torch's asks them all the time."""
+        codes, before = self._watched, sys.getprofile()
+        if codes is None:
+            yield
+            return
+
+        def note(frame: types.FrameType, event: str, called: Any) -> None:
+            if event == "c_call" and frame.f_code in codes and is_clock(called):
+                self._asked.append(called.__qualname__)
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
 
     def check(self) -> None:
-        """Raise Refusal where one of the generators has been drawn from."""
-        for generator, before in self._before:
-            if _state(generator) != before:
-                kind = type(generator)
-                raise _refused(f"draws random numbers ({kind.__module__}.{kind.__name__})")
-
-    def compare(self, once: Expr, again: Expr) -> None:
-        """Raise Refusal where two traces of a callable that asks a clock are not the same."""
-        if once is not again:
-            raise _refused("reads the clock, or draws what no seed repeats")
-
-
-def _refused(got: str) -> Refusal:
-    return Refusal(got, _RULE, _DO, unsupported=True)
+        """Raise Refusal where a generator has been drawn from, or a clock was asked."""
+        drawn = [type(each) for each, before in self._before if _state(each) != before]
+        if drawn or self._asked:
+            got = f"asks for another number each time ({', '.join(self._asked)})"
+            if drawn:
+                got = f"draws random numbers ({drawn[0].__module__}.{drawn[0].__name__})"
+            raise Refusal(got, _RULE, _DO, unsupported=True)
 
 
 def _numpys(key: list[Any]) -> bool:

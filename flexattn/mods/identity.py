@@ -190,7 +190,7 @@ def _function(
                 self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
-                builtins = fn.__builtins__
+                builtins = fn.__builtins__  # type: ignore[attr-defined]
                 value = builtins.get(name, MISSING)
                 self.read(builtins, name, value)
                 self.reads = None if value is MISSING else self.reads
@@ -333,9 +333,10 @@ def _other(self: Identity, value: Any, path: Path) -> None:
         self.key += (weakref.ref(cls), repr(value))
         if hasattr(value, "__dict__"):
             self.bearers.append((value, path))
-    elif isinstance(value, DESCRIPTORS) or (
-        cls.__module__.startswith("torch._ops") or cls is types.MethodWrapperType
-    ):
+    elif cls is types.MethodWrapperType:
+        self.key.append(value.__name__)
+        self.visit(value.__self__, (path, "self"))
+    elif isinstance(value, DESCRIPTORS) or cls.__module__.startswith("torch._ops"):
         self.key.append(value)
     elif not self.again(value, path):
         if isinstance(value, random.Random) or cls.__module__.startswith("numpy.random"):

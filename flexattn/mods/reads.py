@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
 
-__all__ = ["LIBRARIES", "SWITCHES", "Attributes", "Reads", "is_library", "reads_of"]
+__all__ = ["LIBRARIES", "SWITCHES", "Attributes", "Reads", "is_library", "nested", "reads_of"]
 
 Attributes = tuple[tuple[str, ...], ...]
 
@@ -86,8 +86,8 @@ def _scan(code: CodeType, library: bool) -> Reads:
     trusted = _collect(code, globals_, locals_)
     cells = {name: i for i, name in enumerate(code.co_freevars)}
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    nested = list(_nested(code))
-    names = frozenset(name for each in nested for name in _names(each))
+    codes = list(nested(code))
+    names = frozenset(name for each in codes for name in _names(each))
     dynamic = not names.isdisjoint(_DYNAMIC)
     return Reads(
         code=code,
@@ -98,17 +98,17 @@ def _scan(code: CodeType, library: bool) -> Reads:
         trusted=trusted or library,
         names=names,
         dynamic=dynamic,
-        forgiving=dynamic or any(map(_catches, nested)),
+        forgiving=dynamic or any(map(_catches, codes)),
         switches=() if library else tuple(sorted(names & SWITCHES)),
     )
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
     """A code object and those of the functions it defines."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _nested(inner)
+            yield from nested(inner)
 
 
 def _names(code: CodeType) -> Iterator[str]:

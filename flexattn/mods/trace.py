@@ -233,8 +233,9 @@ def _device(known: Sequence[torch.Tensor]) -> torch.device:
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Mods compute in the dtypes that they name, as where plain torch runs them."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
+    where = device.type
+    if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
+        return torch.autocast(where, enabled=False)
     return nullcontext()
 
 

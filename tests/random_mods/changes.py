@@ -28,32 +28,46 @@ NAMES = ("b", "h", "q_idx", "kv_idx")
 USES = {
     "score": (
         "score * {n}", "score + {n}", "torch.where(q_idx - kv_idx < {n}, score, -score)",
-        "(score if {n} > 4 else -score)", "score.clamp(max={n} / 8)", "torch.tanh(score) / {n}",
+        "torch.tanh(score) / ({n} + 1)",
     ),
     "mask": (
-        "(q_idx - kv_idx < {n} - 3)", "((q_idx * 3 + kv_idx) % 10 < {n})",
-        "(kv_idx < 3 if {n} > 4 else kv_idx > 1)", "(kv_idx + {n} > 4)",
+        "(q_idx - kv_idx < {n} - 3)", "((q_idx * 3 + kv_idx) % 10 < {n})", "(kv_idx + {n} > 4)",
     ),
 }  # fmt: skip
+# What the mod itself is; a third are plain functions.
+FORMS = (
+    "mod = inner", "mod = inner", "mod = functools.partial(inner)",
+    "class Owner:\n def run(self, {names}): return inner({names})\nmod = Owner().run",
+    "class Owner:\n def __call__(self, {names}): return inner({names})\nmod = Owner()",
+    "class Owner(torch.nn.Module):\n def forward(self, {names}): return inner({names})\n"
+    "mod = Owner()",
+)  # fmt: skip
 # Of Python's numbers alone.
 WHOLE_USES = {
     "score": (
-        "score * min({n}, 5)", "score + q_idx // int({n})", "score + kv_idx % int({n})",
+        "(score if {n} > 4 else -score)", "score.clamp(max={n} / 8)", "score * min({n}, 5)",
+        "score + q_idx // int({n})", "score + kv_idx % int({n})",
         "score + TABLE[(q_idx + int({n})) % 8]",
         "sum((score for _ in range(int({n}))), start=0 * score)",
     ),
-    "mask": ("(kv_idx % int({n}) == 0)", "(q_idx >= kv_idx // int({n}))"),
+    "mask": (
+        "(kv_idx % int({n}) == 0)", "(q_idx >= kv_idx // int({n}))",
+        "(kv_idx < 3 if {n} > 4 else kv_idx > 1)",
+    ),
 }  # fmt: skip
-ROUNDED = ("log", "/")
 
 
 @dataclass(frozen=True, slots=True)
 class Changing:
-    """A mod as text, and the statements that change what it reads, one after the other."""
+    """A mod as text, and the statements that change what it reads, one after the other.
+
+    twins: the same code is run in two modules, which change in turn.
+    """
 
     kind: str
     source: str
     steps: tuple[str, ...]
+    twins: bool
 
     def __str__(self) -> str:
         shown = self.source.removeprefix(PRELUDE).strip()
@@ -113,17 +127,19 @@ def changing(seed: int, index: int) -> Changing:
     source = [
         PRELUDE, *setup, f"def make({', '.join(cells)}):", f"    def {head}:",
         f"        return {result}", f"    return {kind}_mod",
-        f"mod = make({', '.join(map(str, cells.values()))})",
+        f"inner = make({', '.join(map(str, cells.values()))})",
+        draw.choice(FORMS).format(names=SIGNATURES[kind].partition("(")[2][:-1]),
     ]  # fmt: skip
     draw.shuffle(steps)
-    return Changing(kind, "\n".join(source), tuple(steps))
+    return Changing(kind, "\n".join(source), tuple(steps), draw.random() < 0.2)
 
 
 def _use(draw: random.Random, kind: str, place: Place) -> str:
-    tensors = "t{i}" in place.read or "m{i}(" in place.read or "kv_idx" in place.read
-    if kind == "mask" and any(each in place.read for each in ("log", "/", "m{i}(")):
-        return "(kv_idx < 3) & ({n} > -1)"  # what is rounded otherwise jumps nowhere
-    return draw.choice(USES[kind] if tensors else USES[kind] + WHOLE_USES[kind])
+    """How a mod computes with what it reads: neither Python nor a jump asks a tensor's value."""
+    if kind == "mask" and place.rounds:
+        return "(kv_idx < 3) & ({n} > -1)"
+    uses = USES[kind] if place.tensor else USES[kind] + WHOLE_USES[kind]
+    return draw.choice(uses)
 
 
 def check(seed: int, index: int) -> str:
@@ -132,21 +148,30 @@ def check(seed: int, index: int) -> str:
     Raises AssertionError with the step that left a stale number.
     """
     case = changing(seed, index)
-    scope: dict[str, Any] = {"__name__": f"changing_{index}"}
-    told, before = 0, None
+    code = compile(case.source, f"<changing {index}>", "exec")
+    told, modules = 0, []
     with restored():
-        exec(compile(case.source, f"<changing {index}>", "exec"), scope)
-        calls = Calls(scope, case.kind)
-        for step in ("", *case.steps):
+        for _ in range(1 + case.twins):
+            scope: dict[str, Any] = {"__name__": f"changing_{index}"}
+            exec(code, scope)
+            modules.append((scope, Calls(scope, case.kind)))
+        _compare(modules, "nothing")
+        for i, step in enumerate(case.steps):
+            scope, calls = modules[i % len(modules)]
+            before = calls.fresh()
             exec(step, scope)
-            expected = calls.fresh()
-            for again in ("call", "repeated call"):
-                got = calls.call()
-                close = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
-                assert close, f"a stale number in the {again} after {step!r}\n{got}\n{expected}"
-            told += before is not None and not torch.equal(expected, before)
-            before = expected
-    return f"{told} of {len(case.steps)} changes were seen"
+            told += not torch.equal(before, calls.fresh())
+            _compare(modules, step)
+    return f"{told} of {len(case.steps)} changes made a difference"
+
+
+def _compare(modules: list[tuple[dict[str, Any], Calls]], step: str) -> None:
+    for _, calls in modules:
+        expected = calls.fresh()
+        for again in ("call", "repeated call"):
+            got = calls.call()
+            close = torch.allclose(got.float(), expected.float(), rtol=1e-3, atol=1e-3)
+            assert close, f"a stale number in the {again} after {step!r}"
 
 
 @contextmanager
