@@ -87,7 +87,8 @@ def _numpys(key: list[Any]) -> bool:
 
 def _globals() -> list[Any]:
     """Python's generator, and numpy's where it is imported."""
-    numpys = getattr(sys.modules.get("numpy.random"), "random_sample", None)
+    numpys = getattr(sys.modules.get("numpy"), "random", None)  # which loads it when it is read
+    numpys = getattr(numpys, "random_sample", None)
     owners = (getattr(each, "__self__", None) for each in (random.random, numpys))
     return [each for each in owners if each is not None]
 
