@@ -67,6 +67,11 @@ def create_block_mask(
     accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
     compute_dq_write_order asks for metadata of a backward and needs torch 2.13.
 
+    Lists may be replaced, or written in place by operations of torch, and the next call reads them
+    as they are. What is written past torch's count of writes is not seen where the blocks of each
+    row join up: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
+    graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
+
     Raises InputError for sizes that are no integers or too small, and ModError for a mask_mod that
     cannot be read.
     """

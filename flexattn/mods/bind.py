@@ -15,6 +15,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.lru import Lru
 from flexattn.mods import recorded
 from flexattn.mods.captured import captured
+from flexattn.mods.chance import Chance
 from flexattn.mods.expr import Buffer
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
@@ -82,7 +83,9 @@ def watch(fn: Callable[..., Any], kind: str, bound: Bound) -> Witness | None:
     identity = identify(fn, kind)
     site = _sites.get(tuple(identity.key)) if identity.trusted else None
     found = site.find(identity) if site else None
-    if found is None or found.mod is not bound.mod:
+    if site is None or found is None or found.mod is not bound.mod:
+        return None
+    if not recorded.ASKED.issuperset(site.asked):  # a witness looks at sizes alone
         return None
     pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
     return witness(fn, identity) if all(one is other for one, other in pairs) else None
@@ -111,7 +114,9 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
         plain = _run(fn, kind, identity)
     if plain.volatile or not identity.trusted:
         return False
-    site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
+    if set(plain.asked) - recorded.ASKED:
+        return False
+    site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
     site.layout.add(identity, _variant(kind, plain))
     return recorded.write(root, kind, identity, site)
 
@@ -143,7 +148,7 @@ def _trace_site(
     if plain.volatile:
         return _variant(kind, plain).of(plain.tensors)
     if site is None:
-        site = Site(_layout(identity, frozenset(), plain.sized), tuple(identity.scalars))
+        site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
     layout, result = _chosen(site, identity, result, arguments)
     variant = _variant(kind, result, identity.scalars, layout.alike(identity))
@@ -159,19 +164,19 @@ def _chosen(
 ) -> tuple[Layout, Trace]:
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
     divisors = arguments & reaching_divisors(result.expr)
-    sized = site.layout.sized or result.sized
+    asked = tuple(sorted({*site.layout.asked, *result.asked}))
     values = tuple(identity.scalars[i] for i in sorted(divisors))
     if divisors and not site.specialises(values):
         general = site.general
-        if general is None or (arguments, sized) != (general.arguments, general.sized):
-            general = site.general = _layout(identity, arguments, sized, general)
+        if general is None or (arguments, asked) != (general.arguments, general.asked):
+            general = site.general = _layout(identity, arguments, asked, general)
         return general, result
     if divisors:
         site.divisors.add(values)
         now = {i: identity.scalars[i] for i in divisors}
         result, arguments = replace(result, expr=plug(result.expr, now)), arguments - divisors
-    if (arguments, sized) != (site.layout.arguments, site.layout.sized):
-        site.layout = _layout(identity, arguments, sized, site.layout)
+    if (arguments, asked) != (site.layout.arguments, site.layout.asked):
+        site.layout = _layout(identity, arguments, asked, site.layout)
     return site.layout, result
 
 
@@ -223,13 +228,23 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     check_arity(fn, kind)
     _check_captures(fn, kind, identity.tensors)
     _stats.traces += 1
-    return trace(fn, kind, identity.tensors)
+    chance = Chance(identity.sources, identity.key)
+    with chance.watched():
+        found = trace(fn, kind, identity.tensors, grad=identity.grad)
+    try:
+        chance.check()
+    except Refusal as refusal:
+        raise refusal.error(fn, kind, None) from None
+    return found
 
 
 def _layout(
-    identity: Identity, arguments: frozenset[int], sized: bool, earlier: Layout | None = None
+    identity: Identity,
+    arguments: frozenset[int],
+    asked: tuple[str, ...],
+    earlier: Layout | None = None,
 ) -> Layout:
-    return Layout.empty(len(identity.scalars), arguments, sized, earlier)
+    return Layout.empty(len(identity.scalars), arguments, asked, earlier)
 
 
 def _variant(

@@ -48,7 +48,7 @@ def digest(identity: Identity) -> str | None:
     """
     if not identity.trusted:
         return None
-    parts: list[str] = [_here(), str(torch.get_default_dtype())]
+    parts: list[str] = [_here()]
     devices: list[str] = []
     names: set[str] = set()
     items = iter(identity.key)

@@ -27,10 +27,22 @@ _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
     (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__)
 ) | {_SHAPE.__get__}
-_STORAGE = {
-    getattr(torch.Tensor, name)
-    for name in ("stride", "is_contiguous", "data_ptr", "storage_offset", "untyped_storage")
-}
+_UNKEPT = frozenset(
+    (
+        *(
+            getattr(torch.Tensor, name)
+            for name in (
+                "stride", "is_contiguous", "data_ptr", "storage_offset", "untyped_storage",
+                "is_inference", "is_shared", "is_pinned",
+            )
+        ),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("grad", "grad_fn", "is_leaf", "retains_grad", "output_nr", "_version")
+        ),
+    )
+)  # fmt: skip
+_LEARNS: Any = torch.Tensor.requires_grad
 
 
 def op_name(op: Any) -> str:
@@ -41,15 +53,15 @@ def op_name(op: Any) -> str:
 
 
 class Indexing(TorchFunctionMode):
-    """Indexes by 0-d tensors without reading them, and notes what the code asks about sizes.
+    """Indexes by 0-d tensors without reading them, and notes what the code asks about tensors.
 
-    `sized`: the trace holds only for the captured tensors' present sizes.
+    `asked`: attributes of captured tensors for whose present values alone the trace holds.
     `volatile`: the trace depends on something that cannot be remembered.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sized = False
+        self.asked: set[str] = set()
         self.volatile = False
 
     def __torch_function__(
@@ -66,8 +78,10 @@ class Indexing(TorchFunctionMode):
         if func in ASKED:
             return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:
-            self.sized = True
-        elif func in _STORAGE:
+            self.asked.add("shape")
+        elif func == _LEARNS.__get__:
+            self.asked.add("requires_grad")
+        elif func in _UNKEPT:
             self.volatile = True
         return func(*args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import random
 import types
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,15 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.reads import LIBRARIES, Attributes, reads_of
+from flexattn.mods.chance import is_clock
+from flexattn.mods.objects import (
+    DESCRIPTORS,
+    MISSING,
+    visit_attributes,
+    visit_class,
+    visit_object,
+)
+from flexattn.mods.reads import SWITCHES, Attributes, is_library, reads_of
 
 __all__ = ["MISSING", "Identity", "Path", "identify"]
 
@@ -21,33 +30,34 @@ Path = tuple[Any, ...]
 Read = tuple[Any, Any, Any]
 
 _CAP = 2048
-# What a name holds that holds nothing.
-MISSING = object()
 # Modules whose attributes are taken to be constant; kept alive, so that an id stays theirs.
 _libraries: dict[int, types.ModuleType] = {}
 _PLAIN = (torch.dtype, torch.device, torch.Size, torch.layout, range, complex, bytes)
-_DESCRIPTORS = (
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-    types.ClassMethodDescriptorType,
-)
 
 
 class Identity:
     """What one look at a callable found.
 
-    `key`: structure, dtypes, ranks, devices and every value that is no int or float.
+    `key`: structure, torch's default dtype, dtypes, ranks, devices and every value that is no int
+    or float.
     `tensors`, `scalars`: the captured values, in the order they were met; `paths` tells where
     each scalar lives. `shared`: paths of what was reached twice, which cannot be replaced in
     one place. Not `trusted`: something could not be looked into. `reads`: the names that were
     looked up, with what they held; None once something was met that may change behind its name.
+    `bearers`: tensors, functions and values with attributes of their own. `sources`: generators
+    of random numbers and clocks. `grad`: the code asks for the grad mode, and it is on.
     """
 
-    __slots__ = ("_seen", "key", "paths", "reads", "scalars", "shared", "tensors", "trusted")
+    __slots__ = (
+        "_seen", "bearers", "grad", "key", "paths", "reads", "scalars", "shared", "sources",
+        "tensors", "trusted",
+    )  # fmt: skip
 
     def __init__(self, kind: str) -> None:
-        self.key: list[Any] = [kind]
+        self.key: list[Any] = [kind, torch.get_default_dtype()]
+        self.bearers: list[tuple[Any, Path]] = []
+        self.sources: list[Any] = []
+        self.grad = False
         self.tensors: list[torch.Tensor] = []
         self.scalars: list[int | float] = []
         self.paths: list[Path] = []
@@ -82,6 +92,13 @@ class Identity:
         """Note something that cannot be looked into."""
         self.trusted = False
 
+    def ask(self, switch: str) -> None:
+        """Note how a switch of torch stands."""
+        self.reads = None
+        found = getattr(torch, switch)()
+        self.key += (switch, found)
+        self.grad |= switch == "is_grad_enabled" and found
+
     def read(self, owner: Any, name: Any, value: Any) -> None:
         """Note that a name held a value: a cell's, a dict's, or a function's own parts."""
         if self.reads is not None:
@@ -96,6 +113,8 @@ def identify(fn: Callable[..., Any], kind: str) -> Identity:
     else:
         identity.reads = None
         _callable(identity, fn)
+    if identity.bearers:
+        visit_attributes(identity)
     return identity
 
 
@@ -106,6 +125,8 @@ def _tensor(self: Identity, value: torch.Tensor, path: Path) -> None:
         self.tensors.append(value)
         # The class announces a tensor to `digest`, which reads the key.
         self.key += (torch.Tensor, value.dtype, value.ndim, value.device.type)
+        if value.__dict__:
+            self.bearers.append((value, path))
     else:
         self.key.append(seen[0])
 
@@ -137,11 +158,17 @@ def _function(
     if owner is MISSING:
         if reads.library and fn.__closure__ is None:
             self.key.append(fn)
+            if fn.__name__ in SWITCHES:
+                self.ask(fn.__name__)
             return
         if self.again(fn, path):
             return
     self.key.append(reads)
     self.trusted &= reads.trusted
+    for switch in reads.switches:
+        self.ask(switch)
+    if fn.__dict__:
+        self.bearers.append((fn, path))
     self.read(fn, None, (fn.__code__, fn.__defaults__))
     if reads.cells:
         cells = fn.__closure__ or ()
@@ -163,7 +190,9 @@ def _function(
                 self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
-                value = _builtin(scope, name)
+                builtins = fn.__builtins__  # type: ignore[attr-defined]
+                value = builtins.get(name, MISSING)
+                self.read(builtins, name, value)
                 self.reads = None if value is MISSING else self.reads
             _chains(self, value, chains, (path, "global", name))
     if owner is not MISSING:
@@ -178,12 +207,6 @@ def _function(
             self.visit(value, (path, "kwdefault", name))
 
 
-def _builtin(scope: dict[str, Any], name: str) -> Any:
-    builtins = scope.get("__builtins__")
-    names = builtins if isinstance(builtins, dict) else getattr(builtins, "__dict__", {})
-    return names.get(name, MISSING)
-
-
 def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
     for chain in chains:
         if not chain:
@@ -193,7 +216,7 @@ def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
         for name in chain:
             kind = type(value)
             if kind is types.ModuleType:
-                if _is_library(value.__name__):
+                if is_library(value.__name__):
                     break
             elif kind in _CLOSED:
                 break
@@ -213,21 +236,17 @@ def _chains(self: Identity, root: Any, chains: Attributes, path: Path) -> None:
 def _is_library_module(value: Any) -> bool:
     if id(value) in _libraries:
         return True
-    if type(value) is not types.ModuleType or not _is_library(value.__name__):
+    if type(value) is not types.ModuleType or not is_library(value.__name__):
         return False
     _libraries[id(value)] = value
     return True
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_library(name: str) -> bool:
-    return name.partition(".")[0] in LIBRARIES
 
 
 def _method(self: Identity, method: types.MethodType, path: Path) -> None:
     function, owner = method.__func__, method.__self__
     if not isinstance(function, types.FunctionType):
         self.opaque()
+        self.visit(owner, (path, "self"))
     elif not self.again(owner, (path, "self"), function):
         _function(self, function, (path, "func"), owner, (path, "self"))
 
@@ -284,87 +303,49 @@ def _dict(self: Identity, values: dict[Any, Any], path: Path) -> None:
 def _bound_builtin(self: Identity, fn: types.BuiltinFunctionType, path: Path) -> None:
     owner = fn.__self__
     self.key.append(fn.__name__)
+    if fn.__name__ in SWITCHES:
+        self.ask(fn.__name__)
+    if is_clock(fn):
+        self.sources.append(fn)
+        self.opaque()
     if owner is None or isinstance(owner, types.ModuleType):
         self.key.append(fn)
     else:
         self.visit(owner, (path, "self"))
 
 
-def _class(self: Identity, cls: type, path: Path) -> None:
-    self.key.append(weakref.ref(cls))
-    if _is_library(cls.__module__) or self.again(cls, path):
-        return
-    for base in cls.__mro__:
-        if _is_library(base.__module__):
-            continue
-        for name, value in vars(base).items():
-            if name.startswith(("__", "_abc_")) and not isinstance(value, types.FunctionType):
-                continue  # what Python keeps there, and adds to when it copies an instance
-            if isinstance(value, (staticmethod, classmethod)):
-                value = value.__func__
-            elif isinstance(value, property):
-                value = value.fget
-            elif isinstance(value, (*_DESCRIPTORS, types.MemberDescriptorType)):
-                continue
-            self.key.append(name)
-            self.visit(value, (path, "attr", name))
-
-
 def _other(self: Identity, value: Any, path: Path) -> None:
     """What has no handler of its own type: subclasses, user objects, and what is opaque."""
     cls = type(value)
     if isinstance(value, torch.Tensor):
+        self.key.append(weakref.ref(cls))
         _tensor(self, value, path)
     elif isinstance(value, enum.Enum):
         self.key += (weakref.ref(cls), value.name)
+        self.bearers.append((value, path))
     elif cls.__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _CAP:
         self.key += (cls, str(value.dtype), value.shape, value.tobytes())
     elif isinstance(value, type):
-        _class(self, value, path)
+        visit_class(self, value, path)
     elif isinstance(value, _PLAIN):
         _constant(self, value, path)
     elif isinstance(value, (int, float, str)):
         self.key += (weakref.ref(cls), repr(value))
-    elif isinstance(value, _DESCRIPTORS) or (
-        cls.__module__.startswith("torch._ops") or cls is types.MethodWrapperType
-    ):
+        if hasattr(value, "__dict__"):
+            self.bearers.append((value, path))
+    elif cls is types.MethodWrapperType:
+        self.key.append(value.__name__)
+        self.visit(value.__self__, (path, "self"))
+    elif isinstance(value, DESCRIPTORS) or cls.__module__.startswith("torch._ops"):
         self.key.append(value)
     elif not self.again(value, path):
-        _object(self, value, cls, path)
-
-
-def _object(self: Identity, value: Any, cls: type, path: Path) -> None:
-    state = getattr(value, "__dict__", None)
-    slots = [name for base in cls.__mro__ for name in _slots(base)]
-    if state is None and not slots and not isinstance(value, (dict, list, tuple)):
-        self.key.append(weakref.ref(cls))
-        if cls is not object:  # its state is kept in C
-            self.opaque()
-        return
-    _class(self, cls, (path, "type"))
-    if isinstance(value, dict):
-        self.key.append(len(value))
-        for name, item in value.items():
-            self.visit(name, (path, "key"))
-            self.visit(item, (path, "item", name))
-    elif isinstance(value, (list, tuple)):
-        self.key.append(len(value))
-        for i, item in enumerate(value):
-            self.visit(item, (path, "item", i))
-    for name, item in (state or {}).items():
-        self.key.append(name)
-        self.visit(item, (path, "attr", name))
-    for name in slots:
-        self.key.append(name)
-        item = getattr(value, name, MISSING)
-        if item is not MISSING:
-            self.visit(item, (path, "attr", name))
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+        if isinstance(value, random.Random) or cls.__module__.startswith("numpy.random"):
+            self.sources.append(value)
+            if cls.__module__.startswith(("random", "numpy.random")):
+                # Where it stands is no part of the key: a mod that draws from it is refused.
+                self.key.append(weakref.ref(cls))
+                return
+        visit_object(self, value, cls, path)
 
 
 # Attributes of these are theirs alone; the value as a whole says it all.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexattn.errors import FlexAttnError
-from flexattn.mods.identity import Identity, Path
+from flexattn.mods.identity import Identity, Path, identify
 from flexattn.mods.simplify import plug
 from flexattn.mods.substitute import CannotReplace, substitute
 from flexattn.mods.trace import Trace, trace
@@ -26,7 +26,8 @@ def lift(
 
     The proof is by example, twice: with the present values it must become `plain`, and with the
     earlier ones what a trace of the earlier callable gives. Code that branches on a number,
-    loops over it or promotes it otherwise than a tensor fails one of the two.
+    loops over it or promotes it otherwise than a tensor fails one of the two. Both would hold of
+    a copy that reads the number where it was not replaced: a look at the copy says where it is.
     """
     slots = sorted(chosen)
     dtypes = {i: "int64" if isinstance(identity.scalars[i], int) else "float64" for i in slots}
@@ -37,10 +38,14 @@ def lift(
         return substitute(fn, {identity.paths[i]: value for i, value in values.items()})
 
     try:
-        lifted = trace(fn, kind, identity.tensors, dtypes, replaced)
+        lifted = trace(fn, kind, identity.tensors, dtypes, replaced, grad=identity.grad)
         if lifted.volatile or plug(lifted.expr, now) is not plain.expr:
             return None
-        then = trace(replaced(before), kind, identity.tensors)
+        earlier_fn = replaced(before)
+        seen = identify(earlier_fn, kind).scalars
+        if seen != [before.get(i, scalar) for i, scalar in enumerate(identity.scalars)]:
+            return None
+        then = trace(earlier_fn, kind, identity.tensors, grad=identity.grad)
     except (FlexAttnError, CannotReplace):
         return None
     return lifted if plug(lifted.expr, before) is then.expr else None

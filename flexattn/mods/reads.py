@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType, FunctionType
 
-__all__ = ["LIBRARIES", "Attributes", "Reads", "reads_of"]
+__all__ = ["LIBRARIES", "SWITCHES", "Attributes", "Reads", "is_library", "nested", "reads_of"]
 
 Attributes = tuple[tuple[str, ...], ...]
 
@@ -18,7 +20,19 @@ LIBRARIES = frozenset(
     )
 )
 
+# Functions of torch that tell how the process is set, with no argument.
+SWITCHES = frozenset(
+    (
+        *("is_grad_enabled", "is_inference_mode_enabled", "is_anomaly_enabled"),
+        *("get_default_device", "get_float32_matmul_precision", "get_num_threads"),
+        "are_deterministic_algorithms_enabled",
+    )
+)
+
 _OBSCURE = frozenset(["eval", "exec", "globals", "locals", "vars", "__import__", "open", "input"])
+# With these, code reads attributes whose names it does not spell, or that need not be there.
+_DYNAMIC = frozenset(["getattr", "hasattr", "attrgetter", "__dict__", "__getattribute__"])
+_HANDLERS = frozenset(["PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +42,9 @@ class Reads:
     Each root comes with the chains of attributes read from it; the empty chain says that the
     value itself goes on to where bytecode cannot be followed. `arguments` are chains rooted at
     parameters, by name. Not `trusted`: the code looks up names that no scan can know.
+    `names`: every name and text in the code, so every attribute that it spells; `dynamic`: it may
+    read others. `forgiving`: an attribute may be absent, and the code goes on. `switches`: those
+    of SWITCHES that it names.
     """
 
     code: CodeType
@@ -36,9 +53,19 @@ class Reads:
     arguments: dict[str, Attributes]
     library: bool
     trusted: bool
+    names: frozenset[str]
+    dynamic: bool
+    forgiving: bool
+    switches: tuple[str, ...]
 
 
 _known: dict[int, Reads] = {}
+
+
+@lru_cache(maxsize=1024)
+def is_library(name: str) -> bool:
+    """Whether a module of this name is one of LIBRARIES, or inside one."""
+    return name.partition(".")[0] in LIBRARIES
 
 
 def reads_of(function: FunctionType) -> Reads:
@@ -49,7 +76,7 @@ def reads_of(function: FunctionType) -> Reads:
         if len(_known) > 4096:
             _known.clear()
         module = str(function.__globals__.get("__name__", ""))
-        found = _known[id(code)] = _scan(code, module.partition(".")[0] in LIBRARIES)
+        found = _known[id(code)] = _scan(code, is_library(module))
     return found
 
 
@@ -59,6 +86,9 @@ def _scan(code: CodeType, library: bool) -> Reads:
     trusted = _collect(code, globals_, locals_)
     cells = {name: i for i, name in enumerate(code.co_freevars)}
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    codes = list(nested(code))
+    names = frozenset(name for each in codes for name in _names(each))
+    dynamic = not names.isdisjoint(_DYNAMIC)
     return Reads(
         code=code,
         globals=() if library else tuple((name, tuple(c)) for name, c in globals_.items()),
@@ -66,7 +96,28 @@ def _scan(code: CodeType, library: bool) -> Reads:
         arguments={name: tuple(c) for name, c in locals_.items() if name in arguments},
         library=library,
         trusted=trusted or library,
+        names=names,
+        dynamic=dynamic,
+        forgiving=dynamic or any(map(_catches, codes)),
+        switches=() if library else tuple(sorted(names & SWITCHES)),
     )
+
+
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those of the functions it defines."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from nested(inner)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from (each for each in code.co_consts if isinstance(each, str))
+
+
+def _catches(code: CodeType) -> bool:
+    return any(step.opname in _HANDLERS for step in dis.get_instructions(code))
 
 
 def _collect(
@@ -92,7 +143,7 @@ def _collect(
         elif op.startswith("STORE_FAST") and "LOAD" in op:
             locals_.setdefault(name[-1], {})[()] = None
         elif op == "IMPORT_NAME":
-            trusted &= str(name).partition(".")[0] in LIBRARIES
+            trusted &= is_library(str(name))
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             nested: dict[str, dict[tuple[str, ...], None]] = {}

@@ -21,9 +21,11 @@ from flexattn.mods.numbers import Number
 from flexattn.mods.site import Layout, Site, Variant, interned
 from flexattn.settings import say_once
 
-__all__ = ["read", "write"]
+__all__ = ["ASKED", "read", "write"]
 
 SCHEMA = 1
+# What a trace that is written here may have asked of tensors.
+ASKED = frozenset(("shape",))
 MAX_BYTES = 2**21
 MAX_VARIANTS = 64
 _FIELDS = {"schema", "first", "fixed", "arguments", "sized", "variants"}
@@ -52,7 +54,7 @@ def write(root: Path, kind: str, identity: Identity, site: Site) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     old = read(root, kind, identity)
     layout = site.layout
-    if old and (old.layout.arguments, old.layout.sized) == (layout.arguments, layout.sized):
+    if old and (old.layout.arguments, old.layout.asked) == (layout.arguments, layout.asked):
         for key, variants in layout.variants.items():
             old.layout.variants.put(key, variants)
         site = old
@@ -85,7 +87,7 @@ def _told(site: Site) -> dict[str, Any]:
         "first": list(site.first),
         "fixed": sorted(site.fixed),
         "arguments": sorted(layout.arguments),
-        "sized": layout.sized,
+        "sized": bool(layout.asked),
         "variants": variants,
     }
 
@@ -99,7 +101,7 @@ def _site(data: Any, kind: str, identity: Identity) -> Site:
     first = tuple(_list(data["first"], "first"))
     _need([*map(type, first)] == [*map(type, scalars)], "first has the callable's scalars")
     arguments = frozenset(_indices(data["arguments"], len(scalars)))
-    layout = Layout.empty(len(scalars), arguments, data["sized"])
+    layout = Layout.empty(len(scalars), arguments, ("shape",) if data["sized"] else ())
     variants = _list(data["variants"], "variants")
     _need(len(variants) <= MAX_VARIANTS, f"at most {MAX_VARIANTS} variants")
     for each in variants:
@@ -139,7 +141,7 @@ def _key(data: dict[str, Any], layout: Layout, identity: Identity) -> tuple[Any,
         zero = value in ("0", "0.0", "-0.0") and type(value) is str
         _need(zero or (type(value) is here and bool(value)), "constants are the scalars' kind")
     shapes = [tuple(_list(shape, "a shape")) for shape in _list(data["shapes"], "shapes")]
-    _need(len(shapes) == (len(identity.tensors) if layout.sized else 0), "a shape for each tensor")
+    _need(len(shapes) == (len(identity.tensors) if layout.asked else 0), "a shape for each tensor")
     _need(all(type(n) is int for shape in shapes for n in shape), "sizes are integers")
     return (*constants, *shapes)
 

@@ -64,6 +64,7 @@ class Variant:
 class Layout:
     """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
 
+    asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
     Variants of one key differ by the range of their numbers; the first that holds them serves.
     A site swaps its layout as a whole, so that another thread never sees half of a change.
     earlier: the layout before. Its variants still hold for the values that they were traced with,
@@ -72,26 +73,31 @@ class Layout:
 
     arguments: frozenset[int]
     constants: tuple[int, ...]
-    sized: bool
+    asked: tuple[str, ...]
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]]
     earlier: Layout | None = None
 
     @classmethod
     def empty(
-        cls, count: int, arguments: frozenset[int], sized: bool, earlier: Layout | None = None
+        cls,
+        count: int,
+        arguments: frozenset[int],
+        asked: tuple[str, ...],
+        earlier: Layout | None = None,
     ) -> Layout:
         """No variants yet of callables that capture this many scalars."""
         constants = tuple(i for i in range(count) if i not in arguments)
-        return cls(arguments, constants, sized, Lru(_VARIANTS), earlier)
+        return cls(arguments, constants, asked, Lru(_VARIANTS), earlier)
 
     def key(self, identity: Identity) -> tuple[Any, ...]:
         """What tells this call's variant from the others."""
-        if not self.constants and not self.sized:
+        if not self.constants and not self.asked:
             return ()
         scalars = identity.scalars
         # Zero by its text, which tells 0.0 from -0.0.
         values = tuple([scalars[i] or repr(scalars[i]) for i in self.constants])
-        return (*values, *(t.shape for t in identity.tensors)) if self.sized else values
+        tensors = identity.tensors
+        return (*values, *(getattr(t, name) for name in self.asked for t in tensors))
 
     def alike(self, identity: Identity) -> tuple[Variant, ...]:
         """The variants that have this call's constants, in the order in which they are tried."""
@@ -129,6 +135,12 @@ class Site:
     general: Layout | None = None
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
     exported: int = 1
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What any of its traces asked of tensors."""
+        general = self.general
+        return self.layout.asked if general is None else self.layout.asked + general.asked
 
     def specialises(self, values: tuple[int | float, ...]) -> bool:
         """Whether these values of its divisors may be constants: the first ones seen are."""

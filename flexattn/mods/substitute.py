@@ -8,6 +8,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from flexattn.mods.identity import Path
 
 __all__ = ["CannotReplace", "substitute"]
@@ -113,6 +115,8 @@ def _container(value: Any, tree: dict[Any, Any]) -> Any:
 
 
 def _object(value: Any, branches: dict[str, Any]) -> Any:
+    if isinstance(value, torch.Tensor):  # a copy is another tensor than the captured one
+        raise CannotReplace
     changed = {name: _rebuild(getattr(value, name), b) for name, b in branches.items()}
     if isinstance(value, type):
         if not hasattr(value, "__mro__") or any(

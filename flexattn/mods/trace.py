@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -42,12 +43,13 @@ class Trace:
     """What one run of a callable showed.
 
     Buffer slots in `expr` index `tensors`: the known ones first, then those that only the
-    trace found. `sized`: it holds for the present sizes alone. `volatile`: for this call alone.
+    trace found. `asked`: attributes of tensors for whose present values alone it holds, in
+    order. `volatile`: it holds for this call alone.
     """
 
     expr: Expr
     tensors: tuple[torch.Tensor, ...]
-    sized: bool
+    asked: tuple[str, ...]
     volatile: bool
 
 
@@ -57,28 +59,30 @@ def trace(
     known: Sequence[torch.Tensor],
     scalars: Mapping[int, str] | None = None,
     rebuild: Callable[[Mapping[int, torch.Tensor]], Callable[..., Any]] | None = None,
+    grad: bool = False,
 ) -> Trace:
     """Run `fn` on traced positions and read the result as one canonical Expr.
 
     `known` are the captured tensors, whose order numbers the buffers. `scalars` are the slots
     and dtypes of numbers to become arguments; `rebuild` makes the callable that reads them
-    from tensors instead. Raises ModError or UnsupportedError.
+    from tensors instead. grad: the grad mode that it sees. Raises ModError or UnsupportedError.
     """
     names = ARGUMENTS[kind]
     scalars = scalars or {}
     modes: list[Indexing] = []
+    device = _device(known)
 
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
         called = rebuild(replaced) if rebuild else fn
         called = _mapped(called) if mapped else called
         modes.append(Indexing())
-        with torch.no_grad(), Guard(_known()), modes[-1]:
+        with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
             return called(*inputs[: len(names)])
 
     line: Line | None = None
     try:
-        graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], _device(known))
+        graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], device)
         reader = _Reader(graph, known)
         inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
         inputs += [Array.scalar(Expr("scalar", t, (), i), weak=True) for i, t in scalars.items()]
@@ -100,7 +104,8 @@ def trace(
         raise failed.error(fn, kind, line_of(error.__traceback__)) from error
     mode = modes[-1]
     volatile = mode.volatile or len(reader.tensors) > len(known)
-    return Trace(expr, tuple(reader.tensors), mode.sized or reader.sized, volatile)
+    asked = mode.asked | ({"shape"} if reader.sized else set())
+    return Trace(expr, tuple(reader.tensors), tuple(sorted(asked)), volatile)
 
 
 def check_arity(fn: Any, kind: str) -> None:
@@ -279,6 +284,14 @@ def _in_function(trace: TracebackType | None) -> bool:
 
 def _device(known: Sequence[torch.Tensor]) -> torch.device:
     return next((t.device for t in known if t.dim()), torch.device("cpu"))
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Mods compute in the dtypes that they name, as where plain torch runs them."""
+    where = device.type
+    if torch.amp.is_autocast_available(where) and torch.is_autocast_enabled(where):
+        return torch.autocast(where, enabled=False)
+    return nullcontext()
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from types import CodeType, FunctionType
 from typing import Any
 
-from flexattn.mods.identity import MISSING, Identity
+import torch
+
+from flexattn.mods.identity import Identity
+from flexattn.mods.objects import MISSING
+from flexattn.mods.reads import Reads
 
 __all__ = ["Witness", "witness"]
 
@@ -18,10 +22,19 @@ class Witness:
     know. The function itself is not kept alive.
     """
 
-    __slots__ = ("_cells", "_functions", "_itself", "_names", "_tensors")
+    __slots__ = (
+        "_attributes",
+        "_cells",
+        "_default",
+        "_functions",
+        "_itself",
+        "_names",
+        "_tensors",
+    )
 
     def __init__(self, fn: FunctionType, identity: Identity) -> None:
         self._itself = fn.__code__, fn.__defaults__
+        self._default = torch.get_default_dtype()
         self._cells: list[tuple[Any, Any]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any]] = []
@@ -34,11 +47,15 @@ class Witness:
             else:
                 self._cells.append((owner, value))
         self._tensors = [(t, t.shape, t.stride(), t.dtype, t.device) for t in identity.tensors]
+        # Those that the code names would have left no reads: others may come to hide a method.
+        self._attributes = [(vars(t), frozenset(vars(t))) for t in identity.tensors]
 
     def holds(self, fn: FunctionType) -> bool:
         """Whether `fn`, the function it was made for, reads now what it read then."""
         code, defaults = self._itself
         if fn.__code__ is not code or fn.__defaults__ is not defaults:
+            return False
+        if torch.get_default_dtype() is not self._default:
             return False
         try:
             for cell, value in self._cells:
@@ -57,6 +74,9 @@ class Witness:
             same = tensor.shape == shape and tensor.stride() == strides
             if not same or tensor.dtype != dtype or tensor.device != device:
                 return False
+        for attributes, names in self._attributes:
+            if (attributes or names) and attributes.keys() != names:
+                return False
         return True
 
     def requires_grad(self) -> bool:
@@ -67,5 +87,7 @@ class Witness:
 def witness(fn: FunctionType, identity: Identity) -> Witness | None:
     """A witness of what an identity found, None where it met what may change unseen."""
     if identity.reads is None or not identity.trusted:
+        return None
+    if any(type(each) is Reads and each.forgiving for each in identity.key):
         return None
     return Witness(fn, identity)

@@ -1,5 +1,6 @@
 """A repeated call takes the short way, and whatever changed since is seen all the same."""
 
+import builtins
 import functools
 import gc
 import weakref
@@ -175,6 +176,27 @@ def test_what_may_change_unseen_goes_the_long_way(mod, long_ways):
     holder[0] = 7.0
     call(q, k, v, score_mod=mod)
     assert len(long_ways) == 3
+
+
+def test_what_changes_beside_a_mods_names(monkeypatch, long_ways):
+    """The short way served the first call's kernel: it looked at none of these."""
+    q, k, v = inputs()
+    bias = torch.linspace(-1, 1, 53)
+    bias.weight = 1.0
+
+    def weighted(score, b, h, q_idx, kv_idx):
+        return score + bias.weight * bias[kv_idx]
+
+    def distant(score, b, h, q_idx, kv_idx):
+        return score + 0.1 * abs(q_idx - kv_idx)
+
+    for mod in (weighted, distant):
+        call(q, k, v, score_mod=mod)
+    bias.weight = -3.0
+    call(q, k, v, score_mod=weighted)
+    monkeypatch.setattr(builtins, "abs", lambda x: 2 * x)
+    call(q, k, v, score_mod=distant)
+    assert len(long_ways) == 4
 
 
 def test_other_arguments_are_other_calls(long_ways):

@@ -1,4 +1,7 @@
-"""python -m tests.random_mods: compile 2,000 random mods with no GPU, or check 500 on one."""
+"""python -m tests.random_mods: compile 2,000 random mods with no GPU, or check 500 on one.
+
+`changes` holds 300 mods, whose captures change between calls, to what they capture now; no GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import triton
 
 from flexattn.settings import compiler_environment, worker_environment
 from flexattn.tune.pool import Pool, default_jobs
+from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked
 from tests.random_mods.compiling import compiled
 from tests.random_mods.outcomes import Outcome, Task, outcomes, table, write
 
-COUNTS = {"compile": 2000, "check": 500}
+COUNTS = {"compile": 2000, "check": 500, "changes": 300}
 
 
 def main() -> int:
@@ -26,6 +30,8 @@ def main() -> int:
     tasks = [Task(asked.seed, index, asked.longest) for index in range(start, start + count)]
     if asked.what == "compile":
         pool = Pool(compiled, asked.jobs, asked.timeout, compiler_environment)
+    elif asked.what == "changes":
+        pool = Pool(changed, asked.jobs, asked.timeout, compiler_environment)
     else:
         pool = Pool(checked, asked.jobs, asked.timeout, lambda: worker_environment(0))
     found: list[Outcome] = []
@@ -57,7 +63,9 @@ def parsed() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.random_mods", description=__doc__)
     parser.add_argument("what", choices=list(COUNTS))
-    parser.add_argument("--count", type=int, help="mods: 2000 to compile, 500 to check")
+    parser.add_argument(
+        "--count", type=int, help="mods: 2000 to compile, 500 to check, 300 of changes"
+    )
     parser.add_argument("--start", type=int, default=0, help="index of the first")
     parser.add_argument("--only", type=int, help="this index alone, with all that is known")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,6 +6,7 @@ import torch
 from flexattn.errors import BuildError, ConfigError
 from flexattn.mods import bind
 from flexattn.render.torch_printer import evaluate
+from tests.random_mods import changes
 from tests.random_mods.checking import prepared
 from tests.random_mods.mods import everywhere, random_mod
 from tests.random_mods.outcomes import Outcome, failure, table
@@ -79,3 +80,14 @@ def test_the_oracle_is_never_compared_with_itself(monkeypatch):
     monkeypatch.setattr("tests.random_mods.checking.poison", lambda patch: None)
     with pytest.raises(RuntimeError, match="FLEXATTN_INTERPRET"):
         prepared()
+
+
+@pytest.mark.parametrize("index", range(0, 90, 6))
+def test_random_changes(index):
+    """`python -m tests.random_mods changes` has 300 of them."""
+    changes.check(seed=0, index=index)
+
+
+def test_a_case_of_changes_is_its_seed_and_index():
+    assert changes.changing(3, 70) == changes.changing(3, 70)
+    assert len({str(changes.changing(seed, 70)) for seed in range(9)}) == 9

@@ -65,6 +65,34 @@ def test_apart_documents_are_no_runs():
     assert known_runs(mask) is None and not Lists.of(mask).sparsity((128, 128), 1).runs
 
 
+WRITES = {
+    "item": lambda x: x[0, 0].__setitem__(1, 0),
+    "view": lambda x: x.view(-1)[1:].sub_(1),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "copy_": lambda x: x.copy_(x + 1),
+    "detached": lambda x: x.detach().zero_(),
+    "no_grad": torch.no_grad()(lambda x: x.fill_(1)),
+}
+
+
+@pytest.mark.parametrize("name", ["kv_num_blocks", "full_kv_indices"])
+@pytest.mark.parametrize("how", WRITES)
+def test_every_write_of_torch_is_seen(name, how):
+    mask = made()
+    WRITES[how](getattr(mask, name))
+    assert known_runs(mask) is None
+
+
+def test_a_write_that_torch_does_not_count_is_seen_once_it_is_said():
+    """As create_block_mask's docstring has it: nothing on the host tells of such a write."""
+    for write in (lambda x: x.data.zero_(), lambda x: x.numpy().fill(0)):
+        mask = made()
+        write(mask.kv_num_blocks)
+        assert known_runs(mask) is not None
+        mask.kv_num_blocks.add_(0)
+        assert known_runs(mask) is None
+
+
 @pytest.mark.parametrize("name", ["kv_num_blocks", "full_kv_indices"])
 def test_lists_that_are_written_to_are_walked_from_then_on(name):
     mask = made()
