@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flexattn.errors import UnsupportedError
 from flexattn.mods.reads import Reads, nested
 from flexattn.mods.refusal import Refusal
 
@@ -76,7 +77,7 @@ class Chance:
             got = f"asks for another number each time ({', '.join(self._asked)})"
             if drawn:
                 got = f"draws random numbers ({drawn[0].__module__}.{drawn[0].__name__})"
-            raise Refusal(got, _RULE, _DO, unsupported=True)
+            raise Refusal(got, _RULE, _DO, raises=UnsupportedError)
 
 
 def _numpys(key: list[Any]) -> bool:
