@@ -6,6 +6,7 @@ __all__ = [
     "ArgumentError",
     "BuildError",
     "CacheError",
+    "CaptureError",
     "ConfigError",
     "DeviceError",
     "DriverError",
@@ -42,6 +43,10 @@ class InputError(FlexAttnError, ValueError):
 
 class ModError(FlexAttnError):
     """A score_mod or mask_mod cannot be read as an expression; names the line of the function."""
+
+
+class CaptureError(FlexAttnError, IndexError):
+    """A score_mod or mask_mod reads a captured tensor outside of it, where that counts."""
 
 
 class ConfigError(FlexAttnError, ValueError):

@@ -22,6 +22,8 @@ from flexattn.block_lists import lists_of
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.lazy_mask import LazyBlockMask
 from flexattn.mods import bind
+from flexattn.read_checks import check_mask_reads
+from flexattn.settings import current
 
 __all__ = [
     "AuxOutput",
@@ -61,7 +63,8 @@ def create_block_mask(
     accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
     compute_dq_write_order asks for metadata of a backward and needs torch 2.13.
 
-    Raises InputError for sizes below 1 and ModError for a mask_mod that cannot be read.
+    Raises InputError for sizes below 1, ModError for a mask_mod that cannot be read, and with
+    FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor it captures.
     """
     where = _device(device)
     batch, heads = 1 if B is None else B, 1 if H is None else H
@@ -74,6 +77,8 @@ def create_block_mask(
     bound = bind(mask_mod, "mask", where)
     assert bound is not None
     sizes = (batch, heads, Q_LEN, KV_LEN)
+    if current().check:
+        check_mask_reads(mask_mod, bound, sizes, where)
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     parts = kinds_by_rows(bound, sizes, block, where)

@@ -22,6 +22,7 @@ __all__ = [
     "line_of",
     "line_of_definition",
     "line_of_frame",
+    "named",
     "unknown",
 ]
 
@@ -44,8 +45,7 @@ class Refusal(Exception):
 
     def error(self, fn: Callable[..., Any], kind: str, line: Line | None) -> Exception:
         """The exception that a user sees."""
-        where = line or line_of_definition(fn)
-        got = f"{kind}_mod {describe(fn)} {_place(where)}{self.got}"
+        got = f"{named(fn, kind, line)} {self.got}"
         if self.unsupported:
             return UnsupportedError(got, self.rule, self.do)
         return ModError(got, self.rule, self.do)
@@ -74,6 +74,11 @@ def describe(fn: Callable[..., Any]) -> str:
     """A callable's name, for messages."""
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return repr(name)
+
+
+def named(fn: Callable[..., Any], kind: str, line: Line | None = None) -> str:
+    """A mod's kind, name and line, as messages begin; the line is its definition's where None."""
+    return f"{kind}_mod {describe(fn)} {_place(line or line_of_definition(fn))}".rstrip()
 
 
 def line_of_frame(frame: FrameType | None) -> Line | None:
