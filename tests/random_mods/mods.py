@@ -91,6 +91,11 @@ def random_mod(seed: int, index: int) -> RandomMod:
     return RandomMod(seed, index, score, mask)
 
 
+def random_mask(seed: int, index: int) -> RandomMod:
+    """The mask_mod of this name, among masks alone."""
+    return RandomMod(seed, index, None, _mask(random.Random(f"{seed} {index} mask")))
+
+
 def everywhere(
     mod: Callable[..., Any], B: int, H: int, L: int, S: int, *score: torch.Tensor
 ) -> torch.Tensor:
