@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def check_reads(
     sizes, kept = (B, H, L, k.shape[2]), None
     if block_mask is not None and mask is not None:
         reader = _Reader.of(block_mask.mask_mod, mask)
-        kept = _KeptLanes.of(block_mask, reader, k.shape[2])
+        kept = _KeptLanes(block_mask, reader, k.shape[2])
         _Check(reader, sizes, q.device, kept.partial_lanes).run()
     if score_mod is not None and score is not None:
         lanes = None if kept is None else kept.lanes
@@ -89,34 +90,40 @@ class _Reader:
         return cls(fn, bound.mod.kind, expr, bound.tensors)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _KeptLanes:
-    """The positions that a BlockMask and its mask_mod keep."""
+    """The positions that a BlockMask and its mask_mod keep; its lists are read when asked for."""
 
-    partial: Tensor
-    full: Tensor | None
-    block: tuple[int, int]
+    blocks: BlockMask
     mask: _Reader
+    kv_len: int
 
-    @classmethod
-    def of(cls, mask: BlockMask, reader: _Reader, kv_len: int) -> _KeptLanes:
-        block = mask.BLOCK_SIZE
-        cols, full = -(-kv_len // block[1]), None
-        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
-            full = dense_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
-        partial = dense_blocks(mask.kv_num_blocks, mask.kv_indices, cols)
-        return cls(partial, full, block, reader)
+    @cached_property
+    def partial(self) -> Tensor:
+        """The map of blocks in which mask_mod is asked."""
+        return self._map(self.blocks.kv_num_blocks, self.blocks.kv_indices)
+
+    @cached_property
+    def full(self) -> Tensor | None:
+        """The map of those in which it is not."""
+        counts, indices = self.blocks.full_kv_num_blocks, self.blocks.full_kv_indices
+        return None if counts is None or indices is None else self._map(counts, indices)
+
+    def _map(self, counts: Tensor, indices: Tensor) -> Tensor:
+        return dense_blocks(counts, indices, -(-self.kv_len // self.blocks.BLOCK_SIZE[1]))
 
     def partial_lanes(self, lanes: Lanes) -> Tensor:
         """Where mask_mod is asked, [b, h, m, n]."""
-        return spread(self.partial, self.block, lanes)
+        return spread(self.partial, self.blocks.BLOCK_SIZE, lanes)
 
     def lanes(self, lanes: Lanes) -> Tensor:
         """Where a score counts, [b, h, m, n]."""
         expr = self.mask.expr
         inside = evaluated((expr,), self.mask.tensors, _env(lanes))[expr].value
         kept = self.partial_lanes(lanes) & inside
-        return kept if self.full is None else kept | spread(self.full, self.block, lanes)
+        if self.full is None:
+            return kept
+        return kept | spread(self.full, self.blocks.BLOCK_SIZE, lanes)
 
 
 @dataclass(frozen=True, slots=True)
