@@ -16,8 +16,10 @@ from flexattn.descales import Descales
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.launch import Outputs, strides_like
 from flexattn.mask_class import keeps_all
+from flexattn.mods import Bound
 from flexattn.plan import Call, ScoreMod, bind_on, plan
 from flexattn.problem import DTYPES, FP8, out_dtype
+from flexattn.read_checks import check_reads
 from flexattn.repeat import Arguments, recall, remember
 from flexattn.settings import current, say_once
 from flexattn.sinks import add_sinks
@@ -64,7 +66,8 @@ def flex_attention(
     in memory in the order of query's dimensions, the last innermost. lse includes the sink,
     max_scores does not. A row that may attend to nothing gives zeros, and lse -inf or its sink.
 
-    Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`.
+    Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`, and on the
+    CPU or with FLEXATTN_CHECK=1 CaptureError where a mod reads outside of a tensor it captures.
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
     masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925).
     """
@@ -97,10 +100,15 @@ def _serve(given: Arguments) -> Outputs:
         route, why = route_of(call)
         if route not in PLANLESS:
             planned = plan(call)
+            if current().check:
+                _check_reads(call, planned.mask)
             outputs = planned.run()
             remember(given, planned)
             return outputs
     check_call(call)
+    if current().check and route != "empty":
+        mask = call.block_mask
+        _check_reads(call, None if mask is None else bind_on(mask.mask_mod, "mask", call.q))
     if route == "reference":
         return _reference(call)
     if route == "torch":
@@ -229,6 +237,19 @@ def check_call(call: Call) -> None:
     if call.block_mask is not None:
         checks.check_block_mask(call.block_mask, call.q, call.k)
         bind_on(call.block_mask.mask_mod, "mask", call.q)
+
+
+def _check_reads(call: Call, mask: Bound | None) -> None:
+    check_reads(
+        call.q,
+        call.k,
+        call.scale,
+        call.descales,
+        call.score_mod,
+        call.score,
+        call.block_mask,
+        mask,
+    )
 
 
 def _empty(call: Call) -> Outputs:

@@ -35,6 +35,9 @@ from flexattn.render.binding import Binding, bind
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
 
+# Triton's interpreter keeps the program that runs in its module, and changes triton.language while
+# one does: two threads would read each other's program numbers.
+_interpreter = threading.Lock()
 DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
 
 
@@ -104,7 +107,8 @@ class TritonLaunch:
         for argument, place in bound.given:
             args[argument] = given[place]
         if self.index < 0:
-            self.compiled[(self.programs,)](*args)
+            with _interpreter:
+                self.compiled[(self.programs,)](*args)
             return
         compiled = self.compiled
         compiled.run(

@@ -10,6 +10,7 @@ __all__ = [
     "ArgumentError",
     "BuildError",
     "CacheError",
+    "CaptureError",
     "ConfigError",
     "DeviceError",
     "DriverError",
@@ -70,6 +71,10 @@ class ModError(FlexAttnError, RuntimeError):
 
 class SignatureError(ModError, TypeError, ValueError):
     """A mod is not called as its kind is, or does not return what its kind does."""
+
+
+class CaptureError(FlexAttnError, IndexError):
+    """A score_mod or mask_mod reads a captured tensor outside of it, where that counts."""
 
 
 class ConfigError(FlexAttnError, ValueError):

@@ -26,6 +26,8 @@ from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.lazy_mask import LazyBlockMask
 from flexattn.mods import bind
+from flexattn.read_checks import check_mask_reads
+from flexattn.settings import current
 
 __all__ = [
     "AuxOutput",
@@ -72,8 +74,9 @@ def create_block_mask(
     row join up: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
     graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
 
-    Raises InputError for sizes that are no integers or too small, and ModError for a mask_mod that
-    cannot be read.
+    Raises InputError for sizes that are no integers or too small, ModError for a mask_mod that
+    cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
+    it captures.
     """
     batch, heads = _size("B", 1 if B is None else B), _size("H", 1 if H is None else H)
     Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
@@ -87,6 +90,8 @@ def create_block_mask(
     bound = bind(mask_mod, "mask", where)
     assert bound is not None
     sizes = (batch, heads, Q_LEN, KV_LEN)
+    if current().check:
+        check_mask_reads(mask_mod, bound, sizes, where)
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     parts = kinds_by_rows(bound, sizes, block, where)

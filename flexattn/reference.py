@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.overrides import TorchFunctionMode
 
+from flexattn.dense_blocks import dense_blocks, spread
 from flexattn.descales import NO_DESCALES, Descales, descaled
-from flexattn.errors import InputError
+from flexattn.errors import CaptureError, InputError
 from flexattn.mods import registered
 from flexattn.rounding import Precision, Rounding
 from flexattn.sinks import add_sinks
 
-__all__ = ["Precision", "Reference", "attention", "dense_blocks"]
+__all__ = ["Precision", "Reference", "attention"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -61,7 +62,7 @@ def attention(
     q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
     sink) and max_scores.
-    Raises InputError for shapes that do not fit, and IndexError where a lane that the mask keeps
+    Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
     reads a captured tensor out of range. Lanes that the mask removes may read anything.
     """
     _check_shapes(q, k, v)
@@ -233,27 +234,14 @@ class _Blocks:
 
     def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
         """The lanes that are attended, bool [b, h, m, n]."""
-        allowed = self._spread(self.partial, lanes)
+        allowed = spread(self.partial, self.block_size, lanes)
         if self.mask_mod is not noop_mask:
             inside, outside = _over_lanes(_watched(self.mask_mod), (), lanes)
             allowed = allowed & inside.to(torch.bool)
             _refuse(outside & allowed, "mask_mod", lanes)
-        return allowed if self.full is None else allowed | self._spread(self.full, lanes)
-
-    def _spread(self, blocks: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
-        b, h, m, n = lanes
-        rows, cols = m // self.block_size[0], n // self.block_size[1]
-        return blocks[(b % blocks.shape[0])[:, None], h % blocks.shape[1]][:, :, rows][..., cols]
-
-
-def dense_blocks(num_blocks: Tensor, indices: Tensor, cols: int) -> Tensor:
-    """Block lists as a bool map; entries past the count or past `cols` columns are dropped."""
-    while indices.dim() < 4:
-        num_blocks, indices = num_blocks[None], indices[None]
-    listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    places = torch.where(listed & (indices >= 0), indices, cols).clamp(max=cols).long()
-    dense = torch.zeros((*indices.shape[:-1], cols + 1), dtype=torch.bool, device=indices.device)
-    return dense.scatter(-1, places, True)[..., :cols]
+        if self.full is None:
+            return allowed
+        return allowed | spread(self.full, self.block_size, lanes)
 
 
 def _modded(
@@ -289,7 +277,7 @@ def _watched(
 
     def call(*args: Tensor) -> tuple[Tensor, Tensor]:
         with _Gather(kept) as mode:
-            value = mod(*args)
+            value = torch.as_tensor(mod(*args), device=args[-1].device)
         return value, args[-1].new_zeros((), dtype=torch.bool) | mode.outside
 
     return call
@@ -299,10 +287,10 @@ def _refuse(outside: Tensor, name: str, lanes: tuple[Tensor, ...]) -> None:
     if not bool(outside.any()):
         return
     b, h, m, n = (int(lane[i]) for lane, i in zip(lanes, outside.nonzero()[0], strict=True))
-    raise IndexError(
-        f"{name} reads a captured tensor out of range at b={b}, h={h}, q_idx={m}, kv_idx={n}\n"
-        "  rule: only lanes that the mask removes may read out of range\n"
-        "  do:   clamp the index, make the tensor larger, or mask the lane"
+    raise CaptureError(
+        f"{name} reads a captured tensor out of range at b={b}, h={h}, q_idx={m}, kv_idx={n}",
+        "only lanes that the mask removes may read out of range",
+        "clamp the index, make the tensor larger, or mask the lane; FLEXATTN_CHECK=1 names it",
     )
 
 

@@ -25,8 +25,9 @@ from flexattn.descales import NO_DESCALES, Descales
 from flexattn.launch import Launch, Outputs
 from flexattn.lru import Lru
 from flexattn.mask_class import UNKNOWN, known_class
-from flexattn.mods import Witness, watch
+from flexattn.mods import Bound, Witness, watch
 from flexattn.plan import Plan, bind_on
+from flexattn.read_checks import check_reads
 from flexattn.runs import known_runs, unwritten, versions
 from flexattn.settings import Settings, current
 
@@ -92,7 +93,10 @@ class _Mask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One call and what served it; where: the type of its device."""
+    """One call and what served it; where: the type of its device.
+
+    checked: in checked mode, what its mods are bound to.
+    """
 
     launch: Launch
     where: str
@@ -102,6 +106,7 @@ class _Seen:
     generation: int
     score: _Score | None
     mask: _Mask | None
+    checked: tuple[Bound | None, Bound | None] | None = None
 
 
 _seen: Lru[tuple[Any, ...], _Seen] = Lru(1024)
@@ -117,6 +122,10 @@ def recall(given: Arguments) -> Outputs | None:
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):
         return None
+    if found.checked is not None:
+        score, mask = found.checked
+        q, k, _, score_mod, block_mask, *_ = given
+        check_reads(q, k, found.scale, given.descales, score_mod, score, block_mask, mask)
     return found.launch.run(*given[:3], found.scale, found.rest, given.sinks, given.descales)
 
 
@@ -154,7 +163,9 @@ def remember(given: Arguments, plan: Plan) -> None:
             return
     launch = plan.launch
     where, rest = launch.device.type, plan.rest()
-    found = _Seen(launch, where, rest, call.scale, current(), generation(), score, mask)
+    settings = current()
+    checked = (call.score, plan.mask) if settings.check else None
+    found = _Seen(launch, where, rest, call.scale, settings, generation(), score, mask, checked)
     _seen.put(key, found)
 
 

@@ -33,7 +33,8 @@ class Settings:
     cache: directories of tuned records that are looked at first (FLEXATTN_CACHE).
     mode: what dispatch takes from records (FLEXATTN_MODE).
     binaries: a directory of compiled kernels and traced mods (FLEXATTN_BINARIES).
-    check: lengths and pages of each batch are read back and checked (FLEXATTN_CHECK).
+    check: lengths and pages of each batch, and what mods read of captured tensors, are checked
+        (FLEXATTN_CHECK).
     strict: a first candidate that fails is an error (FLEXATTN_STRICT).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
@@ -94,7 +95,9 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "FLEXATTN_CHECK",
         "0",
         "1 reads lengths, pages and offsets of each serving batch back from the device and raises "
-        "where one breaks its plan's maxima; without it the kernels clamp them",
+        "where one breaks its plan's maxima, and computes where the mods of flex_attention and "
+        "create_block_mask read captured tensors, and raises where that is outside of one; "
+        "without it the kernels clamp the first, and read 0 for the second",
     ),
     (
         "FLEXATTN_STRICT",

@@ -2,7 +2,7 @@
 
 import os
 
-# Read once, when flexattn is imported: serving batches are checked in every test.
+# Read once, when flexattn is imported: batches, and what mods read, are checked in every test.
 os.environ.setdefault("FLEXATTN_CHECK", "1")
 # A kernel that does not build is an error, and no other one passes its test in its place.
 os.environ.setdefault("FLEXATTN_STRICT", "1")

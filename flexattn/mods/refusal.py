@@ -21,6 +21,7 @@ __all__ = [
     "line_of",
     "line_of_definition",
     "line_of_frame",
+    "named",
     "unknown",
 ]
 
@@ -43,10 +44,7 @@ class Refusal(Exception):
 
     def error(self, fn: Callable[..., Any], kind: str, line: Line | None) -> Exception:
         """The exception that a user sees."""
-        where = line or line_of_definition(fn)
-        return self.raises(
-            f"{kind}_mod {describe(fn)} {_place(where)}{self.got}", self.rule, self.do
-        )
+        return self.raises(f"{named(fn, kind, line)} {self.got}", self.rule, self.do)
 
 
 def unknown(op: object) -> Refusal:
@@ -67,6 +65,11 @@ def describe(fn: Callable[..., Any]) -> str:
     """A callable's name, for messages."""
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return repr(name)
+
+
+def named(fn: Callable[..., Any], kind: str, line: Line | None = None) -> str:
+    """A mod's kind, name and line, as messages begin; the line is its definition's where None."""
+    return f"{kind}_mod {describe(fn)} {_place(line or line_of_definition(fn))}".rstrip()
 
 
 def line_of_frame(frame: FrameType | None) -> Line | None:

@@ -169,7 +169,7 @@ class _Reader:
     def _constant(self, node: Node) -> Array:
         tensor = getattr(self.graph, str(node.target))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if all(op_name(user.target).startswith("lift_fresh") for user in node.users):
+        if all(map(_is_lift, node.users)):
             return literal(tensor.flatten().tolist(), tensor.shape, dtype)
         slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
         if not slots:
@@ -190,6 +190,11 @@ class _Reader:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
         return result
+
+
+def _is_lift(user: Node) -> bool:
+    """Whether a node takes over a tensor that the mod itself made of numbers."""
+    return user.op == "call_function" and op_name(user.target).startswith("lift_fresh")
 
 
 def _arrays(values: Any) -> list[Array]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+# Computed in float32; those that numpy lacks.
 HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+NARROW = HALVES[1:]
 
 INFIX = {
     "add": "+",

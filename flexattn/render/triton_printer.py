@@ -13,7 +13,8 @@ from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_float, is_int
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.render.divisions import by_invariant
-from flexattn.render.triton_ops import FUNCTIONS, HALVES, INFIX, literal, triton_type
+from flexattn.render.printed_nodes import feeding_loads, summed_halves
+from flexattn.render.triton_ops import FUNCTIONS, HALVES, INFIX, NARROW, literal, triton_type
 
 # Tiles overshoot a length by less than 2**12 lanes.
 INDEX_RANGES: dict[str, Range] = {
@@ -137,8 +138,8 @@ class _Printer:
         nodes = list(walk(mod.expr))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = all_bounds(mod.expr, INDEX_RANGES)
-        self.ahead = _feeding_loads(nodes)
-        self.summed = frozenset() if traits.interpreted else _summed_halves(nodes)
+        self.ahead = feeding_loads(nodes)
+        self.summed = frozenset() if traits.interpreted else summed_halves(nodes)
         self.node = mod.expr
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
@@ -209,7 +210,7 @@ class _Printer:
             computed = "float32" if operand in HALVES else self._common(node.args, args)
         text = self._spell(node, [self._as(arg, computed) for arg in args], computed)
         if node.dtype in HALVES:
-            text, computed = self._to_half(text, node.dtype), node.dtype
+            text, computed = self._converted(text, computed, node.dtype), node.dtype
         elif node.dtype == "int64" and computed == "int64" and self._fits(node):
             text, computed = f"{text}.to(tl.int32)", "int32"
         return _Value(text, "bool" if node.dtype == "bool" else computed, row, key)
@@ -235,23 +236,20 @@ class _Printer:
     def _as(self, value: _Value, dtype: str) -> str:
         if value.dtype == dtype or _is_literal(value.text):
             return value.text
-        return f"{value.text}.to({triton_type(dtype)})"
+        return self._converted(value.text, value.dtype, dtype)
 
     def _cast(self, value: _Value, node: Expr, dtype: str) -> str:
-        source = node.args[0].dtype
-        if node.dtype == "bool":
-            return f"({value.text} != 0)"
-        text = value.text
-        if is_float(source) and is_int(node.dtype) and source in HALVES:
-            text = f"{text}.to(tl.float32)"
-        if dtype in HALVES:
-            return self._to_half(text, dtype)
-        return f"{text}.to({triton_type(dtype)})"
+        text, source, truth = value.text, node.args[0].dtype, node.dtype == "bool"
+        if source in HALVES and (self.traits.interpreted if truth else is_int(node.dtype)):
+            text, source = self._converted(text, source, "float32"), "float32"
+        return f"({text} != 0)" if truth else self._converted(text, source, dtype)
 
-    def _to_half(self, text: str, dtype: str) -> str:
-        """The interpreter truncates to bf16 where hardware rounds."""
-        if self.traits.interpreted and dtype == "bfloat16":
-            text = f"libdevice.nearest_bfloat16({text})"
+    def _converted(self, text: str, source: str, dtype: str) -> str:
+        """The interpreter converts by its own rules what numpy has no dtype for."""
+        if self.traits.interpreted and not {source, dtype}.isdisjoint(NARROW):
+            return f"libdevice.converted({text}, {triton_type(dtype)})"
+        if dtype.startswith("float8") and not is_float(source):
+            text = f"{text}.to(tl.float32)"  # no compiler has the cast of an integer
         return f"{text}.to({triton_type(dtype)})"
 
     def _spell(self, node: Expr, args: list[str], computed: str) -> str:
@@ -347,7 +345,9 @@ class _Printer:
             checks[True].append(self._name(within).text)
         address = " + ".join([base, *terms[key]])
         inside = self._logical("and", checks[key]) if checks[key] else ""
-        checked = f", mask={inside}, other=0" if inside else ""
+        # No integer becomes a number of eight bits.
+        zero = "0.0" if buffer.dtype.startswith("float8") else "0"
+        checked = f", mask={inside}, other={zero}" if inside else ""
         text = f"tl.load({address}{checked})"
         if key and inside and self.traits.peeks:
             text = f"peek_{buffer.dtype}({address}, {inside})"
@@ -366,30 +366,6 @@ class _Printer:
         value = self._name(replace(load, text=zeros))
         self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
         return value
-
-
-def _feeding_loads(nodes: list[Expr]) -> set[Expr]:
-    """Of nodes in walk's order: loads that do not wait for the score, and what they need."""
-    scored = depending(nodes, ("score",))
-    found: set[Expr] = set()
-    for node in reversed(nodes):
-        if node not in scored and (node.op == "load" or node in found):
-            found.add(node)
-            found.update(node.args)
-    return found
-
-
-def _summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
-    """Products in 16 bits that are summed, with nothing but casts and signs between."""
-    found: set[Expr] = set()
-    below = [arg for node in nodes if node.op in ("add", "sub") for arg in node.args]
-    while below:
-        node = below.pop()
-        if node.op in ("neg", "cast"):
-            below += node.args
-        elif node.op == "mul" and node.dtype in HALVES:
-            found.add(node)
-    return frozenset(found)
 
 
 def _is_literal(text: str) -> bool:

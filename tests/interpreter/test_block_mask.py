@@ -34,6 +34,15 @@ def test_every_mask(name):
     assert torch.equal(by_kernel(mask_mod, sizes, block), by_torch(mask_mod, sizes, block))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_captured_bool_is_the_mask(kept):
+    keep = torch.tensor(kept)
+    sizes, block = (1, 2, 37, 53), (16, 32)
+    found = by_kernel(lambda *positions: keep, sizes, block)
+    assert torch.equal(found, by_torch(lambda *positions: keep, sizes, block))
+    assert found.any() == kept
+
+
 @pytest.mark.parametrize("block", [(32, 64), (37, 17), (128, 32)], ids=str)
 @pytest.mark.parametrize(
     "mask_mod",

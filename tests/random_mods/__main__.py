@@ -1,6 +1,9 @@
-"""python -m tests.random_mods: compile 2,000 random mods with no GPU, or check 500 on one.
+"""python -m tests.random_mods: random mods, compiled for an H200, run, or made into block masks.
 
-`changes` holds 300 mods, whose captures change between calls, to what they capture now; no GPU.
+compile: 2,000 with no GPU. check: 500 on a GPU, or with FLEXATTN_INTERPRET=1 1,000 in Triton's
+interpreter, against torch's eager flex_attention in float64. masks: the BlockMasks of 5,000, on
+the CPU, against those of the dense masks; with FLEXATTN_INTERPRET=1 a tenth by the kernel too.
+changes: 300, whose captures change between calls, held to what they capture now, on the CPU.
 """
 
 from __future__ import annotations
@@ -8,18 +11,32 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import triton
-
-from flexattn.settings import compiler_environment, worker_environment
+from flexattn.ptx.assembler import triton_version
+from flexattn.settings import compiler_environment, current, worker_environment
 from flexattn.tune.pool import Pool, default_jobs
 from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked
 from tests.random_mods.compiling import compiled
+from tests.random_mods.masks import checked_mask
 from tests.random_mods.outcomes import Outcome, Task, outcomes, table, write
 
-COUNTS = {"compile": 2000, "check": 500, "changes": 300}
+COUNTS = {"compile": 2000, "check": 500, "masks": 5000, "changes": 300}
+INTERPRETED = 1000
+# Of L and S where it runs; SHORT in the interpreter, which takes a second for a call.
+LONGEST = {"compile": 0, "check": 400, "masks": 200, "changes": 0}
+SHORT = 101
+
+
+RUNS: dict[str, tuple[Callable[[Task], Outcome], Callable[[], dict[str, str]]]] = {
+    "compile": (compiled, compiler_environment),
+    "check": (checked, partial(worker_environment, 0)),
+    "masks": (checked_mask, partial(worker_environment, 0)),
+    "changes": (changed, compiler_environment),
+}
 
 
 def main() -> int:
@@ -28,12 +45,8 @@ def main() -> int:
     start = asked.start if asked.only is None else asked.only
     count = asked.count if asked.only is None else 1
     tasks = [Task(asked.seed, index, asked.longest) for index in range(start, start + count)]
-    if asked.what == "compile":
-        pool = Pool(compiled, asked.jobs, asked.timeout, compiler_environment)
-    elif asked.what == "changes":
-        pool = Pool(changed, asked.jobs, asked.timeout, compiler_environment)
-    else:
-        pool = Pool(checked, asked.jobs, asked.timeout, lambda: worker_environment(0))
+    run, environment = RUNS[asked.what]
+    pool = Pool(run, asked.jobs, asked.timeout, environment)
     found: list[Outcome] = []
     begin = time.monotonic()
     with pool:
@@ -41,10 +54,10 @@ def main() -> int:
             found.append(each)
             told(each, len(found), len(tasks), verbose=asked.only is not None)
     seconds = round(time.monotonic() - begin)
-    print(f"\n{asked.what}, seed {asked.seed}, Triton {triton.__version__}, {seconds} s")
+    print(f"\n{asked.what}, seed {asked.seed}, Triton {triton_version()}, {seconds} s")
     print(table(found))
     if asked.out is not None:
-        facts = {"what": asked.what, "seed": asked.seed, "triton": triton.__version__}
+        facts = {"what": asked.what, "seed": asked.seed, "triton": triton_version()}
         write(asked.out, facts | {"seconds": seconds}, found)
     return int(any(each.how != "served" for each in found))
 
@@ -61,20 +74,26 @@ def told(each: Outcome, done: int, of: int, verbose: bool) -> None:
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.random_mods", description=__doc__)
-    parser.add_argument("what", choices=list(COUNTS))
-    parser.add_argument(
-        "--count", type=int, help="mods: 2000 to compile, 500 to check, 300 of changes"
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.random_mods",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("what", choices=list(COUNTS))
+    parser.add_argument("--count", type=int, help="mods, where not as many as above")
     parser.add_argument("--start", type=int, default=0, help="index of the first")
     parser.add_argument("--only", type=int, help="this index alone, with all that is known")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one mod")
-    parser.add_argument("--longest", type=int, default=400, help="of L and S, to check")
+    parser.add_argument(
+        "--longest", type=int, help="of L and S: 400 to check, 101 interpreted, 200 of masks"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file of everything")
     asked = parser.parse_args()
-    asked.count = asked.count or COUNTS[asked.what]
+    interpreted = asked.what == "check" and current().interpret
+    asked.count = asked.count or (INTERPRETED if interpreted else COUNTS[asked.what])
+    asked.longest = asked.longest or (SHORT if interpreted else LONGEST[asked.what])
     return asked
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ def random_mod(seed: int, index: int) -> RandomMod:
     score = _score(draw) if kind != "mask" else None
     mask = _mask(draw) if kind != "score" else None
     return RandomMod(seed, index, score, mask)
+
+
+@lru_cache(maxsize=1)
+def random_mask(seed: int, index: int) -> RandomMod:
+    """The mask_mod of this name, among masks alone."""
+    return RandomMod(seed, index, None, _mask(random.Random(f"{seed} {index} mask")))
 
 
 def everywhere(

@@ -56,7 +56,9 @@ EDGES = {
     "block_kinds": {"block_kernels"},
     "block_lists": {"block_kinds"},
     "lazy_mask": {"block_lists"},
-    "masks": {"lazy_mask"},
+    # What mods read of captured tensors, for FLEXATTN_CHECK: by their expressions, with torch.
+    "read_checks": {"mods", "dense_blocks", "descales"},
+    "masks": {"lazy_mask", "read_checks"},
     "visual": {"block_kinds"},
     # Names alone: what torch's lowering reads, which torch changes more often than we our options.
     "option_names": set(),
@@ -73,7 +75,8 @@ EDGES = {
     "training": set(),
     "sinks": set(),
     "rounding": {"problem"},
-    "reference": {"sinks", "descales", "rounding"},
+    "dense_blocks": set(),
+    "reference": {"sinks", "descales", "rounding", "dense_blocks"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
     "measure": {"launch", "reference", "serving"},
     # What a kernel takes and whose code it shares is known before it is timed.
@@ -91,7 +94,7 @@ EDGES = {
     "graph_break": set(),
     "transforms": {"errors"},
     # Knows plans, that it need not make one again.
-    "repeat": {"plan"},
+    "repeat": {"plan", "read_checks"},
     "attention": {"repeat", "reference", "training", "graph_break", "transforms"},
     "explain": {"attention"},
     "catalogue": {"masks"},

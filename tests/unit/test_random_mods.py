@@ -8,6 +8,7 @@ from flexattn.mods import bind
 from flexattn.render.torch_printer import evaluate
 from tests.random_mods import changes
 from tests.random_mods.checking import prepared
+from tests.random_mods.masks import check_mask
 from tests.random_mods.mods import everywhere, random_mod
 from tests.random_mods.outcomes import Outcome, failure, table
 
@@ -39,6 +40,12 @@ def test_every_mod_traces_to_what_torch_computes(start):
             torch.testing.assert_close(
                 got, exact, rtol=1e-5, atol=1e-5, msg=lambda why: f"{mod}\n{why}"
             )
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_a_random_mask_is_its_dense_mask(index):
+    """`python -m tests.random_mods masks` has 5,000 of them."""
+    check_mask(seed=0, index=index, longest=60)
 
 
 def test_a_mod_is_its_seed_and_index():

@@ -7,6 +7,7 @@ import torch
 from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+import flexattn
 from flexattn import reference
 from flexattn.catalogue import CASES, Built, case, causal, padding
 from flexattn.errors import InputError
@@ -181,6 +182,18 @@ def test_kept_lanes_may_not():
     mask.mask_mod = lambda b, h, q_idx, kv_idx: table[kv_idx + 40] == 0
     with pytest.raises(IndexError, match="mask_mod"):
         attention(q, k, v, block_mask=mask)
+
+
+@pytest.mark.parametrize("constant", [torch.tensor(0.75), 0.75], ids=["tensor", "number"])
+def test_a_mod_may_be_constant(constant):
+    """vmap refuses a Python number; a captured tensor without dimensions was refused by the trace
+    that checks a call."""
+    q, k, v = inputs()
+    keep = torch.tensor(True)
+    mask = flexattn.create_block_mask(lambda *positions: keep, None, None, L, S, "cpu", 16)
+    out = flexattn.flex_attention(q, k, v, lambda *_: constant, mask, enable_gqa=True)
+    even = v.mean(2, keepdim=True).expand(-1, 3, L, -1)
+    torch.testing.assert_close(out, even)
 
 
 def test_block_lists_decide():

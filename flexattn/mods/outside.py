@@ -1,0 +1,112 @@
+"""Reads outside of captured tensors: which loads may do so, where they do, what rests on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.expr import Expr, walk
+from flexattn.mods.ops import OPS, dtype_of
+
+__all__ = ["Evaluated", "buffer_of", "evaluated", "unproven"]
+
+
+def unproven(
+    expr: Expr, tensors: Sequence[Tensor], ranges: Mapping[str, Range]
+) -> tuple[Expr, ...]:
+    """The loads whose indices are not proven to stay inside while positions stay in ranges."""
+    found = all_bounds(expr, ranges)
+
+    def proven(index: Expr, size: int) -> bool:
+        limits = found[index]
+        return limits is not None and -size <= limits[0] and limits[1] < size
+
+    loads = [node for node in walk(expr) if node.op == "load"]
+    return tuple(
+        node for node in loads if not all(map(proven, node.args, buffer_of(node, tensors).shape))
+    )
+
+
+def buffer_of(load: Expr, tensors: Sequence[Tensor]) -> Tensor:
+    """The captured tensor that a load reads."""
+    return tensors[int(load.value or 0)]
+
+
+class Evaluated(NamedTuple):
+    """An expression's value where positions are given, and whether it rests on a read outside.
+
+    Both broadcast against the positions. unsure: what was read outside reads as 0, and another
+    number there might give another value.
+    """
+
+    value: Tensor
+    unsure: Tensor
+
+
+def evaluated(
+    roots: Sequence[Expr], tensors: Sequence[Tensor], env: Mapping[str, Tensor]
+) -> dict[Expr, Evaluated]:
+    """Every node of these expressions without run-time numbers; env: their variables."""
+    device = next(iter(env.values())).device
+    sure = torch.zeros((), dtype=torch.bool, device=device)
+    found: dict[Expr, Evaluated] = {}
+    for node in walk(*roots):
+        args = [found[arg] for arg in node.args]
+        values = [arg.value for arg in args]
+        unsure = sure
+        for arg in args:
+            unsure = unsure | arg.unsure
+        if node.op == "load":
+            value, outside = _read(buffer_of(node, tensors), values)
+            found[node] = Evaluated(value, unsure | outside)
+        elif node.op in ("and", "or") and node.dtype == "bool":
+            value = OPS[node.op].function(*values)
+            found[node] = Evaluated(value, unsure & ~_settled(args, node.op == "or"))
+        elif node.op == "where":
+            condition, one, other = args
+            chosen = torch.where(condition.value, one.unsure, other.unsure)
+            value = torch.where(condition.value, one.value, other.value)
+            found[node] = Evaluated(value, chosen | condition.unsure)
+        else:
+            found[node] = Evaluated(_value(node, values, env, device), unsure)
+    return found
+
+
+def _value(
+    node: Expr, values: Sequence[Tensor], env: Mapping[str, Tensor], device: torch.device
+) -> Tensor:
+    if node.op == "var":
+        return env[str(node.value)]
+    if node.op == "const":
+        return torch.tensor(node.value, dtype=dtype_of(node.dtype), device=device)
+    if node.op == "cast":
+        return values[0].to(dtype_of(node.dtype))
+    op = OPS[node.op]
+    return op.function(*values, **op.kwargs)
+
+
+def _settled(args: Sequence[Evaluated], by: bool) -> Tensor:
+    """Where one operand decides alone: a sure False of an `and`, a sure True of an `or`."""
+    one, other = ((arg.value == by) & ~arg.unsure for arg in args)
+    return one | other
+
+
+def _read(buffer: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The elements, 0 where an index is outside, and where that is; negative indices wrap."""
+    outside = torch.zeros((), dtype=torch.bool, device=buffer.device)
+    inside = []
+    for place, size in zip(places, buffer.shape, strict=True):
+        outside = outside | (place < -size) | (place >= size)
+        inside.append(place.long().clamp(-size, max(size - 1, 0)))
+    if not places:
+        return buffer, outside
+    if buffer.numel() == 0:
+        return torch.zeros(outside.shape, dtype=buffer.dtype, device=buffer.device), outside
+    value = buffer[torch.broadcast_tensors(*inside)]
+    return torch.where(
+        outside, torch.zeros((), dtype=value.dtype, device=value.device), value
+    ), outside

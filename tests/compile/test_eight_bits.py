@@ -1,0 +1,36 @@
+"""Numbers of eight bits in mods, compiled for a GPU that has them."""
+
+import pytest
+import torch
+
+from flexattn.build import compile_source
+from flexattn.device import named
+from flexattn.mods import bind
+from flexattn.render.kernel import render
+from flexattn.space.config import GluonPrefillConfig, PrefillConfig
+from tests.problems import problem
+
+pytestmark = pytest.mark.compile
+
+TABLE = torch.zeros(300, dtype=torch.float8_e4m3fn)
+H200 = named("nvidia-h200")
+
+
+def reads(score, b, h, q_idx, kv_idx):
+    return score + TABLE[kv_idx].float()
+
+
+def makes(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx).to(torch.float8_e5m2).float()
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "config"),
+    [(reads, PrefillConfig(64, 64, 4, 1)), (makes, GluonPrefillConfig(2, 64, 1, 240))],
+    ids=["reads", "makes"],
+)
+def test_no_integer_is_cast_to_eight_bits(score_mod, config):
+    """The 0 that stands for what lies outside of a captured tensor was an integer, and so is a
+    position: "cannot cast int32 to fp8e4nv"."""
+    wanted = problem("prefill", 64, score_mod=bind(score_mod, "score"))
+    assert compile_source(render(wanted.structure, config, H200, "test"), H200).asm["cubin"]
