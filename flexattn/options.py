@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -131,7 +132,8 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
                 "remove it, or correct its spelling",
             )
         if key.startswith("bwd_") or name in WITHOUT_EFFECT:
-            say_once(f"kernel_options[{key!r}] has no effect on flexattn's forward kernels")
+            words = f"kernel_options[{key!r}] has no effect on flexattn's forward kernels"
+            say_once(words, logging.INFO)
         else:
             chosen[name] = value
     return Options(
