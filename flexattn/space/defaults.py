@@ -11,6 +11,7 @@ from flexattn.errors import ConfigError
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 from flexattn.space import gluon
+from flexattn.space.amd_config import for_device
 from flexattn.space.config import (
     Config,
     DecodeConfig,
@@ -113,7 +114,7 @@ def preferences(problem: Problem, device: Device, language: Language) -> Iterato
     for candidate in _preferences(problem, device):
         if isinstance(candidate, PrefillConfig):
             candidate = replace(candidate, order=order)
-        yield suited(candidate, structure)
+        yield suited(for_device(candidate, device), structure)
 
 
 def _preferences(problem: Problem, device: Device) -> Iterator[Config]:

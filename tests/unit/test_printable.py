@@ -23,9 +23,10 @@ SHOWN = r"a [/b] \x1b[2J \u202e\r\nFAULT b \ud800"
 @pytest.fixture
 def hostile(tmp_path):
     """The user's records: one, whose title anybody may have written."""
-    record = records.prefill_record(HOSTILE, provenance="measured", made="2026-11-21")
+    record = records.prefill_record(HOSTILE)
     store = Store(tmp_path / "cache" / "records")
-    store.write(replace(record, decision=replay_study(record)))
+    measured = replace(record, provenance="measured", decision=replay_study(record))
+    store.write(measured)
     return store
 
 
