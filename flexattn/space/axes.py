@@ -115,7 +115,9 @@ def _decode_grid(problem: Problem, device: Device, every: bool) -> Iterator[Conf
         heights = tuple(height for height in (16, 32, 64, 128) if height <= highest)
         axes = (heights, (16, 32, 64, 128, 256), (4, 8), (2, 3, 4))
     if is_rdna(device) or (every and device.backend == "hip"):
-        axes = (axes[0], (16, 32, 64, 128), (2, 4, 8), (1, 2, 3))
+        # Eight warps on 16 rows spill on RDNA.
+        warps = (2, 4) if is_rdna(device) else (2, 4, 8)
+        axes = (axes[0], (16, 32, 64, 128), warps, (1, 2, 3))
     early = (True, False) if loads_early(structure) else (True,)
     for rows, width, warps, stages in product(*axes):
         tile = suited(DecodeConfig(rows, width, warps, stages), structure)
