@@ -116,8 +116,8 @@ def _decode_grid(problem: Problem, device: Device, every: bool) -> Iterator[Conf
         axes = (heights, (16, 32, 64, 128, 256), (4, 8), (2, 3, 4))
     if is_rdna(device) or (every and device.backend == "hip"):
         # Eight warps on 16 rows spill on RDNA.
-        warps = (2, 4) if is_rdna(device) else (2, 4, 8)
-        axes = (axes[0], (16, 32, 64, 128), warps, (1, 2, 3))
+        groups = (2, 4) if is_rdna(device) else (2, 4, 8)
+        axes = (axes[0], (16, 32, 64, 128), groups, (1, 2, 3))
     early = (True, False) if loads_early(structure) else (True,)
     for rows, width, warps, stages in product(*axes):
         tile = suited(DecodeConfig(rows, width, warps, stages), structure)
