@@ -32,6 +32,7 @@ from flexattn.ptx.assembler import ptx_version
 from flexattn.ptx.hook import compiled_by
 from flexattn.ptx.merge_consumers import block_warps
 from flexattn.render.binding import Binding, bind
+from flexattn.render.hinted import HintedSource
 from flexattn.render.source import Source
 from flexattn.settings import current, log, say_once
 
@@ -107,14 +108,25 @@ class TritonLaunch:
         for argument, place in bound.given:
             args[argument] = given[place]
         if self.index < 0:
-            with _interpreter:
-                self.compiled[(self.programs,)](*args)
+            _interpret(self.compiled, self.programs, args)
             return
         compiled = self.compiled
         compiled.run(
             self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
             None, None, None, *args,
         )  # fmt: skip
+
+
+def _interpret(function: Any, programs: int, args: Sequence[Any]) -> None:
+    """Run a kernel in Triton's interpreter.
+
+    Minus infinity less itself, the logarithm of 0 and the like are what kernels mean: a GPU says
+    nothing of them, and numpy warns.
+    """
+    import numpy as np
+
+    with _interpreter, np.errstate(all="ignore"):
+        function[(programs,)](*args)
 
 
 _functions: Lru[Path, Any] = Lru(4096)
@@ -186,6 +198,7 @@ def _compiled(source: Source, device: Device) -> Any:
                     # Asserts that only a debug build keeps take time to write in every other.
                     "sanitize_overflow": False,
                     **({"maxnreg": source.registers} if source.registers else {}),
+                    **dict(source.hints if isinstance(source, HintedSource) else ()),
                     **({"ptx_version": version} if version else {}),
                 },
             )

@@ -15,8 +15,9 @@ from flexattn.neuroncore import CORES
 class Device:
     """A compile and dispatch target.
 
-    arch: "sm_90" or "gfx942". num_sms: SMs or CUs. shared_memory: bytes one block may use.
-    registers: 32-bit registers of one SM (or CU). max_registers: of one thread.
+    arch: "sm_90" or "gfx942". num_sms: SMs, CUs, or RDNA's pairs of CUs (WGPs), which torch counts
+    there too. shared_memory: bytes one block may use. registers: 32-bit registers of one of these.
+    max_registers: of one thread.
     """
 
     name: str
@@ -63,6 +64,9 @@ KNOWN: dict[str, Device] = {
         Device("nvidia-rtx-5090", "cuda", "sm_120", 170, 99 * KIB),
         Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
         Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
+        Device("amd-radeon-rx-7900-xtx", "hip", "gfx1100", 48, 64 * KIB, 196608, 256, 32),
+        Device("amd-radeon-8060s-graphics", "hip", "gfx1151", 20, 64 * KIB, 196608, 256, 32),
+        Device("amd-radeon-rx-9070-xt", "hip", "gfx1201", 32, 64 * KIB, 196608, 256, 32),
     )
 }
 # Offline targets of another kind, whose kernels are NKI: shared_memory is SBUF, num_sms the
@@ -73,6 +77,14 @@ NEURON: dict[str, Device] = {
 }
 # Its tiles are arrays in memory: no number of registers is too many.
 INTERPRETER = Device("interpreter", "interpreter", "cpu", 4, 227 * KIB, 2**24, 2**16)
+
+
+def is_rdna(device: Device) -> bool:
+    """Whether it is an AMD GPU with waves of 32 threads and 256 registers; CDNA's have 64 and 512.
+
+    No property of a Device: what kernels are rendered for asks nothing of it.
+    """
+    return device.backend == "hip" and device.warp_size == 32
 
 
 def named(name: str) -> Device:
@@ -139,7 +151,9 @@ def _detect_gpu(index: int) -> Device:
     name = properties.name.lower().replace(" ", "-")
     if torch.version.hip:
         arch = properties.gcnArchName.split(":")[0]
-        like = next((known for known in KNOWN.values() if known.arch == arch), KNOWN["amd-mi300x"])
+        # One that nobody knows is like the first of its kind: RDNA tells itself by its waves.
+        first = "amd-radeon-rx-7900-xtx" if properties.warp_size == 32 else "amd-mi300x"
+        like = next((known for known in KNOWN.values() if known.arch == arch), KNOWN[first])
         return Device(
             name,
             "hip",

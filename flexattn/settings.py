@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal, cast, get_args
 
 from flexattn.errors import SettingsError
+from flexattn.printable import printable
 
 log = logging.getLogger("flexattn")
 
@@ -286,8 +287,12 @@ def _import_path() -> str:
 
 @lru_cache(maxsize=256)
 def say_once(message: str, level: int = logging.WARNING) -> None:
-    """Log a line, a warning if nothing else, the first time it is said in this process."""
-    log.log(level, message)
+    """Log a message the first time it is said in this process.
+
+    A warning is for whoever has something to mend, and Python prints it on stderr where nobody
+    set logging up. INFO, which nothing shows until it is asked for, is all else.
+    """
+    log.log(level, "%s", printable(message))
 
 
 def _at_import() -> None:

@@ -21,6 +21,7 @@ from flexattn.cache.key import Key, Sizes
 from flexattn.cache.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 from flexattn.errors import CacheError
 from flexattn.neuroncore import CORES
+from flexattn.space.amd_config import AmdDecodeConfig, AmdPrefillConfig
 from flexattn.space.config import Config
 from flexattn.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.space.serving import ServingConfig
@@ -30,7 +31,7 @@ __all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "e
 T = TypeVar("T")
 
 # What a record may hold; a GPU never meets the last two, whose devices are Neuron's.
-OF_GPUS = (*get_args(Config), ServingConfig)
+OF_GPUS = (*get_args(Config), AmdPrefillConfig, AmdDecodeConfig, ServingConfig)
 CONFIGS = (*OF_GPUS, NkiPrefillConfig, NkiDecodeConfig)
 
 MAX_BYTES = 8 * 2**20

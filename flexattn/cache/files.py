@@ -17,7 +17,7 @@ __all__ = [
     "try_lock",
 ]  # fmt: skip
 
-_LINES = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def append_line(path: Path, line: bytes, most: int) -> bool:
@@ -54,7 +54,7 @@ def drop_lines(path: Path, drop: Callable[[bytes], bool], most: int) -> int:
 def _held(path: Path, how: int) -> Iterator[int]:
     """A file that is at its place, and that nobody else appends to or replaces for this block."""
     while True:
-        handle = os.open(path, how | _LINES, 0o644)
+        handle = os.open(path, how | _PLAIN, 0o644)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -100,11 +100,20 @@ def aside(path: Path) -> Path:
 
 
 def open_lock(path: Path) -> int:
-    """A file to lock, made where it is not there; another user's is only read, which is enough."""
+    """A file to lock, made where it is not there; another user's is only read, which is enough.
+
+    Raises OSError where it cannot be made or read, and for a link: what it leads to would be made,
+    or locked, wherever that is.
+    """
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
     except PermissionError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | _PLAIN)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        words = "a lock is a plain file, and this is a link: remove it"
+        raise OSError(errno.ELOOP, words, str(path)) from None
 
 
 @contextlib.contextmanager

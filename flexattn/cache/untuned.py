@@ -7,6 +7,7 @@ and dtypes (tensors' contents never, numbers as they are), and the class of its 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import time
@@ -116,7 +117,7 @@ def untuned_path() -> Path:
 def note(
     problem: Problem, device: Device, how: str, score: Bound | None, mask: Bound | None
 ) -> None:
-    """Say once that a problem has no tuned record, and put it on the list.
+    """Put a problem without a tuned record on the list, and log that once.
 
     A record of another environment is noted in mode "tune" alone, and without a word. It never
     raises: a list that cannot be written is said once.
@@ -134,7 +135,8 @@ def note(
         instead = "the static default" if how == "default" else "the nearest sizes' record"
         say_once(
             f"no tuned record for {problem.describe()} on {device.name}: {instead} serves "
-            f"{key.sizes}; `{COMMAND}` tunes what is listed in {untuned_path()}"
+            f"{key.sizes}; `{COMMAND}` tunes what is listed in {untuned_path()}",
+            logging.INFO,
         )
     try:
         line = _line(problem, device, how, score, mask)

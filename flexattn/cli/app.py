@@ -22,6 +22,7 @@ from flexattn.cli import (
     tune,
     why,
 )
+from flexattn.cli.terminal import say_text
 from flexattn.errors import FlexAttnError
 from flexattn.settings import current
 
@@ -34,17 +35,16 @@ class _Group(TyperGroup):
             current()  # an environment variable may be wrong
             return super().invoke(ctx)
         except FlexAttnError as error:
-            typer.secho(f"error: {error.got}", fg=typer.colors.RED, err=True)
+            say_text(f"error: {error.got}", err=True, color=typer.colors.RED)
             for word, text in (("rule", error.rule), ("do", error.do)):
                 if text:
-                    typer.echo(f"  {word + ':':<6}{text}", err=True)
+                    say_text(f"  {word + ':':<6}{text}", err=True)
             raise typer.Exit(2) from error
         except OSError as error:
             if error.filename is None:  # no file of the user's: a broken pipe, or a bug
                 raise
-            typer.secho(
-                f"error: {error.filename}: {error.strerror}", fg=typer.colors.RED, err=True
-            )
+            text = f"error: {error.filename}: {error.strerror}"
+            say_text(text, err=True, color=typer.colors.RED)
             raise typer.Exit(2) from error
 
 

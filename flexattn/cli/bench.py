@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from flexattn.attention import flex_attention, make_call
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import kernel_options, short
 from flexattn.cli.selection import rows_of
+from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.launch import Lists, Outputs
@@ -89,11 +89,11 @@ def bench(
     here = torch.device("cuda", torch.cuda.current_device())
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
-        console.print(f"{number}/{len(rows)} {row.title}", markup=False, highlight=False)
+        tell(console, f"{number}/{len(rows)} {row.title}")
         done.append(run(row, here, rounds, min_ms, "tuned" if rivals else "none"))
     if as_json:
         told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
     else:
         _print(done)
     if not all(each.passed for each in done):
@@ -187,7 +187,7 @@ def _print(done: Sequence[Benched]) -> None:
         times = ["-" if (us := each.us.get(n)) is None else f"{us:.1f}" for n in names]
         ratios = ["-" if (r := each.ratio.get(n)) is None else f"{r:.3f}" for n in names[1:]]
         gate = "green" if each.passed else "RED"
-        table.add_row(each.title, *times, *ratios, each.how, each.config, gate)
+        table.add_row(cell(each.title), *times, *ratios, each.how, each.config, gate)
     for name in names[1:]:
         found = [r for each in done if (r := each.ratio.get(name)) is not None]
         if found:
@@ -197,4 +197,4 @@ def _print(done: Sequence[Benched]) -> None:
     console.print(table)
     for each in done:
         if each.note:
-            console.print(f"{each.title}: {each.note}", markup=False)
+            tell(console, f"{each.title}: {each.note}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -29,6 +28,7 @@ from flexattn.cli.arguments import (
 )
 from flexattn.cli.offline import short
 from flexattn.cli.selection import EFFORTS, effort_of
+from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.cli.watch import Watch
 from flexattn.device import Device, named
 from flexattn.errors import InputError
@@ -113,7 +113,7 @@ def build(
             say=lambda built: lane.step(short(built.config)),
         )
     if as_json:
-        typer.echo(json.dumps(_data(found), indent=1))
+        say_json(_data(found))
     else:
         print_report(found)
     raise typer.Exit(0 if found.sound else 1)
@@ -157,16 +157,16 @@ def print_report(report: Report) -> None:
         )
         shown = map(str, numbers) if built.code else ("", "", "", "")
         table.add_row(
-            short(built.config), *shown, f"{built.seconds:.1f}", _note(report, built, twin)
+            short(built.config), *shown, f"{built.seconds:.1f}", cell(_note(report, built, twin))
         )
     console.print(table)
     for built in report.built:
         if built.failed is not None and built.failed.stage != "resources":
             text = f"{short(built.config)}: {built.failed.message}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            tell(console, text)
     rejected = ", ".join(f"{count} {name}" for name, count in report.rejected) or "none"
     text = f"{len(report.built)} configs, {report.timed} worth timing; rejected: {rejected}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    tell(console, text)
 
 
 def _note(report: Report, built: Built, twin: int | None) -> str:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from flexattn.cli import demo_cpu, demo_gpu, parts
+from flexattn.cli.terminal import say
 from flexattn.errors import InputError
 from flexattn.settings import current
 
@@ -23,7 +24,7 @@ def demo(
     Without a GPU the kernels run in Triton's interpreter and are compiled for an H200.
     """
     if part is not None:
-        typer.echo(_part(part))
+        say(_part(part))
         return
     console = Console()
     on_gpu = torch.cuda.is_available() and not current().interpret

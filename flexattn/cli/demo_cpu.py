@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flexattn.cli import parts, picture, verdicts
 from flexattn.cli.parts import Compiled
+from flexattn.cli.terminal import tell
 from flexattn.cli.workloads import FULL, SMALL
 
 MISSING = "Not done: torch sees no GPU here, so no kernel, ours or torch's, was timed."
@@ -29,9 +30,9 @@ def show(console: Console, out: Path) -> bool:
     console.print(_built(found.compiled))
     for each in found.compiled:
         if each.note:
-            console.print(f"{each.workload}, {each.config}: {each.note}", markup=False)
+            tell(console, f"{each.workload}, {each.config}: {each.note}")
     for failure in found.failures:
-        console.print(failure, style="red", markup=False)
+        tell(console, failure, "red")
     registers = {
         workload.name: {
             each.config: float(each.registers)
@@ -41,7 +42,7 @@ def show(console: Console, out: Path) -> bool:
         for workload in FULL
     }
     drawn += picture.bars(registers, "registers of a thread", out / "resources.png")
-    console.print("Pictures: " + ", ".join(map(str, drawn)))
+    tell(console, "Pictures: " + ", ".join(map(str, drawn)))
     console.print(MISSING)
     complete = not found.failures and len(found.trials) == len(SMALL)
     return complete and all(trial.passed for trial in found.trials)

@@ -13,6 +13,7 @@ from rich.table import Table
 from flexattn.cache.store import Store
 from flexattn.cli import picture, verdicts
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, Rival, run
+from flexattn.cli.terminal import cell, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import FULL, Workload
 from flexattn.device import detect
@@ -56,14 +57,12 @@ def show(
     console.print(_raced(done))
     for row in done:
         if row.note:
-            console.print(
-                f"{row.title}: {row.note}", style="" if row.passed else "red", markup=False
-            )
+            tell(console, f"{row.title}: {row.note}", "" if row.passed else "red")
     drawn = [picture.window_blocks(workloads, device, out / "mask.png")]
     drawn += picture.bars(
         {row.title: _times(row) for row in done}, "microseconds", out / "timings.png"
     )
-    console.print(f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
+    tell(console, f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
     return not failed and all(row.passed for row in done)
 
 
@@ -76,7 +75,9 @@ def _raced(done: Sequence[Benched]) -> Table:
     for row in done:
         times = (_number(row.us.get(each)) for each in (TORCH, DEFAULT, OURS))
         ratio = row.ratio.get(TORCH)
-        table.add_row(row.title, *times, "-" if ratio is None else f"{ratio:.2f}x", row.config)
+        table.add_row(
+            cell(row.title), *times, "-" if ratio is None else f"{ratio:.2f}x", row.config
+        )
     return table
 
 

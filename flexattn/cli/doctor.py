@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from flexattn.cache.why import why
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_here, device_of
+from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
 from flexattn.errors import CacheError, FlexAttnError
 from flexattn.fallback.environment import compiler_of
@@ -87,7 +87,7 @@ def doctor(
         "faults": faults,
     }
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
     else:
         _print(told)
     if faults:
@@ -195,7 +195,7 @@ def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict
 def _print_outcomes(told: dict[str, Any]) -> None:
     """What this compiler refused, and what it compiled to loops that spill: not at full speed."""
     if told["cleared"]:
-        typer.echo(f"{'outcomes':<12}{told['cleared']} cleared")
+        say(f"{'outcomes':<12}{told['cleared']} cleared")
     for each in told["outcomes"]:
         outcome = Outcome(
             each["kind"],
@@ -205,33 +205,33 @@ def _print_outcomes(told: dict[str, Any]) -> None:
             each["loop_instructions"],
         )
         if not outcome.built or outcome.starved:
-            typer.echo(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
+            say(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
 
 
 def _print(told: dict[str, Any]) -> None:
     for name, version in told["versions"].items():
-        typer.echo(f"{name:<12}{version or 'not installed'}")
+        say(f"{name:<12}{version or 'not installed'}")
     for gpu in told["gpus"] or [{"name": "none that torch sees", "sms": "-", "gib": "-"}]:
-        typer.echo(f"{'gpu':<12}{gpu['name']}, {gpu['sms']} SMs, {gpu['gib']} GiB")
-    typer.echo(f"{'device':<12}{told['device']['name']} ({told['device']['arch']})")
+        say(f"{'gpu':<12}{gpu['name']}, {gpu['sms']} SMs, {gpu['gib']} GiB")
+    say(f"{'device':<12}{told['device']['name']} ({told['device']['arch']})")
     for name, value in told["settings"].items():
-        typer.echo(f"{'setting':<12}{name} = {value}")
-    typer.echo(f"{'templates':<12}{told['templates']}")
+        say(f"{'setting':<12}{name} = {value}")
+    say(f"{'templates':<12}{told['templates']}")
     for name, path in told["tools"].items():
-        typer.echo(f"{name:<12}{path or 'missing'}")
-    typer.echo(f"{'compiler':<12}{told['compiler']}")
+        say(f"{name:<12}{path or 'missing'}")
+    say(f"{'compiler':<12}{told['compiler']}")
     cache = told["triton_cache"]
-    typer.echo(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
+    say(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
     for layer in told["layers"]:
         words = f"{layer['records']} records, {layer['here']} of this environment"
         if layer["strays"]:
             words += f", {layer['strays']} files moved aside or left by writers that died"
-        typer.echo(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
+        say(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
     _print_outcomes(told)
     for sample in told["samples"]:
-        typer.echo(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
+        say(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
     for rung in told["neuron"]:
         words = rung["proves"] if rung["available"] else f"not here: {rung['why']}"
-        typer.echo(f"{'neuron':<12}{rung['name']}: {words}")
+        say(f"{'neuron':<12}{rung['name']}: {words}")
     for fault in told["faults"]:
-        typer.echo(f"{'FAULT':<12}{fault}")
+        say(f"{'FAULT':<12}{fault}")

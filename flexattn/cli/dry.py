@@ -14,6 +14,7 @@ from flexattn.cache.key import key_of
 from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there
 from flexattn.cli.offline import short
+from flexattn.cli.terminal import cell, tell
 from flexattn.errors import FlexAttnError
 from flexattn.measure.task import AnyTask, ServingTask, call_of
 from flexattn.neuron import feasible
@@ -99,9 +100,9 @@ def print_plan(plan: dict[str, Any]) -> None:
         for name, count in each["rejected"].items():
             rejected[name] = rejected.get(name, 0) + count
         table.add_row(
-            each["title"],
+            cell(each["title"]),
             f"B{key['B']} {key['q_len']}x{key['kv_len']}",
-            key["mask_class"],
+            cell(key["mask_class"]),
             str(each["configs"]),
             str(sum(each["rejected"].values())),
             "" if each["status"] == "to tune" else each["status"],
@@ -110,13 +111,10 @@ def print_plan(plan: dict[str, Any]) -> None:
     for each in plan["problems"]:
         if each["message"]:
             text = f"{each['title']}: {each['message']}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            tell(console, text)
     for title, kept in plan["same_key"].items():
-        console.print(f"{title}: same key as {kept}", markup=False, highlight=False)
+        tell(console, f"{title}: same key as {kept}")
     total = sum(each["configs"] for each in plan["problems"])
     said = ", ".join(f"{count} {name}" for name, count in sorted(rejected.items()))
-    console.print(
-        f"{len(plan['problems'])} problems, {total} configs; rejected: {said or 'none'}",
-        markup=False,
-        highlight=False,
-    )
+    count = len(plan["problems"])
+    tell(console, f"{count} problems, {total} configs; rejected: {said or 'none'}")

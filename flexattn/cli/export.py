@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from flexattn.cache.store import REAL, Store
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_of, rows_of
+from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import CacheError, InputError
@@ -86,7 +86,7 @@ def export(
     if as_json:
         told = {"directory": str(out), **asdict(done)}
         told["binaries"] = None if built is None else asdict(built)
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
     else:
         _print(out, done, built)
     if done.missing:
@@ -130,14 +130,14 @@ def _faults(record: Record, task: Task | None, device: Device) -> str:
 
 def _print(out: Path, done: Shipped, built: binaries.Exported | None) -> None:
     for path, why in done.refused:
-        typer.echo(f"refused: {path}: {why}", err=True)
+        say(f"refused: {path}: {why}", err=True)
     for title in done.missing:
-        typer.echo(f"no record: {title}", err=True)
-    typer.echo(f"{done.written} records written to {out}; use it with FLEXATTN_CACHE={out}")
+        say(f"no record: {title}", err=True)
+    say(f"{done.written} records written to {out}; use it with FLEXATTN_CACHE={out}")
     if built is not None:
-        typer.echo(
+        say(
             f"{built.kernels} kernels, {built.block_masks} for block masks, {built.mods} mods; "
             f"use them with FLEXATTN_BINARIES={out}"
         )
         for name in built.traced:
-            typer.echo(f"traced at its first call: {name}", err=True)
+            say(f"traced at its first call: {name}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from flexattn.cache.merge import Conflict
 from flexattn.cache.merge import merge as merged
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places, users
+from flexattn.cli.terminal import say, say_json
 from flexattn.space.config import describe
 
 
@@ -25,7 +25,7 @@ def merge(
     """Merge directories of records: of two for one key the better one stays, and it is said."""
     roots = [layer.store.root for layer in places(sources)]
     target = out or users()
-    done = merged(roots, target, lambda text: None if as_json else typer.echo(text, err=True))
+    done = merged(roots, target, lambda text: None if as_json else say(text, err=True))
     if as_json:
         told = {
             "directory": str(target),
@@ -34,13 +34,13 @@ def merge(
             "conflicts": [_told(each) for each in done.conflicts],
             "refused": [{"path": str(path), "why": why} for path, why in done.refused],
         }
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
         return
     for conflict in done.conflicts:
-        typer.echo(f"conflict: {conflict}")
+        say(f"conflict: {conflict}")
     for path, why in done.refused:
-        typer.echo(f"refused: {path}: {why}", err=True)
-    typer.echo(
+        say(f"refused: {path}: {why}", err=True)
+    say(
         f"{done.written} written to {target}, {done.kept} kept as they were, "
         f"{len(done.conflicts)} conflicts"
     )

@@ -17,6 +17,7 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.options import Options, parse
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
 from flexattn.settings import current
+from flexattn.space.amd_config import hints
 from flexattn.space.config import Config, GluonPrefillConfig, PrefillConfig
 from flexattn.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
@@ -122,6 +123,7 @@ def short(config: Config | NkiConfig | ServingConfig) -> str:
         parts += ["tma"] * config.use_tma + [config.order] * (config.order != "last")
     else:
         parts += [f"x{config.num_splits}"] * (config.num_splits > 0)
+    parts += [f"{name}={value}" for name, value in hints(config)]
     return " ".join(parts + ["late"] * (not config.early_loads))
 
 

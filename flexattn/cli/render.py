@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ from flexattn.cli.arguments import (
 from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
+from flexattn.cli.terminal import say, say_json, say_text
 from flexattn.codecache.files import text_file
 from flexattn.device import NEURON, Device, named
 from flexattn.dispatch import Choice, candidates_of
@@ -143,7 +143,7 @@ def render(
         if explain:
             found = replace(found, rewrites=rewrites(problem.structure))
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        say_json(asdict(found))
     else:
         _print(found)
 
@@ -230,24 +230,25 @@ def _print(found: Rendered) -> None:
     console = Console()
     for name in ("score_mod", "mask_mod"):
         if (expression := getattr(found, name)) is not None:
-            typer.echo(f"{name:<10}" + expression.replace("\n", "\n" + " " * 10))
-    typer.echo(f"{'problem':<10}{found.problem}")
-    typer.echo(f"{'device':<10}{found.device}")
-    typer.echo(f"{'config':<10}{found.config}\n{'':<10}{found.origin}")
-    typer.echo(f"{'source':<10}{found.path}")
+            say_text(f"{name:<10}" + expression.replace("\n", "\n" + " " * 10))
+    say(f"{'problem':<10}{found.problem}")
+    say(f"{'device':<10}{found.device}")
+    say(f"{'config':<10}{found.config}")
+    say(f"{'':<10}{found.origin}")
+    say(f"{'source':<10}{found.path}")
     if found.combine_path is not None:
-        typer.echo(f"{'combine':<10}{found.combine_path}")
+        say(f"{'combine':<10}{found.combine_path}")
     if found.ptx is not None:
-        typer.echo(f"{'assembly':<10}{found.ptx}")
+        say(f"{'assembly':<10}{found.ptx}")
     if found.resources is not None:
         text = " ".join(f"{name}={value}" for name, value in found.resources.items())
-        typer.echo(f"{'resources':<10}{text}")
+        say(f"{'resources':<10}{text}")
     for row in found.rewrites or ():
-        typer.echo(f"{row['what']:<10}{row['name']}: {row['says']}")
-        typer.echo(f"{'':<12}{row['to']}")
+        say(f"{row['what']:<10}{row['name']}: {row['says']}")
+        say(f"{'':<12}{row['to']}")
     if found.source is not None:
-        typer.echo()
+        say("")
         if console.is_terminal:
             console.print(Syntax(found.source, "python", background_color="default"))
         else:
-            typer.echo(found.source, nl=False)
+            say_text(found.source, nl=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from flexattn.cache.record import Decision, Record
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import short
 from flexattn.cli.places import places
+from flexattn.cli.terminal import say, say_json
 from flexattn.errors import CacheError, InputError
 from flexattn.tune.decide import replay_study as decided
 from flexattn.tune.replay import ReplayMeasurer
@@ -49,13 +49,13 @@ def replay_study(
     if not found:
         raise InputError("no record and no study", f"there is one in {', '.join(map(str, paths))}")
     if as_json:
-        typer.echo(json.dumps({"decisions": [asdict(each) for each in found]}, indent=1))
+        say_json({"decisions": [asdict(each) for each in found]})
     else:
         for each in found:
             word = "made" if each.stored is None else "same" if each.same else "DIFFERENT"
-            typer.echo(f"{word}: {each.title}: {each.winner}, {each.replayed.why}")
+            say(f"{word}: {each.title}: {each.winner}, {each.replayed.why}")
             if not each.same and each.stored is not None:
-                typer.echo(f"  stored: {each.stored.why} ({each.path})")
+                say(f"  stored: {each.stored.why} ({each.path})")
     if not all(each.same for each in found):
         raise typer.Exit(1)
 

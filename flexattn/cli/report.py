@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flexattn.cli.places import places
+from flexattn.cli.terminal import say, say_json
 from flexattn.errors import InputError
 from flexattn.report.collect import from_files, from_stores
 from flexattn.report.page import Written, write
@@ -45,7 +44,7 @@ def report(
         found = ()
     written = write(found, out, benches)
     if as_json:
-        typer.echo(json.dumps(_facts(written, faults), indent=1))
+        say_json(_facts(written, faults))
     else:
         _print(written, faults)
 
@@ -69,11 +68,10 @@ def _plain(value: Any) -> Any:
 
 
 def _print(written: Written, faults: tuple[str, ...]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
     for each in written.summaries:
         gain = f"{each.speedup:.3f}x {each.winner.config}" if each.speedup else each.winner.config
         word = gain if each.changed else f"default {each.default.config}"
-        console.print(f"{each.title}: {word}", markup=False)
+        say(f"{each.title}: {word}")
     for fault in faults:
-        console.print(f"left out: {fault}", markup=False, style="yellow")
-    console.print(f"{written.page} and {len(written.pictures)} pictures", markup=False)
+        say(f"left out: {fault}")
+    say(f"{written.page} and {len(written.pictures)} pictures")

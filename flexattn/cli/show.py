@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import short
 from flexattn.cli.places import places
 from flexattn.cli.selection import recorded_kind
+from flexattn.cli.terminal import cell, say, say_json
 from flexattn.errors import CacheError, InputError
 
 
@@ -76,7 +76,7 @@ def show(
             found.append(shown(each, layer.name, path))
     if as_json:
         answer = {"records": [asdict(each) for each in found], "invalid": broken}
-        typer.echo(json.dumps(answer, indent=1))
+        say_json(answer)
     else:
         _print(found, broken)
 
@@ -116,7 +116,7 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
         groups.setdefault((each.layer, Path(each.path).parent.parent.name), []).append(each)
     for (layer, folder), group in groups.items():
         here = group[0].environment
-        typer.echo(
+        say(
             f"{layer} {folder}: Triton {here['triton'] or '-'}, torch {here['torch']}, "
             f"driver {here['driver'] or '-'}, {'graphs' if here['graph'] else 'eager'}, "
             f"{'cold' if here['cold_l2'] else 'warm'} L2"
@@ -130,14 +130,14 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
         for each in sorted(group, key=lambda shown: shown.title):
             key = each.key
             table.add_row(
-                each.title,
+                cell(each.title),
                 f"B{key['B']} {key['q_len']}x{key['kv_len']}",
-                each.short,
+                cell(each.short),
                 "default" if each.default else f"{each.speedup:.3f}",
                 "" if each.default or each.provenance == "model" else f"{each.p_value:.1g}",
-                f"{each.provenance} {each.made}",
+                cell(f"{each.provenance} {each.made}"),
             )
         console.print(table)
-    typer.echo(f"{len(found)} records")
+    say(f"{len(found)} records")
     for line in broken:
-        typer.echo(f"not a record: {line}", err=True)
+        say(f"not a record: {line}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
@@ -24,6 +23,7 @@ from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
 from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
+from flexattn.cli.terminal import cell, say, say_json, say_text
 from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
@@ -125,7 +125,7 @@ def tune(
     store = Store(out or users())
     if dry_run:
         plan = plan_of(chosen, others, store, which, again, where)
-        typer.echo(json.dumps(plan, indent=1)) if as_json else print_plan(plan)
+        say_json(plan) if as_json else print_plan(plan)
         return
     method = method_for(which, budget)
     if from_untuned:
@@ -144,16 +144,16 @@ def tune(
         "interrupted": ran.interrupted,
     }
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
     else:
         for words in ran.lost:
-            typer.echo(words)
-        typer.echo(f"{_counts(ran.outcomes, len(chosen))}; records in {store.root}")
+            say_text(words)
+        say(f"{_counts(ran.outcomes, len(chosen))}; records in {store.root}")
     if told["left"]:
         why = "interrupted" if ran.interrupted else "the time is over,"
         again_with = shlex.join(["flexattn", *sys.argv[1:]])
         kept = "what was measured of them is kept; " if ran.interrupted else ""
-        typer.echo(f"{why} with {told['left']} left; {kept}go on with: {again_with}", err=True)
+        say(f"{why} with {told['left']} left; {kept}go on with: {again_with}", err=True)
     if ran.interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(outcome.status == "failed" for outcome in ran.outcomes):
@@ -213,11 +213,13 @@ def _list_presets(as_json: bool) -> None:
             }
             for each in found
         ]
-        typer.echo(json.dumps({"presets": rows}, indent=1))
+        say_json({"presets": rows})
         return
     table = Table()
     for name in ("preset", "what it is", "calls", "models"):
         table.add_column(name)
     for each in found:
-        table.add_row(each.name, each.title, str(len(each.rows)), ", ".join(each.models))
+        table.add_row(
+            *map(cell, (each.name, each.title, str(len(each.rows)), ", ".join(each.models)))
+        )
     Console().print(table)

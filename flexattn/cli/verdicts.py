@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from flexattn.cli.terminal import tell
 from flexattn.cli.trial import Trial
 
 __all__ = ["cells", "print_notes", "table"]
@@ -35,4 +36,4 @@ def print_notes(console: Console, trials: Iterable[Trial]) -> None:
         for variant in trial.variants:
             if variant.note:
                 text = f"{trial.workload}, {variant.config}: {variant.note}"
-                console.print(text, style="" if variant.passed else "red", markup=False)
+                tell(console, text, "" if variant.passed else "red")

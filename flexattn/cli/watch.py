@@ -11,7 +11,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from flexattn.cli.terminal import tell
 from flexattn.closing import Closing
+from flexattn.printable import one_line
 
 __all__ = ["Lane", "Watch"]
 
@@ -26,7 +28,7 @@ class Watch(Closing):
             BarColumn(24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             console=self._console,
             transient=True,
             disable=not self._console.is_terminal,
@@ -49,7 +51,7 @@ class Watch(Closing):
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        tell(self._console, line)
 
 
 class Lane:
@@ -63,8 +65,10 @@ class Lane:
 
     def problem(self, title: str) -> None:
         """The next problem begins."""
-        self._title, self._best = title, None
-        self._bars.reset(self._bar, total=None, description="start", text=title, visible=True)
+        self._title, self._best = one_line(title), None
+        self._bars.reset(
+            self._bar, total=None, description="start", text=self._title, visible=True
+        )
 
     def stage(self, name: str, total: int) -> None:
         """As Progress.stage."""
@@ -74,10 +78,8 @@ class Lane:
         """As Progress.step."""
         self._best = best_us if best_us is not None else self._best
         best = "" if self._best is None else f"  best {self._best:.1f} µs"
-        self._bars.update(self._bar, advance=1, text=f"{self._title}{best}  {text}")
+        self._bars.update(self._bar, advance=1, text=f"{self._title}{best}  {one_line(text)}")
 
     def note(self, text: str) -> None:
         """As Progress.note."""
-        self._console.print(
-            f"{self._title}: {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        tell(self._console, f"{self._title}: {text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from flexattn.cli.arguments import (
 )
 from flexattn.cli.mods import resolve
 from flexattn.cli.selection import device_of, kind_of, rows_of
+from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
 from flexattn.dispatch import candidates_of
 from flexattn.errors import InputError
@@ -103,7 +103,7 @@ def why(
         for task in found
     ]
     if as_json:
-        typer.echo(json.dumps({"problems": [_told(*each) for each in answers]}, indent=1))
+        say_json({"problems": [_told(*each) for each in answers]})
     else:
         _print(answers)
 
@@ -144,24 +144,24 @@ def _compared(closest: Closest) -> dict[str, Any]:
 
 def _print(answers: Sequence[tuple[Task, Explanation, Sequence[Attempt]]]) -> None:
     for task, found, tried in answers:
-        typer.echo(f"{task.title}: {found.how}")
-        typer.echo(f"  problem   {found.problem}")
-        typer.echo(f"  config    {describe(found.config)}")
+        say(f"{task.title}: {found.how}")
+        say(f"  problem   {found.problem}")
+        say(f"  config    {describe(found.config)}")
         if found.found is not None:
-            typer.echo(f"            {found.found.origin}")
+            say(f"            {found.found.origin}")
         for attempt in tried:
-            typer.echo(f"  candidate {attempt}")
+            say(f"  candidate {attempt}")
         for layer, path in found.expected:
-            typer.echo(f"  expected  {layer}: {path}")
+            say(f"  expected  {layer}: {path}")
         for passed in found.passed:
-            typer.echo(f"  passed    {passed.path}: {'; '.join(passed.reasons)}")
+            say(f"  passed    {passed.path}: {'; '.join(passed.reasons)}")
         for each in found.closest:
-            typer.echo(f"  closest   {each.layer}: {each.path}")
+            say(f"  closest   {each.layer}: {each.path}")
             for name, differences in (("key", each.key), ("environment", each.environment)):
                 for difference in differences:
-                    typer.echo(f"            {name}: {_difference(difference)}")
+                    say(f"            {name}: {_difference(difference)}")
         for path, error in found.broken:
-            typer.echo(f"  no record {path}: {error}")
+            say(f"  no record {path}: {error}")
 
 
 def _difference(each: Difference) -> str:

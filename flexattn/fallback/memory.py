@@ -9,6 +9,7 @@ failure that may pass, nor of a kernel whose loops cannot spill.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -162,7 +163,8 @@ def _entry(path: Path) -> Noted | None:
             raise CacheError(f"schema {noted.schema}", f"this version reads schema {SCHEMA}")
         return noted
     except CacheError as error:
-        say_once(f"{path}: not used, what it tells of is compiled: {error.line}")
+        words = f"{path}: not used, what it tells of is compiled: {error.line}"
+        say_once(words, logging.INFO)
         return None
 
 

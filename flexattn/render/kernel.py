@@ -6,7 +6,9 @@ from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.render import source
 from flexattn.render.gluon import source as gluon_source
+from flexattn.render.hinted import hinted
 from flexattn.render.source import Source
+from flexattn.space.amd_config import hints
 from flexattn.space.config import Config, GluonPrefillConfig
 
 __all__ = ["render"]
@@ -16,4 +18,4 @@ def render(structure: Structure, config: Config, device: Device, title: str) -> 
     """The kernel of a structure with a config; title goes into its header."""
     if isinstance(config, GluonPrefillConfig):
         return gluon_source.render(structure, config, device, title)
-    return source.render(structure, config, device, title)
+    return hinted(source.render(structure, config, device, title), hints(config))

@@ -6,6 +6,8 @@ import io
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flexattn.printable import one_line
+
 __all__ = [
     "DEFAULT",
     "INK",
@@ -13,6 +15,7 @@ __all__ = [
     "RIVAL",
     "WINNER",
     "Picture",
+    "clipped",
     "figure",
     "logarithmic",
     "number",
@@ -100,6 +103,12 @@ def logarithmic(axes: Any, side: Literal["x", "y"], low: float, high: float) -> 
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def clipped(text: str, length: int) -> str:
+    """Text of a record as a label of at most so many characters; control characters escaped."""
+    shown = one_line(text)
+    return shown if len(shown) <= length else shown[: length - 1] + "…"
 
 
 def number(value: float) -> str:

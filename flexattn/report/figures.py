@@ -12,6 +12,7 @@ from flexattn.report.drawing import (
     OTHER,
     WINNER,
     Picture,
+    clipped,
     figure,
     logarithmic,
     number,
@@ -148,7 +149,7 @@ def _dots(axes: Any, record: Record, times: tuple[Timed, ...]) -> None:
 def _bars(axes: Any, untimed: tuple[Reason, ...]) -> None:
     """A bar a reason, its words behind it, so that no label pushes the dots above aside."""
     counts = [each.count for each in untimed]
-    words = [f"{each.count} {_clip(f'{each.stage}: {each.name}', 46)}" for each in untimed]
+    words = [f"{each.count} {clipped(f'{each.stage}: {each.name}', 46)}" for each in untimed]
     axes.bar_label(
         axes.barh(range(len(counts)), counts, color=OTHER), words, padding=4, fontsize=8
     )
@@ -274,7 +275,3 @@ def _marked(record: Record) -> list[tuple[int, str, str, str]]:
 
 def _list(values: tuple[Value, ...]) -> str:
     return ", ".join(map(label, values))
-
-
-def _clip(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"

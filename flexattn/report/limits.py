@@ -56,6 +56,10 @@ _KNOWN: tuple[tuple[str, Limits], ...] = (
     # AMD Instinct MI300X data sheet; MI355X data sheet, which has no tf32.
     ("mi300x", Limits(1307.4, 653.7, 163.4, 5.3)),
     ("mi355x", Limits(2516.6, 157.3, 157.3, 8.0)),
+    # AMD's pages of the products; RDNA has no tf32. Strix Halo: 40 CUs at 2.9 GHz, LPDDR5X-8000.
+    ("rx-7900-xtx", Limits(122.8, 61.4, 61.4, 0.96)),
+    ("8060s", Limits(59.4, 29.7, 29.7, 0.256)),
+    ("rx-9070-xt", Limits(195.0, 48.7, 48.7, 0.64)),
 )
 
 

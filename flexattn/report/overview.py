@@ -12,6 +12,7 @@ from flexattn.report.drawing import (
     RIVAL,
     WINNER,
     Picture,
+    clipped,
     figure,
     logarithmic,
     picture,
@@ -43,7 +44,7 @@ def gains(summaries: Sequence[Summary], name: str = "overview.png") -> Picture |
             panels[0].plot([each.low, each.high], [place, place], color=color, lw=1.5)
             panels[0].plot([each.speedup], [place], "*" if each.changed else "D", color=color)
         panels[0].axvline(1.0, color=INK, lw=0.8)
-        panels[0].set_yticks(places, [_label(each.title) for each in shown])
+        panels[0].set_yticks(places, [clipped(each.title, 34) for each in shown])
         panels[0].invert_yaxis()
         panels[0].locator_params(axis="x", nbins=6)
         panels[0].set(xlabel="default's time / winner's")
@@ -93,9 +94,11 @@ def beside(bench: Bench, name: str) -> Picture | None:
             values += [value for value, _ in points]
             marker = _MARKERS[number % len(_MARKERS)]
             color = colors.get(rival, OTHER)
-            axes.plot(*zip(*points, strict=True), marker, color=color, label=rival, ms=6)
+            axes.plot(
+                *zip(*points, strict=True), marker, color=color, label=clipped(rival, 34), ms=6
+            )
         axes.axvline(1.0, color=INK, lw=0.8)
-        axes.set_yticks(range(len(rows)), [_label(row.name) for row in rows])
+        axes.set_yticks(range(len(rows)), [clipped(row.name, 34) for row in rows])
         axes.invert_yaxis()
         logarithmic(axes, "x", min(values), max(values))
         axes.set(xlabel="rival's time / ours")
@@ -114,7 +117,3 @@ def _known(value: float) -> bool:
 
 def _share(reach: object) -> float | None:
     return getattr(reach, "share", None)
-
-
-def _label(title: str) -> str:
-    return title if len(title) <= 34 else title[:33] + "…"

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from flexattn.cache.record import Record
 from flexattn.errors import InputError
+from flexattn.printable import printable
 from flexattn.render.environment import templates_folder
 from flexattn.report.drawing import Picture, number
 from flexattn.report.figures import pictures
@@ -105,6 +107,7 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(templates_folder()),
         undefined=jinja2.StrictUndefined,
         autoescape=True,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -116,6 +119,11 @@ def _environment() -> jinja2.Environment:
     environment.filters["uri"] = lambda data: base64.b64encode(data).decode()
     environment.globals["geometric_mean"] = geometric_mean
     return environment
+
+
+def _shown(value: Any) -> Any:
+    """Text as UTF-8 can write it and a browser shows it; what is markup already is ours."""
+    return printable(value) if type(value) is str else value
 
 
 def _slug(title: str) -> str:

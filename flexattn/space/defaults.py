@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from flexattn.device import Device
+from flexattn.device import Device, is_rdna
 from flexattn.errors import ConfigError
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 from flexattn.space import gluon
+from flexattn.space.amd_config import for_device
 from flexattn.space.config import (
     Config,
     DecodeConfig,
@@ -113,7 +114,7 @@ def preferences(problem: Problem, device: Device, language: Language) -> Iterato
     for candidate in _preferences(problem, device):
         if isinstance(candidate, PrefillConfig):
             candidate = replace(candidate, order=order)
-        yield suited(candidate, structure)
+        yield suited(for_device(candidate, device), structure)
 
 
 def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
@@ -137,7 +138,7 @@ def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
         yield from (PrefillConfig(128, 64, 8, 3, True), PrefillConfig(128, 64, 8, 2))
     table = _PREFILL.get(device.arch, _PREFILL["small"])
     if device.backend == "hip":
-        table = _PREFILL["hip"]
+        table = _PREFILL["rdna" if is_rdna(device) else "hip"]
     for limit, configs in table:
         if widest <= limit:
             yield from configs
@@ -178,7 +179,7 @@ def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
 
 
 # Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
-# fit 99 KiB of shared memory, or the LDS of CDNA, without spills.
+# fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
 _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
     "sm_90": (
         (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
@@ -206,12 +207,21 @@ _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
         (256, (PrefillConfig(64, 32, 4, 1),)),
         (576, (PrefillConfig(32, 16, 4, 1),)),
     ),
+    "rdna": (
+        (64, (PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 2, 1))),
+        (128, (PrefillConfig(64, 16, 4, 1), PrefillConfig(32, 16, 2, 1))),
+        (256, (PrefillConfig(32, 16, 8, 1), PrefillConfig(16, 16, 4, 1))),
+        (576, (PrefillConfig(16, 16, 8, 1),)),
+    ),
 }
 
 
 def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterator[Config]:
     rows = problem.q_len * problem.structure.packed_heads
     heights = (16,) if rows <= 16 else (64, 32, 16)
+    if is_rdna(device):
+        yield from _rdna_decode(heights, widest)
+        return
     wide = device.shared_memory > 160 * 1024 and problem.structure.dtype != "float32"
     for height in heights:
         warps = 8 if height * widest >= 64 * 256 else 4
@@ -223,3 +233,15 @@ def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterat
         yield from (DecodeConfig(height, 32, warps, 2), DecodeConfig(height, 32, 8, 2))
         yield DecodeConfig(height, 16, warps, 1)
         yield DecodeConfig(height, 16, 8, 1)
+
+
+def _rdna_decode(heights: Sequence[int], widest: int) -> Iterator[Config]:
+    """Without a tile of keys on its way: a second stage takes registers that a wave has not."""
+    for height in heights:
+        warps = 2 if height == 32 else 4
+        if widest <= 64:
+            yield DecodeConfig(height, 64 if height == 16 else 32, warps, 1)
+        if widest <= 128 and height == 16:
+            yield DecodeConfig(height, 32, warps, 1)
+        yield DecodeConfig(height, 16, warps, 1)
+    yield DecodeConfig(16, 16, 8, 1)

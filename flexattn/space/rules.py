@@ -11,11 +11,12 @@ from typing import NamedTuple
 from flexattn.device import Device
 from flexattn.problem import Structure
 from flexattn.space import printed, printed_gluon
+from flexattn.space.amd_config import known, limited
 from flexattn.space.config import Config, GluonPrefillConfig, describe
 from flexattn.space.estimates import estimated
 from flexattn.space.terms import numbers
 
-__all__ = ["GLUON", "TRITON", "Rule", "Rules", "reasons", "unpromising", "violated"]
+__all__ = ["GLUON", "HINTS", "TRITON", "Rule", "Rules", "reasons", "unpromising", "violated"]
 
 
 class Rule(NamedTuple):
@@ -52,6 +53,8 @@ GLUON = Rules(
     _rules(*printed_gluon.WORTH),
     printed_gluon.NAMES,
 )
+# Of what AMD's compiler is told beside numbers, which no inequality says.
+HINTS = Rule("hints", "the compiler for {arch} does not know the hints of {config}")
 
 
 def violated(config: Config, structure: Structure, device: Device) -> list[Rule]:
@@ -59,7 +62,9 @@ def violated(config: Config, structure: Structure, device: Device) -> list[Rule]
 
     Where it breaks one of its numbers alone, the others are not asked.
     """
-    values = numbers(config, structure, device)
+    if not known(config, device):
+        return [HINTS]
+    values = numbers(config, structure, limited(device, config))
     if isinstance(config, GluonPrefillConfig):
         found = _broken(GLUON.shape, printed_gluon.shape(values))
         return found or _broken(
@@ -76,17 +81,17 @@ def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
     if not found:
         return []
     rules = GLUON if isinstance(config, GluonPrefillConfig) else TRITON
-    values = numbers(config, structure, device)
-    known: dict[str, object] = dict(zip(rules.names, values, strict=True))
-    if found[0] not in rules.shape:
-        known["shared_memory"], known["registers"] = estimated(config, values)
-    known |= {"device": device.name, "arch": device.arch, "config": describe(config)}
-    return list(dict.fromkeys(rule.says.format(**known) for rule in found))
+    values = numbers(config, structure, limited(device, config))
+    told: dict[str, object] = dict(zip(rules.names, values, strict=True))
+    if found[0] not in (*rules.shape, HINTS):
+        told["shared_memory"], told["registers"] = estimated(config, values)
+    told |= {"device": device.name, "arch": device.arch, "config": describe(config)}
+    return list(dict.fromkeys(rule.says.format(**told) for rule in found))
 
 
 def unpromising(config: Config, structure: Structure, device: Device) -> list[Rule]:
     """Of a config that can run: why only an exhaustive search tries it."""
-    values = numbers(config, structure, device)
+    values = numbers(config, structure, limited(device, config))
     values = (*values, *estimated(config, values))
     if isinstance(config, GluonPrefillConfig):
         return _broken(GLUON.worth, printed_gluon.worth(values))

@@ -33,7 +33,9 @@ def test_what_a_row_adds_returns_in_its_statistics(value, dtype, kind):
 
 @each_kind
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_rows_without_a_key_stay_empty_whatever_is_added(value, kind):
+    """And numpy, with which the interpreter computes, warns of no infinity less another."""
     bias = alternating(value)
     q, k, v = inputs()
     mask = block_mask(lambda b, h, q, k: (q - k < 9) & (q >= k + 4), q, k, 16)

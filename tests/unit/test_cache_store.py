@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.cache.codec import MAX_BYTES, encode_record
+from flexattn.cache.files import open_lock, try_lock
 from flexattn.cache.record import Trial
 from flexattn.cache.store import REPLAY_MARK, Store, generation
 from flexattn.errors import CacheError
@@ -261,6 +262,16 @@ def _write_until_killed(store, seed):
             step += 1
     finally:
         os._exit(1)
+
+
+@pytest.mark.parametrize("lock", [open_lock, try_lock], ids=["open", "try"])
+def test_a_link_for_a_lock_is_not_followed(tmp_path, lock):
+    """Who may write a shared cache could have any file of its users made, by a link at `.lock`."""
+    outside = tmp_path / "outside"
+    (tmp_path / ".lock").symlink_to(outside)
+    with pytest.raises(OSError, match="remove it"):
+        lock(tmp_path / ".lock")
+    assert not outside.exists()
 
 
 def test_a_dead_writers_lock_is_free(store):

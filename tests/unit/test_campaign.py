@@ -207,6 +207,16 @@ def test_a_lost_device_gives_its_lock_back(tasks, tmp_path):
     assert all(TaskLocks(tmp_path / "locks").take(task.title) for task in tasks)
 
 
+def test_a_link_for_a_lock_is_not_followed_and_holds_nobody_up(tmp_path):
+    """It was: the file that the link names was made, or locked, wherever that is."""
+    locks, outside = TaskLocks(tmp_path / "locks"), tmp_path / "outside"
+    assert locks.take("a")
+    (path,) = (tmp_path / "locks").iterdir()
+    locks.release()
+    path.symlink_to(outside)
+    assert locks.take("a") and not outside.exists()
+
+
 def test_one_of_two_holds_a_lock_and_a_released_one_is_free(tmp_path):
     one, other = TaskLocks(tmp_path), TaskLocks(tmp_path)
     assert one.take("a") and not other.take("a") and other.take("b")

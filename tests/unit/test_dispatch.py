@@ -55,7 +55,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(caplog):
-    caplog.set_level(logging.WARNING, "flexattn")
+    caplog.set_level(logging.INFO, "flexattn")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -261,7 +261,8 @@ def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700, 
     return seen[0]
 
 
-def test_a_miss_is_said_and_listed_once(monkeypatch, said):
+def test_a_miss_is_logged_and_listed_once_and_no_warning(monkeypatch, said, caplog):
+    """It was a warning: a line on stderr of whatever served, for every problem it met."""
     for length in (700, 701, 1024):  # one bucket
         call(monkeypatch, kv_len=length)
     assert len(said()) == 1 and "\n" not in said()[0]
@@ -270,6 +271,7 @@ def test_a_miss_is_said_and_listed_once(monkeypatch, said):
     call(monkeypatch, kv_len=5000, how="nearest")
     assert len(said()) == 2 and "nearest" in said()[1]
     assert [each.how for each in read(untuned_path())] == ["default", "nearest"]
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 @pytest.mark.parametrize("how", ["hit", "forced", "hint"])
@@ -290,10 +292,11 @@ def test_the_interpreter_is_silent(said):
     assert next(choices(DECODE, INTERPRETER, NONE)).how == "default"
 
 
-def test_a_list_that_cannot_be_written_stops_nothing(monkeypatch, said, place):
+def test_a_list_that_cannot_be_written_stops_nothing(monkeypatch, said, place, caplog):
     untuned_path().mkdir()
     call(monkeypatch)
     assert len(said()) == 2 and "cannot be written" in said()[1]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
 def test_a_list_has_an_end(monkeypatch, said):

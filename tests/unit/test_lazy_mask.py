@@ -52,6 +52,7 @@ def test_attention_of_ours_needs_none(built):
     assert not built
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_torchs_attention_takes_it():
     q, k = torch.randn(1, 2, 300, 16), torch.randn(1, 2, 500, 16)
     ours, theirs = masks(sliding_window(70))

@@ -5,7 +5,7 @@ Both are fitted to compiled kernels of every arch.
 
 from __future__ import annotations
 
-from sympy import And, Eq, Expr, Max, Piecewise, Rational, floor
+from sympy import And, Eq, Expr, Max, Min, Piecewise, Rational, floor
 
 from flexattn.space.stated.symbols import (
     BLOCK_M,
@@ -24,17 +24,20 @@ from flexattn.space.stated.symbols import (
     warp_size,
 )
 
-__all__ = ["REGISTERS", "SHARED_MEMORY", "WGMMA"]
+__all__ = ["RDNA", "REGISTERS", "SHARED_MEMORY", "WGMMA"]
 
 # Barriers, scratch of reductions and layout changes, beside the tiles themselves.
 SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
+WMMA_SLACK, WMMA_ROWS = 14, 128
 # Of a key in a product that adds a ramp: 16 bfloat16 numbers.
 RAMP_BYTES = 32
 # What a mod reads for each key of a tile, before it is used.
 GATHER_REGISTERS = 8
 
+# Of AMD's GPUs those whose waves have 32 threads; fitted to gfx1100, the tightest of them.
+RDNA = And(is_hip, Eq(warp_size, 32))
 # A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.
 WGMMA = And(has_wgmma, Eq(itemsize, 2), BLOCK_M >= 64, num_warps >= 4)
 
@@ -79,12 +82,20 @@ def _registers() -> Expr:
     wgmma = floor(made) + WGMMA_SLACK + 2 * num_stages + gathered
     q, keys = (tile * qk_padded * words / threads for tile in (BLOCK_M, BLOCK_N))
     mfma = floor(Rational(3, 2) * (made + q + 2 * keys)) + MFMA_SLACK
+    # Each half of a wave holds whole operands. Warps beyond the rows share out the keys, not rows.
+    rows = Max(BLOCK_M, 16 * num_warps)
+    shared_keys = num_stages * BLOCK_N * BLOCK_M / rows
+    held_keys = 2 * words * shared_keys * (qk_padded + v_padded) / warp_size
+    # Of wide heads the rows are read again from shared memory, a part at a time.
+    operands = Min(2 * words * rows * qk_padded / threads, WMMA_ROWS) + held_keys
+    wmma = floor(Rational(2, 3) * (2 * made + operands)) + WMMA_SLACK + gathered
     # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.
     shared_out = floor(made + Rational(3, 2) * keys) + KEYS_SLACK
     mma = floor(made + q + BLOCK_N * words / 2) + MMA_SLACK
     return Piecewise(
         (fma, scalar_products),
         (wgmma, WGMMA),
+        (wmma, RDNA),
         (mfma, is_hip),
         (shared_out, num_warps * 16 > BLOCK_M),
         (mma, True),
