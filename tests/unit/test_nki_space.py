@@ -139,11 +139,15 @@ def preset_problems():
     "effort", ["quick", pytest.param("full", marks=pytest.mark.full_autotune)]
 )
 def test_every_config_offered_for_the_presets_passes_lint_and_capacity(effort):
-    """By an empty schedule: a kernel takes all its memory at its start."""
+    """By an empty schedule: a kernel takes all its memory at its start.
+
+    Of the quick spaces each fourth, by which every target has its share.
+    """
     problems = preset_problems()
-    assert len(problems) > 10
+    assert len(problems) > 10 and len(TARGETS) % 4
     linted, seen = set(), set()
-    for problem, target in product(problems, TARGETS):
+    spaces = list(product(problems, TARGETS))
+    for problem, target in spaces[:: 4 if effort == "quick" else 1]:
         s = problem.structure
         tensors = [torch.zeros(1, 1, 1, dim, dtype=getattr(torch, s.dtype)) for dim in
                    (s.head_dim_qk, s.head_dim_qk, s.head_dim_v)]  # fmt: skip

@@ -22,7 +22,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said(caplog):
-    caplog.set_level(logging.WARNING, "flexattn")
+    caplog.set_level(logging.INFO, "flexattn")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
