@@ -30,7 +30,7 @@ __all__ = ["RDNA", "REGISTERS", "SHARED_MEMORY", "WGMMA"]
 SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
-WMMA_SLACK, WMMA_ROWS = 14, 128
+WMMA_SLACK, WMMA_ROWS = 24, 128
 # Of a key in a product that adds a ramp: 16 bfloat16 numbers.
 RAMP_BYTES = 32
 # What a mod reads for each key of a tile, before it is used.
