@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,20 +16,47 @@ from typing import Any
 
 import torch
 
-from flexattn.cache.codec import decode_record
-from flexattn.cache.environment import environment
-from flexattn.cache.key import key_of
-from flexattn.cache.store import Store
 from flexattn.device import named
 from flexattn.presets import files
-from flexattn.render.kernel import render
-from flexattn.render.serving import render_serving, render_serving_combine
-from flexattn.render.source import render_combine
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import read
 
+# Where a name of this tree was in older ones.
+OLDER = {
+    "flexattn.kernels.ptx.": "flexattn.ptx.",
+    "flexattn.kernels.render.": "flexattn.render.",
+    "flexattn.records.": "flexattn.cache.",
+    "flexattn.runtime.": "flexattn.",
+}
+
+
+def found_here(module: str) -> str:
+    """A module's name in the tree that this process runs in; "" where there is none."""
+    older = (module.replace(new, old, 1) for new, old in OLDER.items() if module.startswith(new))
+    for name in (module, *older):
+        try:
+            if importlib.util.find_spec(name) is not None:
+                return name
+        except ModuleNotFoundError:
+            continue
+    return ""
+
+
+def _import(module: str) -> Any:
+    return importlib.import_module(found_here(module))
+
+
+render = _import("flexattn.kernels.render.kernel").render
+serving = _import("flexattn.kernels.render.serving")
+render_combine = _import("flexattn.kernels.render.source").render_combine
+decode_record = _import("flexattn.records.codec").decode_record
+environment = _import("flexattn.records.environment").environment
+key_of = _import("flexattn.records.key").key_of
+Store = _import("flexattn.records.store").Store
+reach = _import("flexattn.runtime.reach")
+
 # What a Gluon kernel's text becomes machine code through, and what it imports.
-AFTER = ("flexattn.ptx.merge_consumers", "flexattn.gluon_api")
+AFTER = ("flexattn.kernels.ptx.merge_consumers", "flexattn.gluon_api")
 
 
 def main(root: Path) -> dict[str, Any]:
@@ -47,7 +74,7 @@ def main(root: Path) -> dict[str, Any]:
                 tasks[where] = [_task(row, device) for row in rows if row.title == record.title]
             task = next(each for each in tasks[where] if key_of(each.problem) == record.key)
             kind = record.key.kind
-            here = environment(kind, device).template  # type: ignore[arg-type]
+            here = environment(kind, device).template
             found[name] = {"template": here, "kernels": _digest(task.problem, record, device)}
         except StopIteration:
             found[name] = {"why": "no row of a preset has its title and its key"}
@@ -61,19 +88,18 @@ def _task(row: Any, device: Any) -> Any:
 
 
 def _digest(problem: Any, record: Any, device: Any) -> str:
-    """Of all that is compiled and how, without headers."""
+    """Of all that is compiled and how, without headers and comments."""
     config = record.config
     if record.key.kind == "serving":
-        sources = [render_serving(problem.form, config, device, "")]
+        sources = [serving.render_serving(problem.form, config, device, "")]
         if config.combine == "launch" and not problem.form.prefix:
-            sources.append(render_serving_combine(problem.form, config, device))
+            sources.append(serving.render_serving_combine(problem.form, config, device))
     else:
         structure = problem.structure
         sources = [render(structure, config, device, "")]
         if record.key.kind == "decode":
             sources.append(render_combine(structure, device))
-        before = importlib.import_module("flexattn.reach")
-        sources += before.sources(structure, config, device)
+        sources += reach.sources(structure, config, device)
     parts = [json.dumps([_facts(each) for each in sources])]
     if any(each.language == "gluon" for each in sources):
         parts += map(_module, AFTER)
@@ -82,23 +108,30 @@ def _digest(problem: Any, record: Any, device: Any) -> str:
 
 def _facts(source: Any) -> list[Any]:
     arguments = [[each.name, each.type, each.divisible_by] for each in source.arguments]
-    text = source.text[source.text.index("import triton") :]
+    text = ast.dump(_unnamed(source.text[source.text.index("import triton") :]))
     how = [source.num_warps, source.num_stages, source.language, source.registers]
     return [text, arguments, *how]
 
 
 def _module(name: str) -> str:
     """A module's syntax tree without docstrings; nothing where there is no such module."""
-    spec = importlib.util.find_spec(name)
+    spec = importlib.util.find_spec(found_here(name) or "flexattn.none_such")
     if spec is None or spec.origin is None:
         return ""
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return ast.dump(_unnamed(Path(spec.origin).read_text(encoding="utf-8")))
+
+
+def _unnamed(text: str) -> ast.Module:
+    """Python's tree without docstrings and the folders that imports name: files may move."""
+    tree = ast.parse(text)
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            node.module = (node.module or "").rpartition(".")[2]
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
             node
         ):
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return tree
 
 
 if __name__ == "__main__":

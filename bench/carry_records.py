@@ -25,8 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexattn.cache.codec import decode_record
-from flexattn.cache.store import Store
+from flexattn.records.codec import decode_record
+from flexattn.records.store import Store
 
 __all__ = ["carry", "main", "verdict"]
 

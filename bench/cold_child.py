@@ -58,11 +58,11 @@ def run(kind: str, compiler: str) -> dict[str, Any]:
 
     at = step(times, "import tracer and compiler", at)
     from bench.cold_mods import first_calls
-    from flexattn.attention import make_call
-    from flexattn.build import builder
     from flexattn.catalogue import causal, softcap
+    from flexattn.frontend.attention import make_call
+    from flexattn.frontend.plan import plan
     from flexattn.mods.bind import stats
-    from flexattn.plan import plan
+    from flexattn.runtime.build import builder
 
     with torch.no_grad():
         at = time.perf_counter()
@@ -102,15 +102,15 @@ def export(kind: str, out: Path) -> dict[str, Any]:
     import torch
 
     import flexattn
-    from flexattn.attention import make_call
-    from flexattn.binaries import export as write
-    from flexattn.cache.store import Store
     from flexattn.catalogue import causal, softcap
-    from flexattn.launch import Lists
+    from flexattn.deploy.binaries import export as write
+    from flexattn.frontend.attention import make_call
+    from flexattn.frontend.plan import plan
     from flexattn.measure.task import Task
     from flexattn.measure.worker import Worker
     from flexattn.mods import bind
-    from flexattn.plan import plan
+    from flexattn.records.store import Store
+    from flexattn.runtime.launch import Lists
     from flexattn.tune.builds import build_all, compilers
     from flexattn.tune.method import method_for
     from flexattn.tune.tuner import tune

@@ -18,14 +18,14 @@ import torch
 from bench.command import chosen_rows
 from bench.rows import Row
 from bench.tasks import STUDIED, task
-from flexattn.cache.environment import environment
-from flexattn.cache.record import SCHEMA, slug
 from flexattn.device import Device, detect, named
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.space.triton import Effort
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker
-from flexattn.space.triton import Effort
+from flexattn.records.environment import environment
+from flexattn.records.record import SCHEMA, slug
 from flexattn.tune.builds import Built, build_all, compilers
 from flexattn.tune.method import Method
 from flexattn.tune.pool import Pool

@@ -24,17 +24,17 @@ from bench.host import ROWS, host_cost
 from bench.inputs import make
 from bench.peers import OURS, PEERS, Refusal
 from bench.tasks import task
-from flexattn.cache import key as keys
-from flexattn.cache import layers
-from flexattn.cache.environment import environment
-from flexattn.cache.key import key_of, sizes_of
-from flexattn.cache.record import Decision, Environment, Gated, Policy, Record, Trial
-from flexattn.cache.store import Store
 from flexattn.device import Device, detect, named
+from flexattn.kernels.space.triton import space
 from flexattn.measure.timing import Samples
 from flexattn.problem import Problem
+from flexattn.records import key as keys
+from flexattn.records import layers
+from flexattn.records.environment import environment
+from flexattn.records.key import key_of, sizes_of
+from flexattn.records.record import Decision, Environment, Gated, Policy, Record, Trial
+from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.space.triton import space
 from flexattn.tune.tasks import tasks
 from flexattn.tune.workload import parse
 

@@ -15,12 +15,12 @@ import flexattn
 from bench.fa4 import fa4
 from bench.inputs import Inputs
 from bench.refusal import Refusal
-from flexattn.attention import make_call
-from flexattn.dispatch import dispatcher
-from flexattn.launch import prepare
-from flexattn.options import Options as Exactly
-from flexattn.plan import plan
-from flexattn.space.config import GluonPrefillConfig
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.options import Options as Exactly
+from flexattn.kernels.space.config import GluonPrefillConfig
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import prepare
 
 __all__ = ["OURS", "PEERS", "TEMPLATES", "Peer", "Refusal", "ours", "ours_exactly", "ours_with"]
 

@@ -17,8 +17,8 @@ import torch
 import flexattn
 from bench.inputs import make
 from bench.rows import mods_rows, prefill_rows
-from flexattn.attention import make_call
-from flexattn.plan import plan
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
 
 __all__ = ["main"]
 

@@ -27,21 +27,21 @@ from bench.results import save
 from bench.rows import Row, prefill_rows
 from bench.runner import Method, run
 from bench.table import markdown
-from flexattn.attention import make_call
-from flexattn.binary_store import Binaries
-from flexattn.build import Kernel, builder, unloaded
 from flexattn.device import Device, named
-from flexattn.dispatch import Dispatcher, chosen
-from flexattn.launch import Lists, prepare
-from flexattn.mask_class import mask_class
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.options import NONE, Options
+from flexattn.kernels.ptx.assembler import PTXAS
+from flexattn.kernels.render.source import Source
+from flexattn.kernels.space.config import GluonPrefillConfig, describe, language_of
+from flexattn.kernels.space.gluon import preferences
 from flexattn.mods import bind
-from flexattn.options import NONE, Options
-from flexattn.plan import plan
 from flexattn.problem import Layout, Problem, Shape, make_problem
-from flexattn.ptx.assembler import PTXAS
-from flexattn.render.source import Source
-from flexattn.space.config import GluonPrefillConfig, describe, language_of
-from flexattn.space.gluon import preferences
+from flexattn.problem.mask_class import mask_class
+from flexattn.runtime.binary_store import Binaries
+from flexattn.runtime.build import Kernel, builder, unloaded
+from flexattn.runtime.dispatch import Dispatcher, chosen
+from flexattn.runtime.launch import Lists, prepare
 
 H200 = named("nvidia-h200")
 
@@ -119,7 +119,7 @@ def stored(root: Path) -> Peer:
 
 def _config_of(root: Path, problem: Problem, device: Device) -> GluonPrefillConfig | None:
     """Which config a directory has for a problem: any that dispatch may have taken."""
-    from flexattn.render.kernel import render
+    from flexattn.kernels.render.kernel import render
 
     store = Binaries(root)
     for start in preferences(problem.structure):

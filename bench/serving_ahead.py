@@ -12,12 +12,12 @@ import torch
 
 from bench.serving_inputs import mods_of
 from bench.serving_rows import ServingRow
-from flexattn.build import compile_source
 from flexattn.device import Device
+from flexattn.kernels.render.serving import render_serving, render_serving_combine
+from flexattn.kernels.space.serving import serving_candidates
 from flexattn.mods import bind
-from flexattn.render.serving import render_serving, render_serving_combine
+from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of
-from flexattn.space.serving import serving_candidates
 
 __all__ = ["compile_ahead"]
 

@@ -16,8 +16,8 @@ from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
 from bench.streaming import STREAMING, streaming
 from flexattn.device import detect
+from flexattn.kernels.space.serving import space
 from flexattn.serving import CascadePlan, DecodePlan
-from flexattn.space.serving import space
 
 __all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
 

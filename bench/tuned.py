@@ -23,16 +23,16 @@ from bench.rows import Row, decode_rows
 from bench.shapes import MODELS
 from bench.tasks import STUDIED, task
 from bench.tuned_results import TORCH, Result, made, percent, save, table
-from flexattn.attention import make_call
-from flexattn.cache.record import Record
-from flexattn.cache.store import Store
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, MeasureError
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
 from flexattn.measure.timing import Samples, time_interleaved
 from flexattn.measure.worker import Worker
-from flexattn.plan import plan
+from flexattn.records.record import Record
+from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import Built, build_all, compilers
 from flexattn.tune.crew import build_ahead

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from bench.environment import describe
 from bench.rows import Row
-from flexattn.cache.record import Record
+from flexattn.kernels.space.config import describe as said
 from flexattn.measure.timing import Samples, paired_ratio
-from flexattn.space.config import describe as said
+from flexattn.records.record import Record
 from flexattn.tune.transfer import regret
 
 __all__ = ["TORCH", "Result", "flip", "flipped", "made", "percent", "save", "summary", "table"]

@@ -15,11 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from flexattn.cache.record import Policy
+from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import NEURON
-from flexattn.launch import Lists
-from flexattn.masks import create_block_mask
+from flexattn.kernels.space.nki_config import NkiPrefillConfig, described
 from flexattn.measure.oracle import oracle
 from flexattn.measure.task import Task
 from flexattn.mods import bind
@@ -27,7 +26,8 @@ from flexattn.neuron.feasible import survey
 from flexattn.neuron.model import estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape, make_problem
-from flexattn.space.nki_config import NkiPrefillConfig, described
+from flexattn.records.record import Policy
+from flexattn.runtime.launch import Lists
 
 LENGTH, DIM, SCALE = 4096, 64, 0.125
 SHAPE = Shape(1, 1, 1, LENGTH, LENGTH, DIM, DIM)

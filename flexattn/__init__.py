@@ -1,8 +1,6 @@
 """flexattn: attention as two small Python callables, at the speed of a hand-written kernel."""
 
-from flexattn.attention import flex_attention
-from flexattn.explain import Explanation, explain
-from flexattn.masks import (
+from flexattn.block_mask.create import (
     AuxOutput,
     AuxRequest,
     BlockMask,
@@ -13,10 +11,12 @@ from flexattn.masks import (
     noop_mask,
     or_masks,
 )
+from flexattn.block_mask.visual import visualize
+from flexattn.deploy.warm import warm
+from flexattn.frontend.attention import flex_attention
+from flexattn.frontend.explain import Explanation, explain
+from flexattn.frontend.nested import Packed, pack
 from flexattn.mods import register_op
-from flexattn.nested import Packed, pack
-from flexattn.visual import visualize
-from flexattn.warm import warm
 
 __version__ = "0.1.0"
 

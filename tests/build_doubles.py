@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexattn.cache.record import Failed
-from flexattn.resources import Resources
+from flexattn.records.record import Failed
+from flexattn.runtime.resources import Resources
 
 CRASHES, HANGS, RAISES, REFUSED, SPILLS, SCALAR = 3, 4, 5, 6, 7, 8
 

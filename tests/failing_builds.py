@@ -3,11 +3,11 @@
 import subprocess
 from types import SimpleNamespace
 
-from flexattn.build import Kernel
 from flexattn.device import named
-from flexattn.dispatch import Dispatcher
 from flexattn.errors import BuildError, DriverError, RenderError
-from flexattn.options import NONE
+from flexattn.kernels.options import NONE
+from flexattn.runtime.build import Kernel
+from flexattn.runtime.dispatch import Dispatcher
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

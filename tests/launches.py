@@ -1,10 +1,10 @@
 """A stand-in for a built kernel, which says what each of its arguments was given."""
 
-from flexattn.render.binding import bind
+from flexattn.kernels.render.binding import bind
 
 
 class Recorded:
-    """As flexattn.build.Kernel; values by the names of arguments.
+    """As flexattn.runtime.build.Kernel; values by the names of arguments.
 
     fixed: those of the last `prepare`, None where a launch gives one. launched: of every launch.
     """

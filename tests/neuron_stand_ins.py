@@ -7,7 +7,7 @@ NKI = """
 import inspect, json, os, pathlib
 import numpy, torch
 from flexattn.neuron.nki.interpret import interpret
-from flexattn.neuroncore import CORES
+from flexattn.device.neuroncore import CORES
 
 __version__ = "0.6.0"
 ARTIFACTS = pathlib.Path(os.environ.get("NKI_ARTIFACTS_DIR", "nowhere"))  # at import, as AWS's

@@ -2,15 +2,15 @@
 
 import torch
 
-from flexattn.launch import Lists
+from flexattn.device.neuroncore import CORES
 from flexattn.measure.gate import judge
 from flexattn.mods import bind
 from flexattn.neuron.feasible import default
 from flexattn.neuron.nki.interpret import interpret
 from flexattn.neuron.run import prepare
-from flexattn.neuroncore import CORES
 from flexattn.problem import DTYPES, Shape, Sparsity, make_problem
 from flexattn.reference import Precision, attention
+from flexattn.runtime.launch import Lists
 from tests.support import block_mask, inputs
 
 TARGETS = tuple(CORES)

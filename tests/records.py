@@ -5,8 +5,9 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from flexattn.cache.key import Key, Sizes
-from flexattn.cache.record import (
+from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
+from flexattn.records.key import Key, Sizes
+from flexattn.records.record import (
     SCHEMA,
     Decision,
     Environment,
@@ -16,7 +17,6 @@ from flexattn.cache.record import (
     Record,
     Trial,
 )
-from flexattn.space.config import DecodeConfig, PrefillConfig
 
 POLICY = Policy(graph=False, cold_l2=True, rounds=20, min_ms=5.0)
 HERE = Environment(

@@ -3,9 +3,9 @@
 import random
 from itertools import product
 
-from flexattn.cache.key import Key
-from flexattn.cache.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
-from flexattn.space.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.kernels.space.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.records.key import Key
+from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
 from flexattn.tune.studies import Study
 
 ROUNDS = 12

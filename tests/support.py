@@ -10,10 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flexattn
-from flexattn.descales import Descales
-from flexattn.mask_class import mask_class
 from flexattn.measure.gate import judge
 from flexattn.problem import out_dtype
+from flexattn.problem.descales import Descales
+from flexattn.problem.mask_class import mask_class
 from flexattn.reference import Precision, Reference, attention
 
 PREFILL, DECODE = {"BACKEND": "TRITON"}, {"BACKEND": "TRITON_DECODE"}

@@ -3,11 +3,11 @@
 import math
 
 import flexattn
-from flexattn.cache.record import Policy
-from flexattn.launch import Lists
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Shape, make_problem
+from flexattn.records.record import Policy
+from flexattn.runtime.launch import Lists
 
 EAGER = Policy(graph=False, cold_l2=False, rounds=5, min_ms=0.0)
 

@@ -5,10 +5,13 @@ import dataclasses
 import torch
 
 import flexattn
-from flexattn import block_kernels, block_kinds, dispatch, plan
-from flexattn.block_kernels import BlockClassifier
-from flexattn.build import Builder, TritonLaunch, builder
+from flexattn.block_mask import classify as block_kinds
+from flexattn.block_mask import kernels as block_kernels
+from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.frontend import plan
 from flexattn.mods.bind import clear, stats
+from flexattn.runtime import dispatch
+from flexattn.runtime.build import Builder, TritonLaunch, builder
 
 
 @dataclasses.dataclass
@@ -53,7 +56,7 @@ def counting(monkeypatch):
 
     monkeypatch.setattr(Builder, "_build", built)
     monkeypatch.setattr(TritonLaunch, "launch", lambda *_: None)
-    monkeypatch.setattr(flexattn.masks, "kinds_by_rows", on_gpu)
+    monkeypatch.setattr(flexattn.block_mask.create, "kinds_by_rows", on_gpu)
     for module, name in (
         (dispatch, "render"), (dispatch, "render_combine"), (block_kernels, "render_block_mask"),
     ):  # fmt: skip

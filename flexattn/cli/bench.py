@@ -14,21 +14,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.attention import flex_attention, make_call
+from flexattn.block_mask.create import create_block_mask
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import kernel_options, short
 from flexattn.cli.selection import rows_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
-from flexattn.launch import Lists, Outputs
-from flexattn.masks import create_block_mask
+from flexattn.frontend.attention import flex_attention, make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.space.triton import default
 from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import oracle
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
 from flexattn.mods import bind
-from flexattn.plan import plan
-from flexattn.space.triton import default
+from flexattn.runtime.launch import Lists, Outputs
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Row
 

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cache.store import Store
 from flexattn.cli import picture, verdicts
 from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, Rival, run
 from flexattn.cli.terminal import cell, tell
 from flexattn.cli.watch import Watch
 from flexattn.cli.workloads import FULL, Workload
 from flexattn.device import detect
+from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import campaign

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.device import KNOWN
-from flexattn.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
+from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
 def devices() -> None:

@@ -15,24 +15,24 @@ import torch
 import typer
 
 from flexattn import __version__
-from flexattn.cache.environment import RecordKind, environment
-from flexattn.cache.layers import Layer
-from flexattn.cache.why import why
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_here, device_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
 from flexattn.errors import CacheError, FlexAttnError
-from flexattn.fallback.environment import compiler_of
-from flexattn.fallback.memory import memory
-from flexattn.fallback.outcome import Outcome
+from flexattn.kernels.ptx.assembler import own_ptxas, preferred
+from flexattn.kernels.render.environment import templates_folder
+from flexattn.kernels.space.config import describe
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
-from flexattn.ptx.assembler import own_ptxas, preferred
-from flexattn.render.environment import templates_folder
+from flexattn.records.environment import RecordKind, environment
+from flexattn.records.layers import Layer
+from flexattn.records.why import why
+from flexattn.runtime.fallback.environment import compiler_of
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import current
-from flexattn.space.config import describe
 
 PACKAGES = ("torch", "triton", "jinja2", "sympy", "typer", "rich", "optuna", "matplotlib")
 SAMPLES: tuple[tuple[Kind, Shape], ...] = (

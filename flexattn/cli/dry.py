@@ -10,17 +10,17 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cache.key import key_of
-from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there
 from flexattn.cli.offline import short
 from flexattn.cli.terminal import cell, tell
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.space.config import Config
+from flexattn.kernels.space.nki_config import NkiConfig
+from flexattn.kernels.space.triton import Effort, survey
 from flexattn.measure.task import AnyTask, ServingTask, call_of
 from flexattn.neuron import feasible
-from flexattn.space.config import Config
-from flexattn.space.nki_config import NkiConfig
-from flexattn.space.triton import Effort, survey
+from flexattn.records.key import key_of
+from flexattn.records.store import Store
 from flexattn.tune.campaign import Where, environment_of, pending
 from flexattn.tune.serving import serving_configs
 

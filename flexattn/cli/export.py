@@ -9,21 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from flexattn import binaries
-from flexattn.cache.key import Key, key_of
-from flexattn.cache.layers import Layer
-from flexattn.cache.merge import better
-from flexattn.cache.record import Record
-from flexattn.cache.store import REAL, Store
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_of, rows_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
+from flexattn.deploy import binaries
 from flexattn.device import Device
 from flexattn.errors import CacheError, InputError
+from flexattn.kernels.space.triton import reasons
 from flexattn.measure.task import Task
-from flexattn.space.triton import reasons
+from flexattn.records.key import Key, key_of
+from flexattn.records.layers import Layer
+from flexattn.records.merge import better
+from flexattn.records.record import Record
+from flexattn.records.store import REAL, Store
 from flexattn.tune.tasks import distinct, mods_of, tasks
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from flexattn.cache.merge import Conflict
-from flexattn.cache.merge import merge as merged
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places, users
 from flexattn.cli.terminal import say, say_json
-from flexattn.space.config import describe
+from flexattn.kernels.space.config import describe
+from flexattn.records.merge import Conflict
+from flexattn.records.merge import merge as merged
 
 
 def merge(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexattn.cache.record import Environment, Record
 from flexattn.cli.watch import Lane
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.kernels.render.nki.source import NkiSource, render_nki, render_nki_combine
+from flexattn.kernels.space import nki
+from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig
+from flexattn.kernels.space.triton import Effort
 from flexattn.measure.task import AnyTask, call_of
 from flexattn.neuron import feasible
 from flexattn.neuron.instance import Instance, instance
@@ -15,10 +18,7 @@ from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
 from flexattn.neuron.tune import environment_of, rank
 from flexattn.problem import Problem
-from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
-from flexattn.space import nki
-from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig
-from flexattn.space.triton import Effort
+from flexattn.records.record import Environment, Record
 from flexattn.tune.campaign import Tune
 from flexattn.tune.method import Method
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from flexattn.build import unloaded
 from flexattn.device import Device, named
-from flexattn.dispatch import Choice, chosen
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.options import Options, parse
+from flexattn.kernels.options import Options, parse
+from flexattn.kernels.space.amd_config import hints
+from flexattn.kernels.space.config import Config, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
+from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.space.triton import space
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
+from flexattn.runtime.build import unloaded
+from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
-from flexattn.space.amd_config import hints
-from flexattn.space.config import Config, GluonPrefillConfig, PrefillConfig
-from flexattn.space.gluon_config import CONSUMER_REGISTERS
-from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
-from flexattn.space.serving import ServingConfig
-from flexattn.space.triton import space
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import Row
 

@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 import torch
 
-from flexattn import options
 from flexattn.cli.offline import compiled, kernel_options, nearest, short
 from flexattn.cli.trial import Trial, Variant, run
 from flexattn.cli.workloads import FULL, SMALL, Workload
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
+from flexattn.kernels import options
+from flexattn.kernels.space.config import Config
+from flexattn.kernels.space.triton import default
 from flexattn.problem import Problem
-from flexattn.resources import resources
+from flexattn.runtime.resources import resources
 from flexattn.settings import child_environment
-from flexattn.space.config import Config
-from flexattn.space.triton import default
 
 Part = Literal["interpret", "compile"]
 

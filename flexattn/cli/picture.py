@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.block_kinds import block_kinds
+from flexattn.block_mask.classify import block_kinds
 from flexattn.cli.workloads import Workload
 from flexattn.mods import bind
 

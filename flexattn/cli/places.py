@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexattn.cache.layers import Layer, configs_folder
-from flexattn.cache.store import Store
 from flexattn.errors import InputError
+from flexattn.records.layers import Layer, configs_folder
+from flexattn.records.store import Store
 from flexattn.settings import current
 
 __all__ = ["places", "users"]

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from flexattn import build, options
 from flexattn.cli.arguments import (
     LENGTH,
     AsJson,
@@ -31,18 +30,20 @@ from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.cli.terminal import say, say_json, say_text
-from flexattn.codecache.files import text_file
 from flexattn.device import NEURON, Device, named
-from flexattn.dispatch import Choice, candidates_of
 from flexattn.errors import InputError
-from flexattn.fallback.chain import told
-from flexattn.fallback.memory import memory
+from flexattn.kernels import options
+from flexattn.kernels.space.config import describe
+from flexattn.kernels.space.nki_config import described
 from flexattn.mods.expr import pretty
 from flexattn.neuron.run import path_of
 from flexattn.problem import Captures, Problem
-from flexattn.resources import Resources, resources
-from flexattn.space.config import describe
-from flexattn.space.nki_config import described
+from flexattn.runtime import build
+from flexattn.runtime.codecache.files import text_file
+from flexattn.runtime.dispatch import Choice, candidates_of
+from flexattn.runtime.fallback.chain import told
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.resources import Resources, resources
 
 
 class Show(str, Enum):

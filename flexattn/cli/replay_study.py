@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from flexattn.cache.codec import decode_record
-from flexattn.cache.record import Decision, Record
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import short
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
 from flexattn.errors import CacheError, InputError
+from flexattn.records.codec import decode_record
+from flexattn.records.record import Decision, Record
 from flexattn.tune.decide import replay_study as decided
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.studies import load

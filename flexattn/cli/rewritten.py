@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from flexattn.kernels.space.terms import reaches
 from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, RULES
 from flexattn.problem import Structure
-from flexattn.space.terms import reaches
 
 __all__ = ["Rewrite", "rewrites"]
 

@@ -10,13 +10,13 @@ from typing import get_args
 
 import torch
 
-from flexattn.cache.environment import RecordKind
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
+from flexattn.kernels.space.triton import Effort
 from flexattn.presets import files
 from flexattn.problem import Kind
+from flexattn.records.environment import RecordKind
 from flexattn.settings import current
-from flexattn.space.triton import Effort
 from flexattn.tune.workload import Row, Workload, read
 
 __all__ = [

@@ -13,14 +13,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cache.layers import Layer
-from flexattn.cache.record import Answer
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.offline import short
 from flexattn.cli.places import places
 from flexattn.cli.selection import recorded_kind
 from flexattn.cli.terminal import cell, say, say_json
 from flexattn.errors import CacheError, InputError
+from flexattn.records.layers import Layer
+from flexattn.records.record import Answer
 
 
 @dataclass(frozen=True)

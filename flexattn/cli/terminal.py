@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from flexattn.printable import one_line, printable
+from flexattn.util.printable import one_line, printable
 
 __all__ = ["cell", "say", "say_json", "say_text", "tell"]
 

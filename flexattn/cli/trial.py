@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexattn.attention import flex_attention, make_call
 from flexattn.cli.offline import kernel_options, nearest, short
 from flexattn.cli.workloads import Workload
 from flexattn.errors import FlexAttnError
+from flexattn.frontend.attention import flex_attention, make_call
+from flexattn.frontend.plan import plan
 from flexattn.measure.slices import Slices
-from flexattn.plan import plan
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cache.store import Store
-from flexattn.cache.untuned import untuned_path
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
@@ -29,6 +27,8 @@ from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.measure.task import AnyTask
 from flexattn.presets import files
+from flexattn.records.store import Store
+from flexattn.records.untuned import untuned_path
 from flexattn.tune.campaign import Outcome, Where, environment_of
 from flexattn.tune.method import method_for
 from flexattn.tune.tasks import distinct, plan_task, task_of

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from flexattn.cache import untuned
-from flexattn.cache.environment import environment
-from flexattn.cache.key import key_of
-from flexattn.cache.layers import layers
-from flexattn.cache.record import Record
-from flexattn.cache.store import Store
 from flexattn.cli.neuron import effort_there, environment_there, ranker
 from flexattn.cli.offline import short
 from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
+from flexattn.kernels.space.triton import Effort
 from flexattn.measure.task import AnyTask
-from flexattn.space.triton import Effort
+from flexattn.records import untuned
+from flexattn.records.environment import environment
+from flexattn.records.key import key_of
+from flexattn.records.layers import layers
+from flexattn.records.record import Record
+from flexattn.records.store import Store
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
 from flexattn.tune.crew import Crew, build_ahead

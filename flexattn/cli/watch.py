@@ -12,8 +12,8 @@ from rich.progress import (
 )
 
 from flexattn.cli.terminal import tell
-from flexattn.closing import Closing
-from flexattn.printable import one_line
+from flexattn.util.closing import Closing
+from flexattn.util.printable import one_line
 
 __all__ = ["Lane", "Watch"]
 

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from flexattn.cache.why import Closest, Difference, Explanation
-from flexattn.cache.why import why as explained
 from flexattn.cli.arguments import (
     LENGTH,
     AsJson,
@@ -28,14 +26,16 @@ from flexattn.cli.mods import resolve
 from flexattn.cli.selection import device_of, kind_of, rows_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
-from flexattn.dispatch import candidates_of
 from flexattn.errors import InputError
-from flexattn.fallback.chain import Attempt, told
-from flexattn.fallback.memory import memory
+from flexattn.kernels.options import NONE
+from flexattn.kernels.space.config import describe
 from flexattn.measure.task import Task
-from flexattn.options import NONE
 from flexattn.problem import Shape
-from flexattn.space.config import describe
+from flexattn.records.why import Closest, Difference, Explanation
+from flexattn.records.why import why as explained
+from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.fallback.chain import Attempt, told
+from flexattn.runtime.fallback.memory import memory
 from flexattn.tune.tasks import task_from, tasks
 from flexattn.tune.workload import Row
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue.masks import MaskMod, causal, sliding_window
 from flexattn.catalogue.scores import ScoreMod, softcap
 from flexattn.cli.offline import problem_of
-from flexattn.masks import create_block_mask
 from flexattn.problem import Kind, Problem, Shape
 from flexattn.tune.workload import ModPath, Row
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from flexattn import catalogue
-from flexattn.attention import flex_attention
+from flexattn.block_mask.create import BlockMask, and_masks, create_block_mask
+from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.lazy_mask import LazyBlockMask
-from flexattn.masks import BlockMask, and_masks, create_block_mask
+from flexattn.frontend.attention import flex_attention
 
 __all__ = ["NAME", "attend", "make_mask", "register"]
 

@@ -12,12 +12,12 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flexattn.cache.record import Failed
 from flexattn.errors import FlexAttnError
 from flexattn.measure.failures import failed, is_sticky
 from flexattn.measure.lab import Lab
 from flexattn.measure.timing import Left
 from flexattn.measure.wire import Answer, Begun, Request, Trouble, receive, send
+from flexattn.records.record import Failed
 
 __all__ = ["main"]
 

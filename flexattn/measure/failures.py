@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from flexattn.cache.record import Failed, Stage
+from flexattn.records.record import Failed, Stage
 
 __all__ = ["clipped", "failed", "is_sticky"]
 

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from flexattn.cache.record import Failed, Gated, Policy
 from flexattn.device import detect
-from flexattn.dispatch import dispatcher
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.launch import Lists, Outputs, prepare
+from flexattn.kernels.options import Options
+from flexattn.kernels.space.config import Config
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
@@ -26,9 +25,10 @@ from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.mods import Bound
-from flexattn.options import Options
+from flexattn.records.record import Failed, Gated, Policy
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import Lists, Outputs, prepare
 from flexattn.settings import current
-from flexattn.space.config import Config
 
 __all__ = ["DeviceLab", "Lab", "gated"]
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flexattn.cache.files import open_lock
+from flexattn.records.files import open_lock
 from flexattn.settings import current, log, say_once
 
 __all__ = ["device_lock"]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.dense_blocks import dense_blocks
-from flexattn.launch import Lists
+from flexattn.kernels.render.torch_printer import evaluate
 from flexattn.measure.gate import Triple, Verdict, judge
 from flexattn.measure.slices import MaskMod, ScoreMod, Slices
 from flexattn.mods import Bound
 from flexattn.problem import Sparsity, out_dtype
+from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.reference import Precision, Reference, attention
-from flexattn.render.torch_printer import evaluate
+from flexattn.runtime.launch import Lists
 
 __all__ = ["Judge", "kept", "mask_callable", "oracle", "score_callable"]
 

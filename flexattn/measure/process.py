@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
-from flexattn.cache.record import Failed
 from flexattn.errors import MeasureError
 from flexattn.measure.failures import clipped
 from flexattn.measure.wire import Answer, Request, Trouble, receive, send
+from flexattn.records.record import Failed
 from flexattn.settings import log, worker_environment
 
 __all__ = ["ChildProcess", "Died"]

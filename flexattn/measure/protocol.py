@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexattn.cache.record import Failed, Gated
+from flexattn.kernels.space.config import Config
 from flexattn.measure.task import AnyTask
-from flexattn.space.config import Config
+from flexattn.records.record import Failed, Gated
 
 __all__ = ["Measurer"]
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.launch import Outputs
+from flexattn.kernels.space.serving import ServingConfig
 from flexattn.measure.gate import judge
 from flexattn.measure.oracle import Judge, mask_callable, score_callable
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.reference import Precision, Reference, attention
+from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
-from flexattn.space.serving import ServingConfig
 
 __all__ = ["Batch", "judge_of", "make_batch", "plan_call"]
 

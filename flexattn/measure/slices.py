@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexattn.descales import NO_DESCALES, Descales
 from flexattn.measure.gate import Triple, Verdict, judge
 from flexattn.problem import out_dtype
+from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.reference import Precision, Reference, attention
 
 __all__ = ["Slices"]

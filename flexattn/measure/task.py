@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from flexattn.cache.environment import RecordKind
-from flexattn.cache.record import Policy
 from flexattn.device import Device
 from flexattn.errors import UnsupportedError
-from flexattn.launch import Lists
 from flexattn.mods import Bound
 from flexattn.problem import Problem
+from flexattn.records.environment import RecordKind
+from flexattn.records.record import Policy
+from flexattn.runtime.launch import Lists
 from flexattn.serving.tuned import ServingProblem
 
 __all__ = ["AnyTask", "ServingTask", "Task", "call_of"]

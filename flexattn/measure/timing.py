@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.cache.record import is_time
 from flexattn.errors import InputError, MeasureError
 from flexattn.measure.clock import WARMUP_CALLS, Call, Clock, CpuClock, CudaClock
+from flexattn.records.record import is_time
 
 __all__ = [
     "Event",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from flexattn.cache.record import Failed
 from flexattn.errors import FlexAttnError
+from flexattn.records.record import Failed
 
 __all__ = ["Answer", "Begun", "Request", "Trouble", "receive", "send"]
 

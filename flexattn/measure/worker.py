@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flexattn.cache.record import Failed, Gated
-from flexattn.closing import Closing
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
+from flexattn.kernels.space.config import Config
 from flexattn.measure.failures import failed
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess, Died
@@ -16,9 +15,10 @@ from flexattn.measure.task import AnyTask
 from flexattn.measure.timing import Left, Takes, Took
 from flexattn.measure.wire import Answer, Begun, Request, Trouble
 from flexattn.problem import Problem
+from flexattn.records.record import Failed, Gated
 from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import log
-from flexattn.space.config import Config
+from flexattn.util.closing import Closing
 
 __all__ = ["Deadlines", "Worker"]
 

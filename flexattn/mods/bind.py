@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from flexattn.errors import UnsupportedError
-from flexattn.lru import Lru
 from flexattn.mods import recorded
 from flexattn.mods.captured import captured
 from flexattn.mods.chance import Chance
@@ -26,6 +25,7 @@ from flexattn.mods.site import Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
+from flexattn.util.lru import Lru
 
 __all__ = ["Bound", "Stats", "bind", "clear", "record", "stats", "watch"]
 

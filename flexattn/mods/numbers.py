@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexattn.lru import Lru
 from flexattn.mods.bounds import Range
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.simplify import make, plug
+from flexattn.util.lru import Lru
 
 __all__ = [
     "DIVISIONS", "Number", "derived", "divisor_of", "divisors", "invariant", "number_of",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.errors import CacheError
-from flexattn.files import publish, read_regular, sealed, unsealed
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.digest import digest
 from flexattn.mods.expr import Buffer, Expr, Mod
@@ -20,6 +19,7 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
 from flexattn.mods.site import Layout, Site, Variant, interned
 from flexattn.settings import say_once
+from flexattn.util.files import publish, read_regular, sealed, unsealed
 
 __all__ = ["ASKED", "read", "write"]
 

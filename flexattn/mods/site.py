@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexattn.lru import Lru
 from flexattn.mods.expr import Buffer, Expr, Mod, fingerprint
 from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
+from flexattn.util.lru import Lru
 
 __all__ = ["MAX_CONSTANT_DIVISORS", "Bound", "Layout", "Site", "Variant", "interned"]
 

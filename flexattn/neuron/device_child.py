@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flexattn.codecache.module import module_of
+from flexattn.runtime.codecache.module import module_of
 
 __all__ = ["Job", "main"]
 

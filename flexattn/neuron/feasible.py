@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
-from flexattn.neuroncore import CORES
-from flexattn.problem import Problem
-from flexattn.render.nki.source import print_mods
-from flexattn.space import nki
-from flexattn.space.nki_config import (
+from flexattn.kernels.render.nki.source import print_mods
+from flexattn.kernels.space import nki
+from flexattn.kernels.space.nki_config import (
     Form,
     MaskForm,
     NkiConfig,
     NkiDecodeConfig,
     NkiPrefillConfig,
 )
+from flexattn.problem import Problem
 
 __all__ = ["default", "needs", "reasons", "survey"]
 

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.cache.key import key_of
-from flexattn.cache.record import Failed, Gated, Record, Stage
-from flexattn.closing import Closing
 from flexattn.errors import FlexAttnError, MeasureError
+from flexattn.kernels.render.nki.source import NkiSource
+from flexattn.kernels.space.nki import Effort
 from flexattn.measure.failures import clipped
 from flexattn.measure.inputs import make_inputs
 from flexattn.measure.lab import gated
@@ -33,14 +32,15 @@ from flexattn.neuron.device_child import Job
 from flexattn.neuron.instance import Instance
 from flexattn.neuron.run import Prepared, path_of, prepare
 from flexattn.neuron.tune import environment_of, rank
-from flexattn.render.nki.source import NkiSource
+from flexattn.records.key import key_of
+from flexattn.records.record import Failed, Gated, Record, Stage
 from flexattn.settings import neuron_environment, nrtpy_python
-from flexattn.space.nki import Effort
 from flexattn.tune.builds import Built
 from flexattn.tune.method import Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
+from flexattn.util.closing import Closing
 
 __all__ = ["BUILD_SECONDS", "NeuronMeasurer", "measured"]
 

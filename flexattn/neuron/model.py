@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from flexattn.device.neuroncore import CORES
+from flexattn.kernels.space.nki_config import NkiConfig
 from flexattn.measure.task import Task
 from flexattn.neuron.nki.interpret import Interpreted, interpret
 from flexattn.neuron.run import Prepared, prepare
 from flexattn.neuron.schedule import Schedule
-from flexattn.neuroncore import CORES
 from flexattn.problem import DTYPES
-from flexattn.space.nki_config import NkiConfig
 
 __all__ = ["Estimate", "estimate"]
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.codecache.files import text_file
-from flexattn.codecache.module import module_of
+from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.launch import Lists
+from flexattn.kernels.render.nki.printer import TABLE_LIMIT
+from flexattn.kernels.render.nki.source import NkiSource, render_nki, render_nki_combine
+from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig, described
 from flexattn.mods import Bound
 from flexattn.neuron import feasible
 from flexattn.neuron.lint import lint
 from flexattn.neuron.nki.interpret import Interpreted, interpret
 from flexattn.neuron.schedule import decode_schedule, prefill_schedule
 from flexattn.neuron.tables import make_table
-from flexattn.neuroncore import CORES
 from flexattn.problem import Problem
-from flexattn.render.nki.printer import TABLE_LIMIT
-from flexattn.render.nki.source import NkiSource, render_nki, render_nki_combine
-from flexattn.space.nki_config import NkiConfig, NkiDecodeConfig, described
+from flexattn.runtime.codecache.files import text_file
+from flexattn.runtime.codecache.module import module_of
+from flexattn.runtime.launch import Lists
 
 __all__ = ["Outputs", "Prepared", "path_of", "prepare"]
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexattn.launch import Lists
+from flexattn.kernels.space.nki_config import (
+    CHUNK,
+    NkiConfig,
+    NkiDecodeConfig,
+    row_tiles,
+    shape_of,
+)
 from flexattn.problem import Problem
-from flexattn.space.nki_config import CHUNK, NkiConfig, NkiDecodeConfig, row_tiles, shape_of
+from flexattn.runtime.launch import Lists
 
 __all__ = ["Schedule", "decode_schedule", "prefill_schedule"]
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.render.nki.printer import TABLE_LIMIT
+from flexattn.kernels.render.nki.tables import Table
+from flexattn.kernels.render.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, Mod, fingerprint, walk
 from flexattn.mods.ops import is_float
 from flexattn.problem import Problem
-from flexattn.render.nki.printer import TABLE_LIMIT
-from flexattn.render.nki.tables import Table
-from flexattn.render.torch_printer import evaluate
 
 __all__ = ["MOST_ELEMENTS", "make_table"]
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 
 from flexattn import __version__
-from flexattn.cache.closure import bare
-from flexattn.cache.key import key_of
-from flexattn.cache.record import SCHEMA, Decision, Environment, Failed, Record, Trial
-from flexattn.cache.renderers import rendering
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.render.environment import template_hash
+from flexattn.kernels.space.nki import Effort
+from flexattn.kernels.space.nki_config import described
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible, model
 from flexattn.neuron.model import estimate
 from flexattn.neuron.nki import costs
 from flexattn.problem import Kind
-from flexattn.render.environment import template_hash
-from flexattn.space.nki import Effort
-from flexattn.space.nki_config import described
+from flexattn.records.closure import bare
+from flexattn.records.key import key_of
+from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Record, Trial
+from flexattn.records.renderers import rendering
 from flexattn.tune.progress import SILENT, Progress
 
 __all__ = ["environment_of", "rank"]

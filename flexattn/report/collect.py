@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from flexattn.cache.codec import decode_record
-from flexattn.cache.record import Record
-from flexattn.cache.store import Store
 from flexattn.errors import CacheError, InputError
+from flexattn.records.codec import decode_record
+from flexattn.records.record import Record
+from flexattn.records.store import Store
 
 __all__ = ["from_files", "from_stores", "in_order"]
 

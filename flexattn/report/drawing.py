@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flexattn.printable import one_line
+from flexattn.util.printable import one_line
 
 __all__ = [
     "DEFAULT",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flexattn.cache.record import Record
+from flexattn.records.record import Record
 from flexattn.report.drawing import (
     DEFAULT,
     INK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexattn.cache.record import Record
+from flexattn.records.record import Record
 from flexattn.report.numbers import Timed, axes, on_axis, timed
 
 __all__ = ["FEWEST", "Importance", "importance"]

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 
-from flexattn.cache.record import Record, Trial
+from flexattn.kernels.space.config import Config, language_of
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
-from flexattn.space.config import Config, language_of
+from flexattn.records.record import Record, Trial
 
 __all__ = [
     "Effect",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexattn.cache.record import Trial
 from flexattn.device import KNOWN, Device
+from flexattn.records.record import Trial
 
 __all__ = ["Occupancy", "device_of", "occupancy"]
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import jinja2
 
-from flexattn.cache.record import Record
 from flexattn.errors import InputError
-from flexattn.printable import printable
-from flexattn.render.environment import templates_folder
+from flexattn.kernels.render.environment import templates_folder
+from flexattn.records.record import Record
 from flexattn.report.drawing import Picture, number
 from flexattn.report.figures import pictures
 from flexattn.report.overview import beside, gains
 from flexattn.report.rivals import Bench, geometric_mean
 from flexattn.report.summary import Summary, summarize
+from flexattn.util.printable import printable
 
 __all__ = ["Entry", "Written", "html", "write"]
 

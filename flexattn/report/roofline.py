@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.cache.key import Key
-from flexattn.cache.record import Record
+from flexattn.kernels.space.serving import ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
+from flexattn.records.key import Key
+from flexattn.records.record import Record
 from flexattn.report.limits import Limits, limits_of
 from flexattn.serving.tuned import batch_lengths
-from flexattn.space.serving import ITEMSIZE as SERVED
 
 __all__ = ["Density", "Reach", "Work", "reach", "work"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexattn.cache.key import Key
-from flexattn.cache.record import Record, Trial
+from flexattn.records.key import Key
+from flexattn.records.record import Record, Trial
 from flexattn.report.importance import Importance, importance
 from flexattn.report.numbers import Reason, effects, gain, reasons, short, timed
 from flexattn.report.occupancy import device_of, occupancy

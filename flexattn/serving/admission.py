@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.kernels.space.serving import ServingForm
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
-from flexattn.space.serving import ServingForm
 
 __all__ = ["devices", "extras", "gradients", "keys", "requests", "rows"]
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.cache.key import rounded
 from flexattn.errors import InputError
-from flexattn.lru import Lru
 from flexattn.mods import Bound, bind
+from flexattn.records.key import rounded
 from flexattn.serving.cache import KVCache
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.types import refuse_types
+from flexattn.util.lru import Lru
 
 __all__ = ["flex_decode"]
 

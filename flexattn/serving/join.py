@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.build import Launcher, builder
-from flexattn.render.serving_join import join_programs, render_join
+from flexattn.kernels.render.serving_join import join_programs, render_join
+from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.plan import DecodePlan
 
 __all__ = ["Join"]

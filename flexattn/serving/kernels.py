@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from flexattn.build import Kernel, builder
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.fallback.chain import Attempt, serve
-from flexattn.fallback.environment import COMPILER_FIELDS
-from flexattn.fallback.memory import memory
-from flexattn.render.serving import combine_rows, render_serving, render_serving_combine
-from flexattn.render.source import Source
+from flexattn.kernels.render.serving import combine_rows, render_serving, render_serving_combine
+from flexattn.kernels.render.source import Source
+from flexattn.kernels.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
+from flexattn.runtime.build import Kernel, builder
+from flexattn.runtime.fallback.chain import Attempt, serve
+from flexattn.runtime.fallback.environment import COMPILER_FIELDS
+from flexattn.runtime.fallback.memory import memory
 from flexattn.serving.request import Maxima
 from flexattn.serving.tuned import tuned
 from flexattn.settings import current
-from flexattn.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
 
 __all__ = ["Kernels", "build"]
 
@@ -44,7 +44,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A config that may serve a form; see flexattn.fallback.chain."""
+    """A config that may serve a form; see flexattn.runtime.fallback.chain."""
 
     problem: ServingForm
     target: Device

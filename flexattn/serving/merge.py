@@ -7,11 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flexattn.build import Launcher, builder
 from flexattn.device import detect
 from flexattn.errors import InputError
+from flexattn.kernels.render.serving import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
-from flexattn.render.serving import merge_rows, render_merge_states
+from flexattn.runtime.build import Launcher, builder
 from flexattn.settings import current
 
 __all__ = ["merge_states"]

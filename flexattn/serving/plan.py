@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.build import Launcher
-from flexattn.checks import check_scale
 from flexattn.device import usable
 from flexattn.errors import InputError
+from flexattn.kernels.render.arguments import captured_values
+from flexattn.kernels.render.serving import tied
+from flexattn.kernels.render.serving_await import EMPTY
+from flexattn.kernels.space.serving import ServingConfig, workspace
 from flexattn.mods import Bound, bind
-from flexattn.render.arguments import captured_values
-from flexattn.render.serving import tied
-from flexattn.render.serving_await import EMPTY
+from flexattn.problem.checks import check_scale
+from flexattn.runtime.build import Launcher
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -24,7 +25,6 @@ from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
-from flexattn.space.serving import ServingConfig, workspace
 
 __all__ = ["DecodePlan"]
 

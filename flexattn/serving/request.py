@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flexattn.cache.key import rounded
-from flexattn.checks import MAX_HEAD_DIM
 from flexattn.errors import InputError, InputTypeError
+from flexattn.kernels.space.serving import ITEMSIZE, ServingConfig, ServingForm
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
-from flexattn.space.serving import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.problem.checks import MAX_HEAD_DIM
+from flexattn.records.key import rounded
 
 __all__ = ["KV_DTYPES", "LAYOUTS", "Maxima", "form_of"]
 

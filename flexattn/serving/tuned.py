@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
-from flexattn.cache.environment import environment
-from flexattn.cache.key import Key, Sizes, mod_name, rounded
-from flexattn.cache.layers import Stored, layers, origin, ranked
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.kernels.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
+from flexattn.records.environment import environment
+from flexattn.records.key import Key, Sizes, mod_name, rounded
+from flexattn.records.layers import Stored, layers, origin, ranked
 from flexattn.serving.request import Maxima
 from flexattn.settings import current, say_once
-from flexattn.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
 
 __all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "batch_lengths", "tuned"]
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from flexattn.build import compile_source
-from flexattn.cache.record import Failed, Stage
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.fallback.memory import memory
-from flexattn.fallback.outcome import outcome_of
-from flexattn.machine_code import code_hash
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.render.source import Source, render_combine
+from flexattn.kernels.space.config import Config, DecodeConfig
+from flexattn.kernels.space.serving import ServingConfig
 from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
-from flexattn.render.kernel import render
-from flexattn.render.source import Source, render_combine
-from flexattn.resources import Resources, resources, spills_too_much
+from flexattn.records.record import Failed, Stage
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback.outcome import outcome_of
+from flexattn.runtime.machine_code import code_hash
+from flexattn.runtime.resources import Resources, resources, spills_too_much
 from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override
-from flexattn.space.config import Config, DecodeConfig
-from flexattn.space.serving import ServingConfig
 from flexattn.tune.foundry import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
 from flexattn.tune.serving import serving_sources

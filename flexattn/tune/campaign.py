@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flexattn.cache.environment import environment
-from flexattn.cache.key import Key, key_of
-from flexattn.cache.record import Answer, Environment, Record
-from flexattn.cache.store import Store
 from flexattn.errors import DeviceError, FlexAttnError
 from flexattn.measure.task import AnyTask
+from flexattn.records.environment import environment
+from flexattn.records.key import Key, key_of
+from flexattn.records.record import Answer, Environment, Record
+from flexattn.records.store import Store
 from flexattn.tune.task_locks import TaskLocks
 
 __all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]

@@ -9,16 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from flexattn.cache.key import Sizes, key_of
-from flexattn.cache.layers import layers, ranked, transferred
-from flexattn.cache.record import Record
-from flexattn.closing import Closing
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.space.config import Config, describe
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.measure.worker import Worker
+from flexattn.records.key import Sizes, key_of
+from flexattn.records.layers import layers, ranked, transferred
+from flexattn.records.record import Record
 from flexattn.serving.tuned import ServingProblem
-from flexattn.space.config import Config, describe
 from flexattn.tune.builds import Built, build_task, orders_of
 from flexattn.tune.campaign import environment_of
 from flexattn.tune.foundry import Foundry, Runs
@@ -27,6 +26,7 @@ from flexattn.tune.progress import Progress
 from flexattn.tune.shared import tune_shared
 from flexattn.tune.subject import subject_of
 from flexattn.tune.tuner import tune
+from flexattn.util.closing import Closing
 
 __all__ = ["Crew", "build_ahead", "seeds"]
 

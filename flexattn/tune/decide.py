@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flexattn.cache.record import Decision, Record, Trial
+from flexattn.records.record import Decision, Record, Trial
 from flexattn.tune.signed_rank import signed_rank
 
 __all__ = ["CONFIDENCE", "LOOKS", "MARGIN", "TIE", "alpha", "decide", "replay_study", "speedups"]

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from flexattn.closing import Closing
 from flexattn.errors import MeasureError
 from flexattn.tune.pool import Lost, Pool
+from flexattn.util.closing import Closing
 
 __all__ = ["Foundry", "Order", "Runs"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexattn.cache.codec import decode, encode
-from flexattn.cache.key import Key
-from flexattn.cache.record import Environment, Policy, Provenance, Record, Trial
 from flexattn.errors import CacheError
+from flexattn.records.codec import decode, encode
+from flexattn.records.key import Key
+from flexattn.records.record import Environment, Policy, Provenance, Record, Trial
 
 __all__ = ["Entry", "Journal", "settle"]
 

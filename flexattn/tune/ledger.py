@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flexattn.cache.record import Decision, Failed, Gated, Trial, is_time, kept_us
-from flexattn.space.config import Config
+from flexattn.kernels.space.config import Config
+from flexattn.records.record import Decision, Failed, Gated, Trial, is_time, kept_us
 from flexattn.tune.decide import decide
 
 __all__ = ["Ledger", "Sampled", "cost"]

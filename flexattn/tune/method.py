@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexattn.cache.record import Provenance
-from flexattn.space.triton import Effort
+from flexattn.kernels.space.triton import Effort
+from flexattn.records.record import Provenance
 from flexattn.tune.decide import CONFIDENCE, MARGIN
 from flexattn.tune.search import ALL_UP_TO, Sampler
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any, Literal
 
-from flexattn.closing import Closing
 from flexattn.measure.failures import clipped
 from flexattn.measure.wire import receive, send
 from flexattn.settings import compiler_environment
+from flexattn.util.closing import Closing
 
 __all__ = ["Lost", "Pool", "default_jobs", "serve"]
 

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from flexattn.cache.record import Decision, Failed
 from flexattn.measure.protocol import Measurer
+from flexattn.records.record import Decision, Failed
 from flexattn.tune.decide import LOOKS, TIE, alpha, decide, speedups
 from flexattn.tune.ledger import Ledger
 from flexattn.tune.signed_rank import signed_rank

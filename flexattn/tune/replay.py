@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Sequence
 
-from flexattn.cache.record import Failed, Gated, Trial
+from flexattn.kernels.space.config import Config
 from flexattn.measure.task import AnyTask
-from flexattn.space.config import Config
+from flexattn.records.record import Failed, Gated, Trial
 from flexattn.tune.builds import Built
 from flexattn.tune.studies import Study
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-from flexattn.cache.record import Policy
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.measure.task import ServingTask
-from flexattn.mods import Bound
-from flexattn.problem import DTYPES, Shape
-from flexattn.render.serving import render_serving, render_serving_combine
-from flexattn.render.source import Source
-from flexattn.serving.request import KV_DTYPES, Maxima, form_of
-from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
-from flexattn.space.axes import Effort
-from flexattn.space.serving import (
+from flexattn.kernels.render.serving import render_serving, render_serving_combine
+from flexattn.kernels.render.source import Source
+from flexattn.kernels.space.axes import Effort
+from flexattn.kernels.space.serving import (
     ServingConfig,
     ServingForm,
     reasons,
     serving_candidates,
     space,
 )
+from flexattn.measure.task import ServingTask
+from flexattn.mods import Bound
+from flexattn.problem import DTYPES, Shape
+from flexattn.records.record import Policy
+from flexattn.serving.request import KV_DTYPES, Maxima, form_of
+from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 
 __all__ = ["serving_configs", "serving_sources", "serving_task"]
 

@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from flexattn.cache.codec import decode, decode_record, encode, encode_record
-from flexattn.cache.environment import environment as environment_of
-from flexattn.cache.record import Environment, Record, slug
 from flexattn.errors import CacheError, InputError
+from flexattn.kernels.space.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
-from flexattn.space.config import Config
+from flexattn.records.codec import decode, decode_record, encode, encode_record
+from flexattn.records.environment import environment as environment_of
+from flexattn.records.record import Environment, Record, slug
 from flexattn.tune.board import Board, Heart, Held, Pulse, connect, rounds
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from flexattn.cache.codec import decode, encode
-from flexattn.cache.key import Key
-from flexattn.cache.record import SCHEMA, Environment, Policy, Trial
 from flexattn.errors import CacheError
+from flexattn.records.codec import decode, encode
+from flexattn.records.key import Key
+from flexattn.records.record import SCHEMA, Environment, Policy, Trial
 from flexattn.tune.subject import Subject
 
 __all__ = ["Study", "load", "loads", "save", "stored"]

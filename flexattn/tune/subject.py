@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexattn.cache.key import Key, key_of, sizes_of
-from flexattn.cache.record import Environment, Policy
+from flexattn.kernels.space.config import Config
+from flexattn.kernels.space.triton import Effort, default, reasons, survey
 from flexattn.measure.task import AnyTask, ServingTask
-from flexattn.space.config import Config
-from flexattn.space.triton import Effort, default, reasons, survey
+from flexattn.records.key import Key, key_of, sizes_of
+from flexattn.records.record import Environment, Policy
 from flexattn.tune.serving import serving_configs
 
 __all__ = ["Subject", "subject_of"]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexattn.cache.files import try_lock
+from flexattn.records.files import try_lock
 
 __all__ = ["TaskLocks"]
 

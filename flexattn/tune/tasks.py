@@ -8,20 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn import checks
-from flexattn.block_kinds import block_kinds
-from flexattn.cache.key import Key, key_of
+from flexattn.block_mask.classify import block_kinds
+from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.launch import Lists
-from flexattn.mask_class import mask_class
-from flexattn.masks import from_kinds
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.mods import Bound, bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load, role_of
-from flexattn.problem import FP8, kind_for, make_problem
+from flexattn.problem import FP8, checks, kind_for, make_problem
+from flexattn.problem.mask_class import mask_class
+from flexattn.records.key import Key, key_of
+from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flexattn.cache.record import Record
-from flexattn.space.config import Config
+from flexattn.kernels.space.config import Config
+from flexattn.records.record import Record
 from flexattn.tune.ledger import cost
 
 __all__ = ["regret", "transfer_regret", "with_transfer"]

@@ -9,12 +9,12 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from flexattn.cache.environment import environment as environment_of
-from flexattn.cache.record import Decision, Environment, Record, Trial
 from flexattn.errors import MeasureError
+from flexattn.kernels.space.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
-from flexattn.space.config import Config
+from flexattn.records.environment import environment as environment_of
+from flexattn.records.record import Decision, Environment, Record, Trial
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import noop_mask
 
-from flexattn.block_kinds import EMPTY, FULL, PARTIAL
-from flexattn.cache.untuned import Untuned, bound_of, read
+from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL
+from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
-from flexattn.launch import Lists
-from flexattn.mask_class import mask_class, representative
-from flexattn.masks import from_kinds
 from flexattn.measure.task import Task
 from flexattn.problem import Sparsity
+from flexattn.problem.mask_class import mask_class, representative
+from flexattn.records.untuned import Untuned, bound_of, read
+from flexattn.runtime.launch import Lists
 from flexattn.tune.workload import policy_for
 
 __all__ = ["NOTE", "untuned_tasks"]

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flexattn.cache.record import Decision, Failed, Trial
+from flexattn.kernels.space.config import Config, describe
 from flexattn.measure.protocol import Measurer
-from flexattn.space.config import Config, describe
+from flexattn.records.record import Decision, Failed, Trial
 from flexattn.tune.builds import Built
 from flexattn.tune.journal import Entry
 from flexattn.tune.ledger import Ledger

@@ -37,11 +37,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from flexattn.cache.environment import RecordKind, serving_policy
-from flexattn.cache.record import Policy
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.problem import ITEMSIZE, Kind, Shape
+from flexattn.records.environment import RecordKind, serving_policy
+from flexattn.records.record import Policy
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.build import compile_source
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.render.kernel import render
-from flexattn.resources import resources
-from flexattn.space.amd_config import AmdPrefillConfig
-from flexattn.space.config import describe
-from flexattn.space.triton import default, space
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.amd_config import AmdPrefillConfig
+from flexattn.kernels.space.config import describe
+from flexattn.kernels.space.triton import default, space
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

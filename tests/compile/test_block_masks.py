@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from flexattn.build import compile_source
 from flexattn.catalogue import case
 from flexattn.device import named
+from flexattn.kernels.render.block_mask import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
-from flexattn.render.block_mask import render_block_mask
+from flexattn.runtime.build import compile_source
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.build import compile_source, path_of
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.machine_code import code_hash
-from flexattn.render.source import render
-from flexattn.resources import resources
+from flexattn.kernels.render.source import render
+from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
+from flexattn.runtime.build import compile_source, path_of
+from flexattn.runtime.machine_code import code_hash
+from flexattn.runtime.resources import resources
 from flexattn.settings import override
-from flexattn.space.config import DecodeConfig, PrefillConfig
 from flexattn.tune.builds import build_all
 from tests.compile.devices import DEVICES
 from tests.problems import problem

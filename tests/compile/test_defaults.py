@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal, causal_score, document, relative_bias, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
-from flexattn.options import NONE
-from flexattn.render.kernel import render
-from flexattn.render.source import render_combine
-from flexattn.resources import resources
+from flexattn.kernels.options import NONE
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.render.source import render_combine
+from flexattn.kernels.space.triton import default
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
 from flexattn.settings import override
-from flexattn.space.triton import default
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 

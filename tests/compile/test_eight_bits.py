@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flexattn.build import compile_source
 from flexattn.device import named
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig
 from flexattn.mods import bind
-from flexattn.render.kernel import render
-from flexattn.space.config import GluonPrefillConfig, PrefillConfig
+from flexattn.runtime.build import compile_source
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

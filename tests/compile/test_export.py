@@ -4,27 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn import binaries
-from flexattn.binaries import export
-from flexattn.binary import binary_of
-from flexattn.binary_store import Binaries
-from flexattn.build import compile_source
-from flexattn.cache.record import Policy
 from flexattn.catalogue import alibi, causal, softcap
+from flexattn.deploy import binaries
+from flexattn.deploy.binaries import export
 from flexattn.device import named
-from flexattn.dispatch import choices, chosen
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.options import NONE, Options
+from flexattn.kernels.render.block_mask import render_block_mask
+from flexattn.kernels.render.narrow_values import render_narrow_values
+from flexattn.kernels.render.reach import render_norms, render_reach
+from flexattn.kernels.render.source import render_combine
+from flexattn.kernels.space import gluon
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
-from flexattn.options import NONE, Options
 from flexattn.problem import Captures
-from flexattn.render.block_mask import render_block_mask
-from flexattn.render.narrow_values import render_narrow_values
-from flexattn.render.reach import render_norms, render_reach
-from flexattn.render.source import render_combine
+from flexattn.records.record import Policy
+from flexattn.runtime.binary import binary_of
+from flexattn.runtime.binary_store import Binaries
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.dispatch import choices, chosen
 from flexattn.settings import override
-from flexattn.space import gluon
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]

@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 
 from bench.releases import problem_of, rows
-from flexattn.build import unloaded
 from flexattn.catalogue import softcap
 from flexattn.device import named
-from flexattn.dispatch import candidates_of, chosen
 from flexattn.errors import BuildError
-from flexattn.fallback.memory import Memory
-from flexattn.fallback.outcome import outcome_of
-from flexattn.options import NONE, parse
-from flexattn.render.source import digest_of
-from flexattn.resources import loop_spills, resources
+from flexattn.kernels.options import NONE, parse
+from flexattn.kernels.render.source import digest_of
+from flexattn.kernels.space.config import language_of
+from flexattn.runtime.build import unloaded
+from flexattn.runtime.dispatch import candidates_of, chosen
+from flexattn.runtime.fallback.memory import Memory
+from flexattn.runtime.fallback.outcome import outcome_of
+from flexattn.runtime.resources import loop_spills, resources
 from flexattn.settings import override, say_once
-from flexattn.space.config import language_of
 from flexattn.tune.builds import compile_one, orders_for
 from tests.compile.devices import DEVICES
 from tests.problems import problem
@@ -39,8 +39,8 @@ def place(tmp_path):
 @pytest.fixture
 def broken(monkeypatch):
     """Hopper's template with a name that nothing defines, as a printer once wrote sigmoid."""
-    from flexattn import dispatch
-    from flexattn.render.gluon import source
+    from flexattn.kernels.render.gluon import source
+    from flexattn.runtime import dispatch
 
     make = source.make_source
 

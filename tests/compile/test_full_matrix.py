@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from flexattn.build import compile_source
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.render.kernel import render
-from flexattn.resources import resources
-from flexattn.space.config import DecodeConfig, GluonPrefillConfig, describe
-from flexattn.space.triton import space
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, describe
+from flexattn.kernels.space.triton import space
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 

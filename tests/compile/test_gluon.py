@@ -12,21 +12,21 @@ import triton
 from torch.nn.attention.flex_attention import and_masks
 from triton._C.libtriton import ir, nvidia, passes
 
-from flexattn.binary import binary_of
-from flexattn.build import compile_source
 from flexattn.catalogue import CASES as WHOLE
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
-from flexattn.cuda_launch import RANK
 from flexattn.device import named
 from flexattn.errors import ConfigError
-from flexattn.ptx.merge_consumers import ALONE
-from flexattn.render.kernel import render
-from flexattn.resources import resources
-from flexattn.space.config import GluonPrefillConfig, describe, language_of
-from flexattn.space.defaults import candidates, default, gluon_refused, preferences
-from flexattn.space.estimates import estimates
-from flexattn.space.rules import reasons
-from flexattn.space.triton import space
+from flexattn.kernels.ptx.merge_consumers import ALONE
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.config import GluonPrefillConfig, describe, language_of
+from flexattn.kernels.space.defaults import candidates, default, gluon_refused, preferences
+from flexattn.kernels.space.estimates import estimates
+from flexattn.kernels.space.rules import reasons
+from flexattn.kernels.space.triton import space
+from flexattn.runtime.binary import binary_of
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.cuda_launch import RANK
+from flexattn.runtime.resources import resources
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.ptx.merge_consumers import EVERY_WARP
-from flexattn.render.kernel import render
-from flexattn.space.config import GluonPrefillConfig
+from flexattn.kernels.ptx.merge_consumers import EVERY_WARP
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.config import GluonPrefillConfig
+from flexattn.runtime.build import compile_source
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from flexattn import catalogue
-from flexattn.build import compile_source
 from flexattn.device import named
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.defaults import candidates
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.presets.mods import last_keys, sliding_tiles
-from flexattn.render.kernel import render
-from flexattn.resources import resources
-from flexattn.space.defaults import candidates
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

@@ -7,11 +7,11 @@ default failed in the compiler, and the mod had no other.
 import pytest
 import torch
 
-from flexattn.build import compile_source
 from flexattn.device import named
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
 from flexattn.mods.ops import OPS
-from flexattn.render.kernel import render
-from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.runtime.build import compile_source
 from tests.printed_ops import CASES, everywhere, mod
 from tests.problems import problem
 from tests.rendered_names import undefined

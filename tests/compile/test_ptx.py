@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import triton
 
-from flexattn import build
-from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.ptx.assembler import assemblers
-from flexattn.ptx.merge_consumers import NAME
-from flexattn.render.kernel import render
-from flexattn.resources import loop_spills, spills_too_much
-from flexattn.space.gluon_config import GluonPrefillConfig
-from flexattn.space.triton import default
+from flexattn.kernels.ptx.assembler import assemblers
+from flexattn.kernels.ptx.merge_consumers import NAME
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space.gluon_config import GluonPrefillConfig
+from flexattn.kernels.space.triton import default
+from flexattn.runtime import build
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import loop_spills, spills_too_much
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]
@@ -49,7 +49,8 @@ def test_without_the_pass_each_consumer_is_compiled(mods):
     )
     assert merged.stages.passes == (NAME,) and not plain.stages.passes
     assert (
-        f"# pass: {NAME} (flexattn/ptx/{NAME}.py)" in merged.text and "# pass:" not in plain.text
+        f"# pass: {NAME} (flexattn/kernels/ptx/{NAME}.py)" in merged.text
+        and "# pass:" not in plain.text
     )
     products, warps = zip(
         *(

@@ -10,22 +10,26 @@ import pytest
 import torch
 import triton
 
-from flexattn.binary import binary_of
-from flexattn.build import compile_source
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
-from flexattn.mods import bind
-from flexattn.render.serving import render_merge_states, render_serving, render_serving_combine
-from flexattn.render.serving_join import join_programs, render_join
-from flexattn.resources import resources
-from flexattn.serving.request import Maxima, form_of
-from flexattn.space.serving import (
+from flexattn.kernels.render.serving import (
+    render_merge_states,
+    render_serving,
+    render_serving_combine,
+)
+from flexattn.kernels.render.serving_join import join_programs, render_join
+from flexattn.kernels.space.serving import (
     ServingConfig,
     reasons,
     serving_candidates,
     space,
     workspace,
 )
+from flexattn.mods import bind
+from flexattn.runtime.binary import binary_of
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import resources
+from flexattn.serving.request import Maxima, form_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEVICE = named("nvidia-h200")

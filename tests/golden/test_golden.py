@@ -21,15 +21,15 @@ from flexattn.catalogue import (
     softcap,
 )
 from flexattn.device import named
+from flexattn.kernels.render.block_mask import render_block_mask
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.render.reach import render_norms, render_reach
+from flexattn.kernels.render.serving_join import render_join
+from flexattn.kernels.render.source import render_combine
+from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.space.serving import ServingConfig, ServingForm
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
-from flexattn.render.block_mask import render_block_mask
-from flexattn.render.kernel import render
-from flexattn.render.reach import render_norms, render_reach
-from flexattn.render.serving_join import render_join
-from flexattn.render.source import render_combine
-from flexattn.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
-from flexattn.space.serving import ServingConfig, ServingForm
 from tests.problems import problem
 
 FILES = Path(__file__).parent / "files"

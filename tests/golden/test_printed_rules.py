@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import sympy
 
-from flexattn.space import printed, printed_gluon
-from flexattn.space.stated.printer import gluon_text, text
+from flexattn.kernels.space import printed, printed_gluon
+from flexattn.kernels.space.stated.printer import gluon_text, text
 
 
 @pytest.mark.parametrize(("module", "text"), [(printed, text), (printed_gluon, gluon_text)])

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.launch import Outputs
+from flexattn.kernels.space.config import PrefillConfig
 from flexattn.measure.lab import DeviceLab
-from flexattn.space.config import PrefillConfig
+from flexattn.runtime.launch import Outputs
 
 LAB = f"{__name__}:FaultyLab"
 # Never launched as attention: FaultyLab knows them by their num_warps.

@@ -48,7 +48,7 @@ def test_more_rows_and_columns_than_one_program_lists(separate):
 
 
 def test_slabs_of_rows_change_nothing(monkeypatch):
-    from flexattn import block_kinds
+    from flexattn.block_mask import classify as block_kinds
 
     mask_mod = case("natten_2d").make(1, 1, 1, 3000, 3000, "cuda").mask_mod
     whole = flexattn.create_block_mask(mask_mod, None, None, 3000, 3000, "cuda")

@@ -7,18 +7,18 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, and_masks
 
 import flexattn
-from flexattn.attention import make_call
-from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
-from flexattn.descales import Descales
-from flexattn.dispatch import dispatcher
 from flexattn.errors import UnsupportedError
-from flexattn.launch import prepare
-from flexattn.options import Options
-from flexattn.plan import plan
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.options import Options
+from flexattn.kernels.space import gluon
+from flexattn.kernels.space.config import language_of
+from flexattn.problem.descales import Descales
 from flexattn.reference import Reference
-from flexattn.space import gluon
-from flexattn.space.config import language_of
+from flexattn.runtime.build import builder
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import prepare
 from tests.support import assert_judged, block_mask, heads_inside, inputs, run, sinks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -8,8 +8,6 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 import flexattn
-from flexattn.attention import make_call
-from flexattn.build import builder
 from flexattn.catalogue import (
     CASES,
     alibi,
@@ -20,14 +18,16 @@ from flexattn.catalogue import (
     softcap,
 )
 from flexattn.device import detect
-from flexattn.dispatch import dispatcher
 from flexattn.errors import ConfigError
-from flexattn.launch import prepare
-from flexattn.options import Options
-from flexattn.plan import plan
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.options import Options
+from flexattn.kernels.space.config import GluonPrefillConfig, language_of
+from flexattn.kernels.space.triton import space
 from flexattn.reference import Reference
-from flexattn.space.config import GluonPrefillConfig, language_of
-from flexattn.space.triton import space
+from flexattn.runtime.build import builder
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import prepare
 from tests import support
 from tests.support import (
     DTYPES,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.build import builder
 from flexattn.catalogue import alibi, alibi_slopes, causal, causal_offset, document, sliding_window
-from flexattn.lru import Lru
+from flexattn.runtime.build import builder
+from flexattn.util.lru import Lru
 from tests.support import PREFILL, assert_accurate, block_mask, inputs, run
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -45,7 +45,7 @@ def both(monkeypatch):
 
         found = once()
         with monkeypatch.context() as here:
-            here.setattr("flexattn.reach.LEAST_KEYS", 2**40)
+            here.setattr("flexattn.runtime.reach.LEAST_KEYS", 2**40)
             for place in ("plan._launches", "repeat._seen"):
                 here.setattr(f"flexattn.{place}", Lru(8))
             compiled = builder().compiled

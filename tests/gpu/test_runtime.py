@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError, ModError
+from flexattn.runtime.build import builder
 from tests.support import KINDS, assert_accurate, assert_judged, block_mask, inputs, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

@@ -7,8 +7,8 @@ import torch
 
 import flexattn.serving.plan as plans
 from examples import serving
-from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
+from flexattn.runtime.build import builder
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
 from flexattn.settings import override
 from tests.serving import (

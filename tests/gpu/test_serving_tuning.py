@@ -2,12 +2,12 @@
 
 import pytest
 
-from flexattn.cache.environment import environment
-from flexattn.cache.record import Gated, Policy
-from flexattn.cache.store import Store
 from flexattn.device import detect
 from flexattn.measure.worker import Worker
 from flexattn.problem import Shape
+from flexattn.records.environment import environment
+from flexattn.records.record import Gated, Policy
+from flexattn.records.store import Store
 from flexattn.serving import DecodePlan
 from flexattn.settings import override
 from flexattn.tune.builds import build_task

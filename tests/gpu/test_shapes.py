@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.build import builder
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from flexattn.runtime.build import builder
 from tests.support import (
     DECODE,
     KINDS,

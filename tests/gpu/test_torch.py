@@ -7,9 +7,9 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal, softcap
+from flexattn.frontend.training import torch_flex_attention
 from flexattn.reference import Precision, attention
 from flexattn.settings import say_once
-from flexattn.training import torch_flex_attention
 from tests.support import block_mask, inputs, sinks
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.build import builder
 from flexattn.catalogue import causal
+from flexattn.runtime.build import builder
 from tests.support import assert_accurate, inputs
 
 pytestmark = pytest.mark.gpu

@@ -5,15 +5,15 @@ import statistics
 import pytest
 import torch
 
-from flexattn.cache.record import Failed, Gated, Policy
 from flexattn.catalogue import alibi, causal, document
 from flexattn.device import detect
+from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.space.triton import default
 from flexattn.measure.lab import DeviceLab
 from flexattn.measure.timing import time_interleaved
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.problem import Layout
-from flexattn.space.config import DecodeConfig, PrefillConfig
-from flexattn.space.triton import default
+from flexattn.records.record import Failed, Gated, Policy
 from tests.gpu.faults import BAD_ADDRESS, LAB, MEMORY, SPIN
 from tests.tasks import make_task
 

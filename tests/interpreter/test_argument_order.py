@@ -6,11 +6,14 @@ import sys
 import pytest
 import torch
 
-from flexattn import block_kernels, build, dispatch, plan, reach, repeat
+from flexattn.block_mask import kernels as block_kernels
 from flexattn.catalogue import alibi, causal
-from flexattn.lru import Lru
-from flexattn.render import source
+from flexattn.frontend import guards as repeat
+from flexattn.frontend import plan
+from flexattn.kernels.render import source
+from flexattn.runtime import build, dispatch, reach
 from flexattn.serving import ServingConfig, decode, merge
+from flexattn.util.lru import Lru
 from tests.interpreter import test_block_mask as block_masks
 from tests.interpreter import test_narrow_values as narrow
 from tests.interpreter import test_reach as reaches

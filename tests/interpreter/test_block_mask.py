@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flexattn.block_kernels import BlockClassifier
-from flexattn.block_kinds import block_kinds
+from flexattn.block_mask.classify import block_kinds
+from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.catalogue import CASES, case, causal, document, natten_2d, sliding_window
 from flexattn.mods import bind
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flexattn.device import detect
-from flexattn.narrow_values import NarrowValues
+from flexattn.runtime.narrow_values import NarrowValues
 
 CPU = torch.device("cpu")
 

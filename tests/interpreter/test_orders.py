@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from flexattn.attention import make_call
 from flexattn.catalogue import causal, sliding_window
-from flexattn.dispatch import dispatcher
-from flexattn.launch import prepare
-from flexattn.options import Options
-from flexattn.plan import plan
+from flexattn.frontend.attention import make_call
+from flexattn.frontend.plan import plan
+from flexattn.kernels.options import Options
+from flexattn.kernels.space.config import ORDERS
 from flexattn.reference import Reference
-from flexattn.space.config import ORDERS
+from flexattn.runtime.dispatch import dispatcher
+from flexattn.runtime.launch import prepare
 from tests.support import KINDS, assert_judged, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]

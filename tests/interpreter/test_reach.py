@@ -19,14 +19,14 @@ from flexattn.catalogue import (
 )
 from flexattn.device import detect
 from flexattn.errors import BuildError
-from flexattn.lru import Lru
-from flexattn.mask_class import mask_class
+from flexattn.kernels.render.arguments import captured_values
+from flexattn.kernels.render.reach import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
-from flexattn.reach import Reach
-from flexattn.render.arguments import captured_values
-from flexattn.render.reach import ALL_KEYS
+from flexattn.problem.mask_class import mask_class
+from flexattn.runtime.reach import Reach
 from flexattn.settings import override
+from flexattn.util.lru import Lru
 from tests.support import (
     DTYPES,
     LAYOUTS,
@@ -51,8 +51,8 @@ SLOPES = (8.0, 2.0, -1.0, 0.0)
 def short_calls_too(monkeypatch):
     """The lengths of tests are those where two kernels more do not pay."""
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
-        monkeypatch.setattr(f"flexattn.reach.{name}", 0)
-    monkeypatch.setattr("flexattn.plan._launches", Lru(64))
+        monkeypatch.setattr(f"flexattn.runtime.reach.{name}", 0)
+    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
 
 
 def alibi(*slopes):
@@ -200,8 +200,8 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
     mod = alibi()
     call = {"score_mod": mod, "kernel_options": SMALL, "enable_gqa": True}
     path = flexattn.explain(q, k, v, **call).source
-    monkeypatch.setattr("flexattn.reach.LEAST_KEYS", 98)
-    monkeypatch.setattr("flexattn.plan._launches", Lru(64))
+    monkeypatch.setattr("flexattn.runtime.reach.LEAST_KEYS", 98)
+    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
     assert flexattn.explain(q, k, v, **call).source == path
     assert reads(16, q, k, v, 0, score_mod=mod).all()
 
@@ -214,7 +214,7 @@ def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog
     def refused(*args):
         raise BuildError("a check refused it")
 
-    monkeypatch.setattr("flexattn.plan._launches", Lru(64))
+    monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
     monkeypatch.setattr(Reach, "_of", refused)
     with override(strict=False):
         found = both(q, k, v, score_mod=alibi())

@@ -17,8 +17,8 @@ from flexattn.catalogue import (
     prefix_lm,
     sliding_window,
 )
-from flexattn.mask_class import mask_class
-from flexattn.runs import known_runs
+from flexattn.problem.mask_class import mask_class
+from flexattn.problem.runs import known_runs
 from tests.support import (
     DECODE,
     KINDS,

@@ -9,9 +9,9 @@ import torch
 
 import flexattn.serving.join as joins
 import flexattn.serving.plan as plans
-from flexattn.build import TritonLaunch, builder
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.errors import BuildError
+from flexattn.runtime.build import TritonLaunch, builder
 from flexattn.serving import CascadePlan, ServingConfig
 from flexattn.settings import override
 from tests.serving import Batch, assert_right, batch, poisoned_cache, poisoned_pages, quantized

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.kernels.space.serving import ServingConfig
 from flexattn.serving import DecodePlan
-from flexattn.space.serving import ServingConfig
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 
 pytestmark = [

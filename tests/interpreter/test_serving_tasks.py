@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from flexattn.cache.record import Gated, Policy
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
+from flexattn.kernels.space.serving import ServingConfig
 from flexattn.measure.lab import DeviceLab
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.mods import bind
 from flexattn.problem import Shape
-from flexattn.space.serving import ServingConfig
+from flexattn.records.record import Gated, Policy
 from flexattn.tune.serving import serving_task
 
 pytestmark = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.kernels.space.serving import ServingConfig
 from flexattn.serving import DecodePlan
-from flexattn.space.serving import ServingConfig
 from tests.serving import assert_right, batch, plan_for, run
 
 pytestmark = [

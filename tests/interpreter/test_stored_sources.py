@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.build import Builder, RenderAnew
 from flexattn.device import INTERPRETER
+from flexattn.runtime.build import Builder, RenderAnew
 from flexattn.settings import override
 from tests.stored_kernels import stored, tiny, wrong
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexattn
-from flexattn import attention
+from flexattn.frontend import attention
 from flexattn.integrations.transformers import register
 from flexattn.mods.bind import clear, stats
 from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.build import builder
 from flexattn.catalogue.scores import alibi, softcap
 from flexattn.errors import InputError
+from flexattn.runtime.build import builder
 from tests.support import inputs, run
 
 pytestmark = pytest.mark.interpreter

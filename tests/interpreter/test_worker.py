@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from flexattn.cache.record import Failed, Gated, Policy
 from flexattn.catalogue import alibi, causal
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
 from flexattn.measure.worker import Worker
-from flexattn.space.config import DecodeConfig, PrefillConfig
+from flexattn.records.record import Failed, Gated, Policy
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.interpreter

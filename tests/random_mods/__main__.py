@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from flexattn.ptx.assembler import triton_version
+from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.settings import compiler_environment, current, worker_environment
 from flexattn.tune.pool import Pool, default_jobs
 from tests.random_mods.changes import changed

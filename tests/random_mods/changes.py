@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from flexattn.kernels.render.torch_printer import evaluate
 from flexattn.mods import Witness, bind, watch
 from flexattn.mods.site import Bound
-from flexattn.render.torch_printer import evaluate
 from tests.random_mods.mods import SIGNATURES, everywhere
 from tests.random_mods.outcomes import Outcome, Task, failure
 from tests.random_mods.places import PLACES, PRELUDE, Place

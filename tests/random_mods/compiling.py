@@ -7,16 +7,16 @@ import time
 from functools import partial
 from typing import Any
 
-from flexattn.build import compile_source, unloaded
 from flexattn.device import Device, named
-from flexattn.dispatch import Choice, chosen
+from flexattn.kernels.options import NONE
+from flexattn.kernels.render.block_mask import render_block_mask
+from flexattn.kernels.space.config import describe
 from flexattn.mods import bind
 from flexattn.mods.expr import walk
-from flexattn.options import NONE
 from flexattn.problem import Captures, Problem, Shape, Sparsity, make_problem
-from flexattn.render.block_mask import render_block_mask
+from flexattn.runtime.build import compile_source, unloaded
+from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import override
-from flexattn.space.config import describe
 from tests.random_mods.mods import RandomMod, random_mod
 from tests.random_mods.outcomes import Outcome, Task, failure
 

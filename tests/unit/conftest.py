@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from flexattn.cache import layers
 from flexattn.cli import places
 from flexattn.cli.app import app
+from flexattn.records import layers
 from flexattn.settings import override
 
 

@@ -10,121 +10,61 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "settings", "lru", "files", "closing", "printable"}
+# Every part may import these.
+BASE = {"errors", "settings", "util"}
 
-# What a part may import, with all that those may import, and BASE. A new edge is a decision.
+# What a folder may import, with all that those may import, and BASE. A new edge is a decision.
 EDGES = {
     "errors": set(),
-    "printable": set(),
-    "settings": {"errors", "printable"},
-    "lru": set(),
-    "files": {"errors"},
-    "closing": set(),
-    "mods": set(),
-    # What AWS documents of its cores, as numbers: the device table and the space both read it.
-    "neuroncore": set(),
-    "device": {"mods", "neuroncore"},
-    "problem": {"mods", "device"},
-    "space": {"problem", "ptx"},
-    # What happens to a kernel's PTX: a source says which of it, a compile does it.
-    "ptx": {"errors"},
-    "render": {"space", "ptx"},
-    "binary": set(),
-    "cuda_driver": set(),
-    # A kernel's description is decoded as strictly as a record, by the same code.
-    "binary_store": {"binary", "cache"},
-    "source_store": {"cache"},
-    "cuda_launch": {"render", "binary", "cuda_driver"},
+    "settings": {"errors", "util"},
+    "util": {"errors"},
     # What a rendered Gluon kernel imports.
     "gluon_api": set(),
-    # Kernels' texts as files and as modules, whoever rendered them: it takes a name and a text.
-    "codecache": set(),
-    "compiler_context": set(),
-    "build": {"cuda_launch", "binary_store", "compiler_context", "ptx", "codecache"},
-    # Which of several configs serves, by what became of building each; kept where records are.
-    "fallback": {"build", "cache", "resources"},
+    "mods": set(),
+    "device": set(),
+    "problem": {"mods"},
+    "reference": {"problem"},
+    "kernels": {"problem", "device"},
     # The environment of a record hashes the renderer that its config was measured with, and names
     # the driver, which torch does not always tell.
-    "cache": {"space", "render", "cuda_driver"},
-    # Facts of a BlockMask's lists, which a launch passes on.
-    "runs": set(),
-    "mask_class": {"runs"},
-    # Of a cubin it asks for the size of its stack before it has it disassembled.
-    "resources": {"machine_code"},
-    "machine_code": {"device"},
-    # Above build, for the kernel that makes a block mask; a Problem takes plain facts of the mask.
-    "block_kernels": {"build"},
-    "block_kinds": {"block_kernels"},
-    "block_lists": {"block_kinds"},
-    "lazy_mask": {"block_lists"},
-    # What mods read of captured tensors, for FLEXATTN_CHECK: by their expressions, with torch.
-    "read_checks": {"mods", "dense_blocks", "descales"},
-    "masks": {"lazy_mask", "read_checks"},
-    "visual": {"block_kinds"},
-    # Names alone: what torch's lowering reads, which torch changes more often than we our options.
-    "option_names": set(),
-    "options": {"space", "option_names"},
-    "checks": {"problem", "descales"},
-    "dispatch": {"cache", "build", "options", "source_store", "fallback"},
-    # A leaf, like sinks: factors of each head, which a launch, its checks and the oracle read.
-    "descales": set(),
-    "narrow_values": {"build"},
-    # Keys are left out where the kernels that find them build.
-    "reach": {"fallback"},
-    "counters": set(),
-    "launch": {"dispatch", "runs", "descales", "narrow_values", "reach", "counters"},
-    "training": set(),
-    "sinks": set(),
-    "rounding": {"problem"},
-    "dense_blocks": set(),
-    "reference": {"sinks", "descales", "rounding", "dense_blocks"},
+    "records": {"kernels"},
+    # Outcomes and binaries are decoded as strictly as a record, by the same code.
+    "runtime": {"records"},
+    # A mask's blocks are classified by a kernel of their own.
+    "block_mask": {"runtime"},
+    "catalogue": {"block_mask"},
+    # The catalogue has the document mask of nested tensors that were packed.
+    "frontend": {"runtime", "reference", "catalogue"},
+    "serving": {"runtime"},
     # A candidate is launched by what serves users, so that what is timed is what will run.
-    "measure": {"launch", "reference", "serving"},
-    # What a kernel takes and whose code it shares is known before it is timed.
-    # It makes a workload's BlockMasks, and checks its numbers as a call's are checked.
-    "tune": {"measure", "cache", "resources", "machine_code", "masks", "mask_class", "checks"},
-    # DESIGN.md has neuron below space, render and build, "used by their target alone". It stands
-    # above measure and tune instead, since what they need of NKI is data and lies below them
-    # (neuroncore, space/nki.py, render/nki), while what is left is the place of a device: it takes
-    # a Task, interprets, simulates or measures its kernels, judges them by measure's oracle and
-    # hands the tuner's loop a Measurer. Below tune it could do none of that, and nothing of
-    # NVIDIA's path would gain: space, render, build, measure and tune import nothing of it.
-    "neuron": {"measure", "cache", "tune"},
-    "serving": {"dispatch", "checks"},
-    "plan": {"launch", "checks", "mask_class"},
-    "graph_break": set(),
-    "transforms": {"errors"},
-    # Knows plans, that it need not make one again.
-    "repeat": {"plan", "read_checks"},
-    "attention": {"repeat", "reference", "training", "graph_break", "transforms"},
-    "explain": {"attention"},
-    "catalogue": {"masks"},
+    "measure": {"serving", "reference"},
+    # It makes a workload's BlockMasks.
+    "tune": {"measure", "block_mask"},
+    # What the core needs of NKI is data and lies below (device.neuroncore, kernels.space.nki,
+    # kernels.render.nki); what is left is the place of a device: it takes a Task, interprets,
+    # simulates or measures its kernels, judges them by measure's oracle, and hands the tuner's
+    # loop a Measurer. Nothing of NVIDIA's path imports it.
+    "neuron": {"tune"},
     "presets": {"catalogue"},
-    # It compiles what dispatch would choose, for the tasks of a workload.
-    "binaries": {"tune"},
+    "deploy": {"tune"},
     # Reads records and nothing of how they were made; its page is a template like a kernel's.
-    "report": {"cache", "measure", "render"},
-    "cli": {
-        "report", "binaries", "explain", "catalogue", "presets", "measure", "resources", "serving",
-        "tune", "neuron",
-    },
+    "report": {"measure"},
+    "cli": {"report", "deploy", "frontend", "presets", "neuron"},
     # Another library's attention, made of calls that any user could write.
-    "integrations": {"attention", "masks", "catalogue"},
-    # It reads a workload as the tuner does, when it is called.
-    "warm": {"tune"},
-    # A document mask of the catalogue's, with nested tensors packed for it.
-    "nested": {"catalogue"},
-    "__init__": {"explain", "catalogue", "serving", "visual", "warm", "nested"},
+    "integrations": {"frontend"},
+    "__init__": {"frontend", "serving", "deploy"},
     "__main__": {"cli"},
-}  # fmt: skip
-REFERENCE_USERS = {"reference", "measure", "attention"}
+}
+# On top of the package; everything else is in a folder.
+LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py"}
+REFERENCE_USERS = {"reference", "measure", "frontend"}
 
 # At the top level these would make a plain `import flexattn` need them; the place named may do it.
 OPTIONAL = {
     "typer": "cli/",
     "rich": "cli/",
-    "sympy": "space/stated/",  # what is stated there is printed as Python: no call imports it
-    "numpy": "render/interpreted_math.py",  # loaded for Triton's interpreter, which needs numpy
+    "sympy": "kernels/space/stated/",  # printed as Python: no call imports it
+    "numpy": "kernels/render/interpreted_math.py",  # Triton's interpreter needs it
     **dict.fromkeys(
         (
             "matplotlib",
@@ -224,18 +164,20 @@ def test_files_stay_short(path):
     assert len(path.read_text().splitlines()) <= 400, "split it by idea"
 
 
-def test_the_table_has_no_cycle():
+def test_the_table_is_short_and_has_no_cycle():
     for name in EDGES:
         assert name not in reachable(name)
+    assert len(EDGES) - len(LOOSE) <= 25 and len(LOOSE) <= 6
+    assert LOOSE == {path.name for path in PACKAGE.glob("*.py")}
 
 
 @pytest.mark.parametrize(
     ("line", "where", "expected"),
     [
-        ("from .errors import X", "space/triton.py", "flexattn.space.errors.X"),
-        ("from ..build import Kernel", "space/triton.py", "flexattn.build.Kernel"),
-        ("from flexattn import cli", "masks.py", "flexattn.cli"),
-        ("def f():\n    import flexattn.cache", "masks.py", "flexattn.cache"),
+        ("from .errors import X", "mods/trace.py", "flexattn.mods.errors.X"),
+        ("from ..errors import X", "mods/trace.py", "flexattn.errors.X"),
+        ("from flexattn import cli", "settings.py", "flexattn.cli"),
+        ("def f():\n    import flexattn.records", "settings.py", "flexattn.records"),
     ],
 )
 def test_the_reader_of_imports_sees(line, where, expected):

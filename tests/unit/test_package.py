@@ -60,7 +60,7 @@ def test_wheel_contains_code_and_data(wheel):
 
 FIND_TEMPLATES = """
 import flexattn
-from flexattn.render.environment import templates_folder
+from flexattn.kernels.render.environment import templates_folder
 print(sorted(p.name for p in templates_folder().rglob("*.jinja")))
 print(templates_folder())
 """
@@ -83,7 +83,7 @@ def test_templates_are_found_in_a_plain_checkout():
 
 
 FIND_CONFIGS = """
-from flexattn.cache.layers import configs_folder, layers
+from flexattn.records.layers import configs_folder, layers
 from flexattn.device import named
 print(configs_folder())
 print(layers(named("nvidia-h200"))[-1].store.root)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexattn.lru import Lru
 from flexattn.mods.algebra import flags, real, whole
 from flexattn.mods.algebra.flags import Flag
 from flexattn.mods.algebra.forms import both, constant, integer, single, truth
@@ -21,6 +20,7 @@ from flexattn.mods.bounds import dtype_range
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import make
+from flexattn.util.lru import Lru
 
 __all__ = ["CORNERS", "Bounds", "TableUse", "bounds_of"]
 

@@ -2,14 +2,14 @@
 
 [cost] is the "Estimated instruction cost" of each page of nki.isa in the documentation of SDK
 2.26.1 (later editions dropped these sections; the engines did not change). [arch2], [arch3],
-[arch4] and [dma] are the guides that flexattn/neuroncore.py names.
+[arch4] and [dma] are the guides that flexattn/device/neuroncore.py names.
 N is the number of elements of a partition.
 """
 
 from __future__ import annotations
 
+from flexattn.device.neuroncore import NeuronCore
 from flexattn.neuron.nki.tensor import Tensor
-from flexattn.neuroncore import NeuronCore
 
 __all__ = [
     "DEPENDENCY",

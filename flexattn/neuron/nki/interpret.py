@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 from flexattn.errors import KernelError
 from flexattn.neuron.nki import data, matrix, scalar, vector
 from flexattn.neuron.nki.machine import DTYPES, Machine, Storage, current, fault, running
 from flexattn.neuron.nki.operators import OPERATORS
 from flexattn.neuron.nki.tensor import Tensor
-from flexattn.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 
 __all__ = ["Interpreted", "interpret", "load"]
 

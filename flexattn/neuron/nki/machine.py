@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 from flexattn.errors import KernelError
 from flexattn.neuron.nki.timeline import Timeline
-from flexattn.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 
 __all__ = ["DTYPES", "Machine", "Storage", "current", "fault", "running"]
 

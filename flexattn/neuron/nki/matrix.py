@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
 from flexattn.neuron.nki import costs
 from flexattn.neuron.nki.machine import Machine, current
 from flexattn.neuron.nki.rules import check, engine_of, issue, on_chip
 from flexattn.neuron.nki.tensor import Tensor
-from flexattn.neuroncore import PARTITIONS, STATIONARY_MAX
 
 __all__ = ["nc_matmul", "nc_transpose"]
 

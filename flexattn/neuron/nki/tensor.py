@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from flexattn.device.neuroncore import BANK_BYTES
 from flexattn.neuron.nki.machine import DTYPES, Storage, fault
 from flexattn.neuron.nki.timeline import Span
-from flexattn.neuroncore import BANK_BYTES
 
 __all__ = ["Tensor", "cast"]
 

@@ -1,0 +1,1 @@
+"""Block masks: made, classified, listed and drawn."""

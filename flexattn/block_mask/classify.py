@@ -1,0 +1,177 @@
+"""Which blocks of a mask are empty, partial or full: by its bounds, by elements where left open.
+
+A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from their corners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.mods import Bound
+from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
+from flexattn.mods.expr import walk
+
+__all__ = ["EMPTY", "FULL", "PARTIAL", "block_kinds", "kinds_by_rows"]
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_OPEN = 3
+# Blocks whose kinds a GPU holds at a time on the way to the lists, and elements and blocks that
+# the CPU path works on at a time.
+_SLAB, _CHUNK, _TILES = 2**25, 2**20, 2**18
+# The CPU path first decides squares of so many blocks, where there are more than _FEW.
+_COARSE, _FEW = 16, 2**12
+# Elements of an open block that are looked at before all of it: so many rows, and keys.
+_SAMPLED = 4
+
+
+def block_kinds(
+    bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Whether each block is EMPTY, PARTIAL or FULL: int8 [B, H, q_blocks, kv_blocks].
+
+    A block that reaches past a length is never FULL, as in torch.
+    """
+    B, H, q_len, kv_len = sizes
+    shape = (B, H, -(-q_len // block[0]), -(-kv_len // block[1]))
+    kinds = torch.empty(shape, dtype=torch.int8, device=device)
+    rows = kinds.view(shape[0] * shape[1] * shape[2], shape[3])
+    for first, found in kinds_by_rows(bound, sizes, block, device):
+        rows[first : first + found.shape[0]] = found
+    return kinds
+
+
+def kinds_by_rows(
+    bound: Bound, sizes: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """block_kinds, some rows at a time: the first row, and kinds int8 [rows, kv_blocks].
+
+    Rows are counted over B, H and q_blocks. A GPU decides all of a row's blocks by their bounds,
+    and evaluates the elements of those that are left open, in one kernel; the CPU decides squares
+    of blocks, then the blocks of open squares, and evaluates elements some blocks at a time.
+    """
+    B, H, q_len, kv_len = sizes
+    rows, columns = B * H * -(-q_len // block[0]), -(-kv_len // block[1])
+    if not rows or not columns:
+        return
+    if device.type != "cuda":
+        yield 0, _Host(bound, sizes, block).kinds().view(rows, columns)
+        return
+    classifier = BlockClassifier(bound, sizes, block, device)
+    slab = max(1, _SLAB // columns)
+    kinds = torch.empty(min(slab, rows), columns, dtype=torch.int8, device=device)
+    for first in range(0, rows, slab):
+        part = kinds[: rows - first]
+        classifier.run(part, first)
+        yield first, part
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The CPU path for one mask; a tile is told by its b, h, row and column."""
+
+    bound: Bound
+    sizes: tuple[int, int, int, int]
+    block: tuple[int, int]
+
+    def kinds(self) -> Tensor:
+        """int8 [B, H, q_blocks, kv_blocks]."""
+        names = {node.value for node in walk(self.bound.mod.expr) if node.op == "var"}
+        B, H = (self.sizes[i] if name in names else 1 for i, name in enumerate("bh"))
+        blocks = [-(-self.sizes[2 + i] // self.block[i]) for i in range(2)]
+        rule = (
+            bounds_of(self.bound.mod),
+            tables_of(bounds_of(self.bound.mod).tables, self.bound.tensors, self.block),
+        )
+        step = _COARSE if blocks[0] * blocks[1] > _FEW else 1
+        coarse = [-(-count // step) for count in blocks]
+        kinds = torch.empty(B * H * coarse[0] * coarse[1], dtype=torch.int8)
+        for first in range(0, kinds.numel(), _TILES):
+            number = torch.arange(first, min(first + _TILES, kinds.numel()))
+            kinds[number] = self._bounded(_unflat(number, H, coarse), step, *rule)
+        fine = kinds.view(B, H, *coarse)
+        if step > 1:
+            fine = fine.repeat_interleave(step, 2)[:, :, : blocks[0]]
+            fine = fine.repeat_interleave(step, 3)[:, :, :, : blocks[1]].contiguous()
+            self._settle(fine, *rule)
+        flat = fine.view(-1)
+        pending = torch.nonzero(flat == _OPEN)[:, 0]
+        for some in pending.split(max(1, _CHUNK // _SAMPLED**2)):
+            flat[some] = self._sampled(_unflat(some, H, blocks))
+        pending = pending[flat[pending] == _OPEN]
+        for some in pending.split(max(1, _CHUNK // (self.block[0] * self.block[1]))):
+            flat[some] = self._exact(_unflat(some, H, blocks))
+        for dim, count in enumerate(blocks):
+            if self.sizes[2 + dim] % self.block[dim]:
+                last = fine.select(2 + dim, count - 1)
+                last.copy_(last.clamp(max=PARTIAL))
+        return fine.expand(*self.sizes[:2], *blocks).contiguous()
+
+    def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Table, ...]) -> None:
+        """Decide the blocks of open squares, each by itself."""
+        flat = fine.view(-1)
+        pending = torch.nonzero(flat == _OPEN)[:, 0]
+        for some in pending.split(_TILES):
+            flat[some] = self._bounded(
+                _unflat(some, fine.shape[1], list(fine.shape[2:])), 1, bounds, tables
+            )
+
+    def _bounded(
+        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Table, ...]
+    ) -> Tensor:
+        """The kinds of squares of step x step blocks, _OPEN where the bounds do not say."""
+        b, h, *places = tiles
+        corners = {"b": b, "h": h}
+        for name, at, size, length in zip(
+            ("q", "kv"), places, self.block, self.sizes[2:], strict=True
+        ):
+            corners[f"{name}_lo"] = at * (size * step)
+            corners[f"{name}_hi"] = ((at + 1) * (size * step)).clamp(max=length) - 1
+        must, may = verdicts(bounds, corners, self.bound.tensors, self.bound.scalars, tables)
+        kinds = torch.where(must, FULL, torch.where(may, _OPEN, EMPTY)).to(torch.int8)
+        return kinds.expand(b.shape)
+
+    def _sampled(self, tiles: list[Tensor]) -> Tensor:
+        """PARTIAL where some elements are kept and others are not, else _OPEN."""
+        lanes = []
+        for at, size, length in zip(tiles[2:], self.block, self.sizes[2:], strict=True):
+            first = at * size
+            span = ((at + 1) * size).clamp(max=length) - 1 - first
+            lanes.append(first[:, None] + span[:, None] * torch.arange(_SAMPLED) // (_SAMPLED - 1))
+        keep = self._keep(tiles, *lanes).flatten(1)
+        return torch.where(keep.any(1) & ~keep.all(1), PARTIAL, _OPEN).to(torch.int8)
+
+    def _exact(self, tiles: list[Tensor]) -> Tensor:
+        """The kinds of blocks by each of their elements; what lies past a length is not kept.
+
+        The mask is asked there as at the last position: the zero that a captured tensor has past
+        its end may be what the mask divides by.
+        """
+        q_idx, kv_idx = (
+            (at * size)[:, None] + torch.arange(size)
+            for at, size in zip(tiles[2:], self.block, strict=True)
+        )
+        inside = (q_idx < self.sizes[2])[:, :, None] & (kv_idx < self.sizes[3])[:, None, :]
+        last = (length - 1 for length in self.sizes[2:])
+        places = (at.clamp(max=end) for at, end in zip((q_idx, kv_idx), last, strict=True))
+        keep = (self._keep(tiles, *places) & inside).flatten(1)
+        return keep.any(1).to(torch.int8) + keep.all(1).to(torch.int8)
+
+    def _keep(self, tiles: list[Tensor], q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """The mask at queries [tiles, m] and keys [tiles, n]: bool [tiles, m, n]."""
+        env = dict(zip("bh", (at[:, None, None] for at in tiles[:2]), strict=True))
+        env |= {"q_idx": q_idx[:, :, None], "kv_idx": kv_idx[:, None, :]}
+        keep = evaluate(self.bound.mod, env, self.bound.tensors, self.bound.scalars)
+        return keep.expand(len(tiles[0]), q_idx.shape[1], kv_idx.shape[1])
+
+
+def _unflat(number: Tensor, heads: int, blocks: list[int]) -> list[Tensor]:
+    """b, h, row and column of tiles that are counted over [B, H, rows, columns]."""
+    rest, column = number // blocks[1], number % blocks[1]
+    rest, row = rest // blocks[0], rest % blocks[0]
+    return [rest // heads, rest % heads, row, column]

@@ -1,0 +1,160 @@
+"""create_block_mask(): torch's BlockMask, made block by block in memory of the blocks' number."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    and_masks,
+    create_mask,
+    noop_mask,
+    or_masks,
+)
+
+from flexattn.block_mask.classify import kinds_by_rows
+from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.block_mask.lists import lists_of
+from flexattn.device import usable
+from flexattn.errors import InputError, InputTypeError, UnsupportedError
+from flexattn.mods import bind
+from flexattn.problem.read_checks import check_mask_reads
+from flexattn.settings import current
+
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "FlexKernelOptions",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "noop_mask",
+    "or_masks",
+]
+
+MaskMod = Callable[..., Tensor]
+_SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The BlockMask of a mask_mod: torch's contents, without the L x S square.
+
+    What it returns is torch's class but for its lists by key (q_num_blocks, q_indices and those of
+    full blocks): they are made when they are first read. A block is decided by the bounds of the
+    mask over it (flexattn.mods.algebra), and by its elements where the bounds leave it open.
+
+    mask_mod(b, h, q_idx, kv_idx) -> bool. B, H: None where the mask does not depend on them.
+    BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths. device: the
+    accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
+    compute_dq_write_order asks for metadata of a backward and needs torch 2.13.
+
+    Lists may be replaced, or written in place by operations of torch, and the next call reads them
+    as they are. What is written past torch's count of writes is not seen where the blocks of each
+    row join up: through `.data`, `.detach().numpy()`, a kernel of one's own or a replayed CUDA
+    graph. `mask.kv_num_blocks.add_(0)` afterwards says so.
+
+    Raises InputError for sizes that are no integers or too small, ModError for a mask_mod that
+    cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
+    it captures.
+    """
+    batch, heads = _size("B", 1 if B is None else B), _size("H", 1 if H is None else H)
+    Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
+    q_block, kv_block = _block(BLOCK_SIZE)
+    where = _device(device)
+    for name, size in (("B", batch), ("H", heads), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if size < 0 or (name in "BH" and size < 1):
+            raise InputError(f"{name}={size}", f"{name} is at least {int(name in 'BH')}")
+    if q_block < 1 or kv_block < 1:
+        raise InputError(f"BLOCK_SIZE={BLOCK_SIZE}", "block sizes are at least 1")
+    bound = bind(mask_mod, "mask", where)
+    assert bound is not None
+    sizes = (batch, heads, Q_LEN, KV_LEN)
+    if current().check:
+        check_mask_reads(mask_mod, bound, sizes, where)
+    block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
+    shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
+    parts = kinds_by_rows(bound, sizes, block, where)
+    lists = lists_of(parts, shape, where, separate_full_blocks)
+    mask = LazyBlockMask.of(lists, block, mask_mod, lengths)
+    if compute_dq_write_order:
+        _add_write_order(mask, dq_kv_order)
+    return mask
+
+
+def _size(name: str, size: Any) -> int:
+    """A size as an integer; raises InputTypeError for what is none, as a device or a mask_mod."""
+    if isinstance(size, (int, torch.SymInt)):
+        return size  # type: ignore[return-value]
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise InputTypeError(
+            f"{name} is {size!r:.80}", f"it is an integer in {_SIGNATURE}", "order them so"
+        ) from None
+
+
+def _block(size: Any) -> tuple[int, int]:
+    """The query rows and keys of a block; raises InputTypeError for what is no such pair."""
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2:
+        raise InputTypeError(
+            f"BLOCK_SIZE is {size!r:.80}", "it is one integer, or (query rows, keys)"
+        )
+    return _size("BLOCK_SIZE", pair[0]), _size("BLOCK_SIZE", pair[1])
+
+
+def from_kinds(
+    kinds: Tensor,
+    mask_mod: MaskMod,
+    block: tuple[int, int],
+    lengths: tuple[int, int],
+    separate_full_blocks: bool = True,
+) -> BlockMask:
+    """The BlockMask that lists what block_kinds found, on the device of its answer."""
+    B, H, rows, columns = kinds.shape
+    flat = kinds.reshape(B * H * rows, columns)
+    parts = [(0, flat)] if flat.numel() else []
+    lists = lists_of(parts, (B, H, rows, columns), kinds.device, separate_full_blocks)
+    return LazyBlockMask.of(lists, block, mask_mod, lengths)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+    return usable("cpu" if device is None else device)
+
+
+def _add_write_order(mask: BlockMask, dq_kv_order: bool) -> None:
+    """Metadata for FlashAttention's deterministic backward, computed by torch where it can."""
+    if "dq_write_order" not in inspect.signature(BlockMask.from_kv_blocks).parameters:
+        raise UnsupportedError(
+            f"compute_dq_write_order with torch {torch.__version__}", "torch has it from 2.13 on"
+        )
+    from torch.nn.attention import flex_attention as torch_flex
+
+    partial, full = torch_flex._compute_dq_write_order_from_block_mask(
+        mask, dq_kv_order=dq_kv_order
+    )
+    mask.dq_write_order, mask.dq_write_order_full = partial, full
+    mask.dq_kv_order, mask.dq_kv_order_spt = None, dq_kv_order

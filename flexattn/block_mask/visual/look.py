@@ -1,0 +1,170 @@
+"""visualize(): what a mod does to a square of positions, cell by cell, from its expression."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.block_mask.classify import FULL, PARTIAL, block_kinds
+from flexattn.block_mask.visual.picture import Picture
+from flexattn.errors import InputError
+from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.mods import Bound, bind
+from flexattn.mods.algebra import bounds_of, tables_of, verdicts
+from flexattn.mods.expr import pretty
+
+__all__ = ["visualize"]
+
+# Places of a cell that are looked at where its bounds leave it open: so many rows, and keys.
+_LOOKS = 8
+Ends = tuple[Tensor, Tensor]
+
+
+def visualize(
+    mod: Callable[..., Any] | BlockMask,
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    b: int = 0,
+    h: int = 0,
+    block_size: int | tuple[int, int] = 128,
+    cells: int = 128,
+    score: float = 0.0,
+) -> Picture:
+    """A picture of a mask_mod, a score_mod or a BlockMask, of lengths up to 2**26.
+
+    A notebook shows it, print() writes it with characters, and `save` makes a file (matplotlib).
+    The square is cut into at most cells x cells parts. A part is decided by the bounds of the
+    mask over it (flexattn.mods.algebra), and an open one by 8 x 8 of its elements, so time and
+    memory follow the number of cells and not that of positions. Classes are exact where there are
+    no more blocks than cells; else a cell stands for several blocks.
+
+    b, h: the batch and the head that are shown. score: what a score_mod is given; its value in
+    the middle of each cell is shown. A BlockMask brings its lengths and block size.
+    Raises InputError for lengths that are missing or below 1, ModError for a mod that cannot be
+    read.
+    """
+    if isinstance(mod, BlockMask):
+        q_len, kv_len = (int(length) for length in mod.seq_lengths)
+        block_size, mod = mod.BLOCK_SIZE, mod.mask_mod
+    if q_len is None or min(q_len, q_len if kv_len is None else kv_len, cells) < 1:
+        raise InputError(
+            f"q_len={q_len}, kv_len={kv_len}, cells={cells}",
+            "a picture needs lengths and cells of at least 1",
+            "visualize(mod, q_len, kv_len); kv_len is q_len where it is left out",
+        )
+    lengths = q_len, q_len if kv_len is None else kv_len
+    block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    kind = _kind(mod)
+    bound = bind(mod, kind)
+    assert bound is not None
+    view = _View(bound, lengths, (b, h))
+    rows, columns = (_parts(length, cells) for length in lengths)
+    name = str(getattr(mod, "__name__", "") or type(mod).__name__)
+    facts: dict[str, Any] = {
+        "name": name, "lengths": lengths, "block": block, "text": pretty(bound.mod.expr),
+    }  # fmt: skip
+    if kind == "score":
+        return Picture(**facts, share=None, classes=None, per_cell=1, scores=view.scores(
+            rows, columns, score
+        ))  # fmt: skip
+    counts = [-(-length // size) for length, size in zip(lengths, block, strict=True)]
+    per_cell = -(-max(counts) // cells)
+    if per_cell == 1:
+        classes = view.blocks(block)
+    else:
+        tiles = [
+            _steps(length, size * per_cell) for length, size in zip(lengths, block, strict=True)
+        ]
+        share = view.share(*tiles)
+        classes = torch.where(share == 1, FULL, torch.where(share == 0, 0, PARTIAL))
+    share = view.share(rows, columns)
+    return Picture(**facts, share=share, classes=classes, per_cell=per_cell, scores=None)
+
+
+class _View:
+    """One head of a bound mod."""
+
+    def __init__(self, bound: Bound, lengths: tuple[int, int], place: tuple[int, int]) -> None:
+        self._bound, self._lengths, self._place = bound, lengths, place
+        self._device = next((t.device for t in bound.tensors if t.dim()), torch.device("cpu"))
+
+    def scores(self, rows: Ends, columns: Ends, score: float) -> Tensor:
+        """The score_mod in the middle of each cell: float32 [rows, columns], on the CPU."""
+        middles = [(low + high) // 2 for low, high in (rows, columns)]
+        found = self._at(middles[0][:, None], middles[1][None, :], score)
+        return found.expand(len(middles[0]), len(middles[1])).float().cpu()
+
+    def blocks(self, block: tuple[int, int]) -> Tensor:
+        """The kinds of all blocks."""
+        b, h = self._place
+        kinds = block_kinds(self._bound, (b + 1, h + 1, *self._lengths), block, self._device)
+        return kinds[b, h].cpu()
+
+    def share(self, rows: Ends, columns: Ends) -> Tensor:
+        """How much of each cell is kept, an estimate in open cells: float32 [rows, columns].
+
+        0 and 1 in a cell that the bounds decide are exact; an estimate is between the two.
+        """
+        corners = {
+            "q_lo": rows[0][:, None], "q_hi": rows[1][:, None],
+            "kv_lo": columns[0][None, :], "kv_hi": columns[1][None, :],
+        }  # fmt: skip
+        corners |= {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
+        corners = {name: each.to(self._device) for name, each in corners.items()}
+        bounds, (_, tensors, scalars) = bounds_of(self._bound.mod), self._bound
+        tables = tables_of(bounds.tables, tensors, (1, 1))
+        must, may = verdicts(bounds, corners, tensors, scalars, tables)
+        shape = len(rows[0]), len(columns[0])
+        must, may = must.expand(shape).cpu(), may.expand(shape).cpu()
+        share = torch.where(must, 1.0, 0.0)
+        row, column = torch.nonzero(may & ~must, as_tuple=True)
+        if len(row):
+            q_idx, kv_idx = (
+                _looked(low[at], high[at]) for (low, high), at in ((rows, row), (columns, column))
+            )
+            kept = self._at(q_idx[:, :, None], kv_idx[:, None, :], 0.0)
+            found = kept.expand(len(row), _LOOKS, _LOOKS).float().mean((1, 2)).cpu()
+            single = (rows[0] == rows[1])[row] & (columns[0] == columns[1])[column]
+            estimate = found.clamp(0.5 / _LOOKS**2, 1 - 0.5 / _LOOKS**2)
+            share[row, column] = torch.where(single, found, estimate)
+        return share
+
+    def _at(self, q_idx: Tensor, kv_idx: Tensor, score: float) -> Tensor:
+        env = {name: torch.tensor(at) for name, at in zip("bh", self._place, strict=True)}
+        env |= {"q_idx": q_idx, "kv_idx": kv_idx, "score": torch.tensor(score)}
+        env = {name: each.to(self._device) for name, each in env.items()}
+        return evaluate(self._bound.mod, env, self._bound.tensors, self._bound.scalars)
+
+
+def _parts(length: int, cells: int) -> Ends:
+    """The inclusive ends of at most `cells` parts of nearly one size."""
+    count = min(length, cells)
+    cuts = torch.arange(count + 1) * length // count
+    return cuts[:-1], cuts[1:] - 1
+
+
+def _steps(length: int, size: int) -> Ends:
+    """The inclusive ends of parts of one size; the last one ends with the length."""
+    first = torch.arange(0, length, size)
+    return first, (first + size).clamp(max=length) - 1
+
+
+def _looked(low: Tensor, high: Tensor) -> Tensor:
+    """Places from the first to the last of each cell: [cells, _LOOKS]."""
+    return low[:, None] + (high - low)[:, None] * torch.arange(_LOOKS) // (_LOOKS - 1)
+
+
+def _kind(mod: Callable[..., Any]) -> str:
+    """A score_mod takes five positional arguments, a mask_mod four: bind() says what is wrong."""
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):
+        return "mask"
+    needed = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    return "score" if len(needed) == 5 else "mask"

@@ -1,0 +1,1 @@
+"""Kernels made before they are asked for."""

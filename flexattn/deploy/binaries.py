@@ -1,0 +1,146 @@
+"""export(): a directory from which a fresh process serves tuned problems without compiling.
+
+It works on any machine: kernels are compiled for a named device, which need not be here. What it
+writes is read by `binary_store` and `source_store` of `flexattn.runtime` and by
+`flexattn.mods.recorded`, where FLEXATTN_BINARIES names the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.options import NONE
+from flexattn.kernels.render.block_mask import render_block_mask
+from flexattn.kernels.render.narrow_values import render_narrow_values
+from flexattn.kernels.render.source import Source
+from flexattn.kernels.space.gluon_config import GluonPrefillConfig
+from flexattn.measure.task import Task
+from flexattn.mods.bind import record
+from flexattn.problem import Captures, Problem
+from flexattn.records.store import Store
+from flexattn.runtime.binary_store import Binaries
+from flexattn.runtime.build import Kernel, path_of, unloaded
+from flexattn.runtime.dispatch import chosen
+from flexattn.runtime.reach import sources
+from flexattn.runtime.source_store import Sources
+from flexattn.settings import current, override
+from flexattn.tune.progress import SILENT, Progress
+
+__all__ = ["DEFAULT_OUTPUTS", "Exported", "export"]
+
+Mods = Iterable[tuple[Callable[..., Any], str]]
+# (lse, max_scores) of flex_attention's calls: with no statistics, and with return_lse.
+DEFAULT_OUTPUTS = ((False, False), (True, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a directory got: kernels that attend or combine, kernels that make block masks, mods.
+
+    traced: mods that cannot be recognised in another process, by name: they are traced there.
+    """
+
+    kernels: int
+    block_masks: int
+    mods: int
+    traced: tuple[str, ...]
+
+
+def export(
+    tasks: Iterable[Task],
+    device: Device,
+    out: Path,
+    store: Store | None = None,
+    mods: Mods = (),
+    outputs: Iterable[tuple[bool, bool]] = DEFAULT_OUTPUTS,
+    progress: Progress = SILENT,
+) -> Exported:
+    """Write what a server of these tasks on this device needs to compile and trace nothing.
+
+    store: tuned records that choose the configs, before all others that dispatch looks at. mods:
+    the callables of the tasks with their kind, "score" or "mask": a Task holds expressions alone.
+    outputs: which statistics the calls ask for, as (lse, max_scores). What lies in `out` already
+    stays, and the same kernel is compiled once.
+
+    Raises UnsupportedError for a device whose kernels only Triton can launch, BuildError for a
+    kernel that does not compile.
+    """
+    if device.backend != "cuda":
+        raise UnsupportedError(
+            f"binaries for {device.name}",
+            "kernels are launched from files through NVIDIA's driver alone",
+            "export without binaries: the first call compiles there",
+        )
+    found, wanted = list(tasks), list(outputs)
+    writer, kernels, block_masks = _Writer(out, device), 0, 0
+    first = (store.root, *current().cache) if store is not None else ()
+    with override(cache=first) if first else nullcontext():
+        progress.stage("binaries", len(found))
+        for task in found:
+            for lse, max_scores in wanted:
+                structure = replace(task.problem.structure, lse=lse, max_scores=max_scores)
+                kernels += writer.attend(replace(task.problem, structure=structure))
+            block_masks += writer.block_mask(task)
+            progress.step(task.title)
+    known = [(fn, record(fn, kind, out)) for fn, kind in mods]
+    traced = tuple(str(getattr(fn, "__name__", fn)) for fn, sure in known if not sure)
+    return Exported(kernels, block_masks, len(known) - len(traced), traced)
+
+
+class _Writer:
+    """Compiles each source once."""
+
+    def __init__(self, root: Path, device: Device) -> None:
+        self._binaries, self._sources = Binaries(root), Sources(root)
+        self._device = device
+        self._kernels: dict[str, Kernel] = {}
+        self._written: set[str] = set()
+
+    def attend(self, problem: Problem) -> int:
+        """The kernels that dispatch would choose for a problem; how many are new."""
+        before = len(self._written)
+        choice, _, _ = chosen(problem, self._device, NONE, self._compiled)
+        rendered: tuple[Source, ...] = (choice.source,)
+        if choice.combine is not None:
+            rendered += (choice.combine,)
+        config, head_dim = choice.config, problem.structure.head_dim_v
+        self._sources.write(problem.structure, config, self._device, rendered)
+        if isinstance(config, GluonPrefillConfig) and config.narrow:
+            rendered += (render_narrow_values(head_dim, self._device),)
+        for source in (*rendered, *sources(problem.structure, config, self._device)):
+            self._write(source)
+        return len(self._written) - before
+
+    def block_mask(self, task: Task) -> int:
+        """The kernel that finds the blocks of a task's mask; how many are new."""
+        sparsity, before = task.problem.structure.sparsity, len(self._written)
+        if task.mask is not None and sparsity is not None:
+            contiguous = tuple(t.stride()[-1:] == (1,) for t in task.mask.tensors)
+            captures = Captures(task.mask.mod, contiguous)
+            block = sparsity.q_block, sparsity.kv_block
+            self._write(render_block_mask(captures, *block, self._device))
+        return len(self._written) - before
+
+    def _compiled(self, source: Source) -> Kernel:
+        known = self._kernels.get(source.hash)
+        if known is None:
+            known = self._kernels[source.hash] = unloaded(source, self._device)
+        return known
+
+    def _write(self, source: Source) -> None:
+        """Compile and write a kernel that is not there yet."""
+        if source.hash in self._written:
+            return
+        kernel = self._compiled(source)
+        if kernel.binary is None:
+            raise UnsupportedError(
+                f"{path_of(source)} as a binary", "it needs what only Triton's own launcher does"
+            )
+        self._binaries.write(source, kernel.binary, kernel.compiled.metadata.triton_version)
+        self._written.add(source.hash)

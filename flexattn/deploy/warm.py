@@ -1,0 +1,70 @@
+"""warm(): compile what a workload's calls will need, before the first of them comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from flexattn.tune.workload import Workload
+
+__all__ = ["warm"]
+
+
+def warm(
+    workload: str | Path | Mapping[str, Any] | Workload,
+    device: torch.device | str = "cuda",
+    return_lse: bool = False,
+) -> int:
+    """Compile every kernel that flex_attention runs for a workload's calls on a device.
+
+    workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
+    read. return_lse: the calls ask for the log-sum-exp. A length that is not in the workload needs
+    no other kernel unless a tuned record or decode's tile height changes with it. Call it when a
+    server starts: it forgets what was traced before, so that numbers in mods are constants.
+
+    Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
+    ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
+    """
+    # Reading workloads belongs to tuning, which a plain import of flexattn does not load.
+    from flexattn.device import detect
+    from flexattn.errors import BuildError
+    from flexattn.kernels.options import NONE
+    from flexattn.mods import bind
+    from flexattn.runtime.build import builder
+    from flexattn.runtime.dispatch import dispatcher
+    from flexattn.runtime.reach import sources
+    from flexattn.tune.tasks import mods_of, task_from
+    from flexattn.tune.workload import parse, read
+
+    if isinstance(workload, (str, Path)):
+        workload = read(Path(workload))
+    elif isinstance(workload, Mapping):
+        workload = parse(workload, "workload", "warm(...)")
+    where = torch.device(device)
+    if where.type == "cuda" and str(where) == "cuda":
+        where = torch.device("cuda", torch.cuda.current_device())
+    target, index = detect(where), -1 if where.type == "cpu" else where.index
+    before, found = builder().compiled, []
+    for row in workload.rows:
+        if row.served is not None:
+            continue
+        mods = mods_of(row)
+        # The blocks of its mask are found on the device, which compiles that kernel too.
+        problem = task_from(row, *mods, target, where).problem
+        structure = replace(problem.structure, lse=return_lse)
+        asked = replace(problem, structure=structure)
+        choice = dispatcher().kernels(asked, target, index, NONE)[0]
+        for source in sources(structure, choice.config, target):
+            with suppress(BuildError):  # a call goes on without it, and says so
+                builder().kernel(source, target, index)
+        found.append(mods)
+    for score_mod, mask_mod in found:
+        bind(score_mod, "score")
+        bind(mask_mod, "mask")
+    return builder().compiled - before

@@ -1,0 +1,14 @@
+"""Devices as numbers, and the driver's word."""
+
+from flexattn.device.device import (
+    INTERPRETER,
+    KNOWN,
+    NEURON,
+    Device,
+    detect,
+    is_rdna,
+    named,
+    usable,
+)
+
+__all__ = ["INTERPRETER", "KNOWN", "NEURON", "Device", "detect", "is_rdna", "named", "usable"]

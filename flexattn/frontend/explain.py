@@ -1,0 +1,171 @@
+"""explain(): what a call would run, and why, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn.device import detect
+from flexattn.frontend.attention import PLANLESS, Route, check_call, make_call, route_of
+from flexattn.frontend.plan import Call, ScoreMod, plan
+from flexattn.kernels import options
+from flexattn.kernels.options import Options
+from flexattn.kernels.space.config import Config, Language, describe, language_of
+from flexattn.kernels.space.defaults import gluon_refused
+from flexattn.kernels.space.tiles import Geometry
+from flexattn.mods.expr import pretty
+from flexattn.problem import Captures, kind_for
+from flexattn.runtime.build import path_of
+from flexattn.runtime.dispatch import Choice
+from flexattn.runtime.fallback.chain import Attempt
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which path a call takes and why; the kernel's fields are None where no kernel runs.
+
+    route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (training) or
+    "empty" (no query, or no key).
+    language: "triton" or "gluon", of the template. language_why: why not the other; both are None
+    where there is no other. source, combine_source: paths of the rendered files. candidates: the
+    configs that were tried, the one that serves last, each with what became of it.
+    """
+
+    route: Route
+    why: str
+    problem: str | None = None
+    template: str | None = None
+    template_why: str | None = None
+    language: Language | None = None
+    language_why: str | None = None
+    config: Config | None = None
+    config_origin: str | None = None
+    grid: Geometry | None = None
+    source: Path | None = None
+    combine_source: Path | None = None
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    candidates: tuple[Attempt, ...] = ()
+
+    def __str__(self) -> str:
+        """One aligned line a fact, with the reason beside or below it."""
+        facts: list[tuple[str, object]] = [
+            ("problem", self.problem),
+            ("template", self.template and f"{self.template}: {self.template_why}"),
+            ("language", self.language and f"{self.language}: {self.language_why}"),
+            ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
+            ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
+            ("grid", self.grid and _grid(self.grid)),
+            ("score_mod", self.score_mod),
+            ("mask_mod", self.mask_mod),
+            ("source", self.source),
+            ("combine", self.combine_source),
+        ]
+        lines = [f"{self.route}: {self.why}"]
+        for name, value in facts:
+            if value is not None:
+                text = str(value).replace("\n", "\n" + " " * 13)
+                lines.append(f"  {name:<11}{text}")
+        return "\n".join(lines)
+
+
+def _grid(grid: Geometry) -> str:
+    tiles = f"{grid.num_tiles} tile{'s' * (grid.num_tiles > 1)} of query rows"
+    splits = f", {grid.num_splits} splits of the keys" if grid.num_splits > 1 else ""
+    return f"{grid.programs} programs: {tiles}{splits}"
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> Explanation:
+    """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
+
+    Raises what flex_attention would raise.
+    """
+    call = make_call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+        return_aux, sinks, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    route, why = route_of(call)
+    if route != "torch" and options.asks_flash(kernel_options):
+        why = f"{why}; {options.FLASH}"
+    if route in PLANLESS:
+        check_call(call)
+        return Explanation(route, why)
+    return _kernel(call, route, why)
+
+
+def _kernel(call: Call, route: Route, why: str) -> Explanation:
+    launch = plan(call).launch
+    choice, problem = launch.choice, launch.problem
+    structure = problem.structure
+    asked = options.parse(call.kernel_options)
+    forced = asked.kind
+    template_why = "forced by kernel_options"
+    if forced is None:
+        sms = detect(torch.device(call.q.device)).num_sms
+        sizes = problem.q_len, problem.kv_len, problem.B, problem.Hq
+        template_why = kind_for(*sizes, sms, structure.fp8)[1]
+    language_why = _why_this_language(choice, asked)
+    return Explanation(
+        route=route,
+        why=why,
+        problem=problem.describe(),
+        template=structure.kind,
+        template_why=template_why,
+        language=language_of(choice.config) if language_why else None,
+        language_why=language_why,
+        config=choice.config,
+        config_origin=choice.origin,
+        grid=launch.geometry,
+        source=path_of(choice.source),
+        combine_source=path_of(choice.combine) if choice.combine is not None else None,
+        score_mod=_text(structure.score),
+        mask_mod=_text(structure.mask),
+        candidates=choice.attempts,
+    )
+
+
+def _why_this_language(choice: Choice, asked: Options) -> str | None:
+    """Why a prefill on Hopper runs this of its two templates; None elsewhere."""
+    problem, device = choice.problem, choice.device
+    if not device.has_wgmma or problem.structure.kind != "prefill":
+        return None
+    if asked.language is not None:
+        return "forced by kernel_options"
+    if language_of(choice.config) == "gluon":
+        return "warp-specialised, for Hopper"
+    if refused := gluon_refused(problem, device):
+        return f"gluon cannot run: {refused}"
+    if choice.how == "forced":
+        return "kernel_options' numbers are of the Triton template without BACKEND"
+    gave_way = [each for each in choice.attempts if each.candidate.startswith("gluon ")]
+    if gave_way:
+        return f"gluon gave way: {gave_way[0].outcome}"
+    if choice.how == "default":
+        return "the static default; gluon can run"
+    return "the record's; gluon can run"
+
+
+def _text(captures: Captures | None) -> str | None:
+    return None if captures is None else pretty(captures.mod.expr)

@@ -1,0 +1,1 @@
+"""Kernels: which configs there are, and what they render to."""

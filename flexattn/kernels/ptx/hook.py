@@ -1,0 +1,88 @@
+"""Triton's hook of a compile's stages, for our kernels alone: passes over PTX, and which ptxas.
+
+The hook is one of the process. What it is to do is said by the thread that compiles, so that
+kernels of others that compile meanwhile are as they would be without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from flexattn.kernels.ptx import merge_consumers
+from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
+from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
+
+__all__ = ["compiled_by"]
+
+
+_wanted: ContextVar[Stages | None] = ContextVar("flexattn_stages", default=None)
+_lock = Lock()
+_users = 0
+_before: Callable[..., Any] | None = None
+
+
+@contextmanager
+def compiled_by(stages: Stages) -> Iterator[None]:
+    """What this thread compiles inside passes through these stages."""
+    if stages == OWN_STAGES:
+        yield
+        return
+    _install(+1)
+    token = _wanted.set(stages)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+        _install(-1)
+
+
+def _install(step: int) -> None:
+    """Put the hook before the one that is there, and back when nobody compiles any more."""
+    global _users, _before
+    from triton import knobs
+
+    runtime: Any = knobs.runtime
+    with _lock:
+        _users += step
+        if step > 0 and _users == 1:
+            _before, runtime.add_stages_inspection_hook = runtime.add_stages_inspection_hook, _hook
+        elif not _users:
+            runtime.add_stages_inspection_hook = _before
+
+
+def _hook(*given: Any) -> Any:
+    """As Triton calls it: with a compile's stages; later releases also without, for a key."""
+    found = _before(*given) if _before is not None else None
+    stages = _wanted.get()
+    if not given:
+        words = found or ("", "")
+        return words if stages is None else tuple(f"{each} {stages}" for each in words)
+    if stages is not None:
+        _change(given[1], stages)
+    return found
+
+
+def _change(made: dict[str, Any], wanted: Stages) -> None:
+    for name in ("ptx", "cubin"):
+        if name in made:
+            made[name] = partial(_assembled, wanted.ptxas, made[name])
+    if "ptx" in made and merge_consumers.NAME in wanted.passes:
+        made["ptx"] = partial(_merged, made["ptx"])
+
+
+def _assembled(ptxas: Ptxas, make: Callable[..., Any], given: Any, metadata: Any) -> Any:
+    with assembled_by(ptxas):
+        return make(given, metadata)
+
+
+def _merged(make: Callable[..., Any], given: Any, metadata: Any) -> str:
+    ptx = make(given, metadata)
+    warps = merge_consumers.block_warps(ptx)
+    if warps is not None:
+        metadata["num_warps"] = warps
+    return merge_consumers.merged(ptx)

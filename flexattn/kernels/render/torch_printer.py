@@ -1,0 +1,104 @@
+"""Prints an Expr as plain torch, and runs it: the form a person can check, and the oracle's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flexattn.mods.expr import Expr, Mod, walk
+from flexattn.mods.ops import OPS
+from flexattn.util.lru import Lru
+
+__all__ = ["evaluate", "to_torch"]
+
+_compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)
+
+
+def to_torch(expr: Expr, *, wide: bool = False) -> str:
+    """The source of `mod(score, b, h, q_idx, kv_idx, buffers, scalars)`, an assignment a node.
+
+    It calls nothing but torch, math and `load(buffer, *index)`. wide: what is float32 becomes
+    float64, as an oracle computes it.
+    """
+    names: dict[Expr, str] = {}
+    lines = ["def mod(score, b, h, q_idx, kv_idx, buffers, scalars):"]
+    for node in walk(expr):
+        text = _text(node, [names[arg] for arg in node.args])
+        if wide:
+            text = text.replace("torch.float32", "torch.float64")
+        if node.op == "var":
+            names[node] = text
+        else:
+            names[node] = f"t{len(lines) - 1}"
+            lines.append(f"    {names[node]} = {text}")
+    lines.append(f"    return {names[expr]}")
+    return "\n".join(lines) + "\n"
+
+
+def evaluate(
+    mod: Mod,
+    env: Mapping[str, torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    scalars: Sequence[int | float | bool],
+    *,
+    wide: bool = False,
+) -> torch.Tensor:
+    """The mod on tensors for its variables, which broadcast against one another.
+
+    A negative index wraps once, as in torch; one out of range reads 0 and never raises.
+    Variables that the mod does not use may be missing from `env`; what it does not depend on
+    has no dimension in the result. wide: as in `to_torch`. May run under torch.vmap.
+    """
+    name = mod.fingerprint + " wide" * wide
+    function = _compiled.get(name)
+    if function is None:
+        scope: dict[str, Any] = {"torch": torch, "math": math, "load": _load}
+        source = to_torch(mod.expr, wide=wide)
+        exec(compile(source, f"<mod {mod.fingerprint[:12]}>", "exec"), scope)
+        function = scope["mod"]
+        _compiled.put(name, function)
+    device = next((x.device for x in env.values()), torch.device("cpu"))
+    inputs = [env.get(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
+    with torch.device(device):
+        return function(*inputs, tensors, scalars)
+
+
+def _load(buffer: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+    if not index:
+        return buffer
+    inside = torch.ones((), dtype=torch.bool, device=buffer.device)
+    safe = []
+    for position, size in zip(index, buffer.shape, strict=True):
+        wrapped = torch.where(position < 0, position + size, position).to(buffer.device)
+        inside = inside & (wrapped >= 0) & (wrapped < size)
+        safe.append(wrapped.clamp(0, max(size - 1, 0)))
+    if buffer.numel() == 0:
+        return torch.zeros(inside.shape, dtype=buffer.dtype, device=buffer.device)
+    # Not buffer[...]: torch reads an index without dimensions on the host, where vmap has none.
+    value: torch.Tensor = torch.ops.aten.index.Tensor(buffer, torch.broadcast_tensors(*safe))
+    return value.masked_fill(~inside, 0)
+
+
+def _text(node: Expr, args: list[str]) -> str:
+    if node.op == "var":
+        return str(node.value)
+    if node.op == "const":
+        return f"torch.tensor({_number(node.value)}, dtype=torch.{node.dtype})"
+    if node.op == "scalar":
+        return f"torch.tensor(scalars[{node.value}], dtype=torch.{node.dtype})"
+    if node.op == "load":
+        return f"load({', '.join([f'buffers[{node.value}]', *args])})"
+    if node.op == "cast":
+        return f"{args[0]}.to(torch.{node.dtype})"
+    op = OPS[node.op]
+    options = [f"{name}={value!r}" for name, value in op.kwargs.items()]
+    return f"torch.{op.called}({', '.join([*args, *options])})"
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "math.nan" if math.isnan(value) else f"{'-' if value < 0 else ''}math.inf"
+    return repr(value)

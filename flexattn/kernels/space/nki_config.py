@@ -1,0 +1,228 @@
+"""Configs of the NKI templates, and the on-chip memory that each asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from flexattn.device.neuroncore import BANK_BYTES
+from flexattn.problem import ITEMSIZE, Problem, Structure
+
+__all__ = [
+    "MAX_STATES",
+    "NkiConfig",
+    "NkiDecodeConfig",
+    "NkiPrefillConfig",
+    "NkiShape",
+    "described",
+    "memory_of",
+    "row_tiles",
+    "shape_of",
+]
+
+MaskForm = Literal["range", "affine", "select"]
+Transpose = Literal["tensor", "dma"]
+Evict = Literal["vector", "scalar"]
+Form = Literal["s", "st"]
+
+CHUNK = 128
+# States of query rows that wait for the next section of keys.
+MAX_STATES = 32
+TURNS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NkiPrefillConfig:
+    """BLOCK_M query rows visit BLOCK_N keys at a time, of `section` keys that stay in SBUF.
+
+    score_buffers, value_buffers: tiles in PSUM of QK^T, and of P^T and PV. buffers: working tiles
+    in SBUF. kv_buffers: sections in SBUF. transpose: the engines that turn P. evict: the engine
+    that moves it out of PSUM. mask: how masks are applied where they are simple. mixed: float32
+    tensors are multiplied as bfloat16. form: "s" has query rows on the partitions, S = Q K^T; "st"
+    has keys there, S^T = K Q^T, and P need not be turned.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    section: int = 4096
+    score_buffers: int = 2
+    value_buffers: int = 1
+    buffers: int = 2
+    kv_buffers: int = 1
+    transpose: Transpose = "tensor"
+    evict: Evict = "vector"
+    mask: MaskForm = "range"
+    mixed: bool = False
+    form: Form = "s"
+
+
+@dataclass(frozen=True, slots=True)
+class NkiDecodeConfig:
+    """Rows are query heads of a group and positions; their keys are cut into num_splits.
+
+    Otherwise as in prefill; each split walks its keys a section at a time.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_splits: int = 1
+    section: int = 2048
+    score_buffers: int = 2
+    value_buffers: int = 1
+    buffers: int = 2
+    kv_buffers: int = 2
+    transpose: Transpose = "tensor"
+    evict: Evict = "vector"
+    mask: MaskForm = "range"
+    mixed: bool = False
+    form: Form = "s"
+
+
+NkiConfig = NkiPrefillConfig | NkiDecodeConfig
+
+
+def described(config: NkiConfig) -> str:
+    """Names and values in one line, without what holds its default."""
+    values = ((field, getattr(config, field.name)) for field in fields(config))
+    return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
+
+
+@dataclass(frozen=True, slots=True)
+class NkiShape:
+    """The numbers that a config and a problem make of a template.
+
+    section: keys of a section, whole blocks of a mask. chunks: of a section, at most. tile_parts:
+    chunks of a tile, at most. pieces, value_pieces: (first, size) of the head dimensions. states:
+    of query rows at a time. group: turned chunks of P that one PSUM bank holds. lanes: elements of
+    a tile in one partition. exact_sums: P is summed before it is rounded, for the sake of lse.
+    reference: the dtype of what is subtracted before exp, where keys lie on the partitions.
+    """
+
+    section: int
+    chunks: int
+    tile_parts: int
+    pieces: tuple[tuple[int, int], ...]
+    value_pieces: tuple[tuple[int, int], ...]
+    states: int
+    group: int
+    turns: int
+    itemsize: int
+    lanes: int
+    exact_sums: bool
+    reference: str
+
+    @property
+    def value_width(self) -> int:
+        """PSUM columns of PV: whole banks, so that two never share one."""
+        return 512 * len(self.value_pieces)
+
+
+def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
+    """What a config means for a problem."""
+    structure = problem.structure
+    block = structure.sparsity.kv_block if structure.sparsity else CHUNK
+    section = max(block, config.section // block * block)
+    whole = -(-problem.kv_len // block) * block
+    sections = -(-max(problem.kv_len, 1) // section)
+    section = min(section, max(whole, block))
+    per_block = -(-block // CHUNK)
+    itemsize = 2 if config.mixed else structure.itemsize
+    visits = visits_of(problem, config)
+    chunks = section // block * per_block
+    tile_parts = (
+        min((config.BLOCK_N // block + 1) * per_block, chunks)
+        if block < config.BLOCK_N
+        else -(-config.BLOCK_N // CHUNK)
+    )
+    if config.form == "st":
+        tile_parts = min(max(1, config.BLOCK_N // CHUNK), chunks)
+    # Rounded to bfloat16 a maximum serves as well, unless it is asked for or P could overflow.
+    rounded = structure.dtype != "float16" and not structure.max_scores
+    return NkiShape(
+        section=section,
+        chunks=chunks,
+        tile_parts=tile_parts,
+        pieces=_pieces(structure.head_dim_qk, 128),
+        value_pieces=_pieces(structure.head_dim_v, 512),
+        states=2 if sections == 1 else max(2, min(visits, MAX_STATES)),
+        group=max(1, BANK_BYTES // (config.BLOCK_M * itemsize)),
+        turns=min(TURNS, BANK_BYTES // (128 * itemsize)),
+        itemsize=itemsize,
+        lanes=tile_parts * config.BLOCK_M if config.form == "st" else config.BLOCK_N,
+        exact_sums=structure.lse and itemsize == 2,
+        reference="bfloat16" if rounded else "float32",
+    )
+
+
+def visits_of(problem: Problem, config: NkiConfig) -> int:
+    """Tiles of query rows that share a key head."""
+    structure = problem.structure
+    heads = problem.Hq // problem.Hkv // structure.packed_heads
+    return heads * len(row_tiles(structure, problem.q_len, config.BLOCK_M))
+
+
+def row_tiles(structure: Structure, q_len: int, height: int) -> list[tuple[int, int]]:
+    """(first row, rows) of tiles of which no two rows are in different query blocks of a mask.
+
+    Packed rows run over positions head by head.
+    """
+    heads, sparsity = structure.packed_heads, structure.sparsity
+    rows = q_len * heads
+    if sparsity is None or q_len <= sparsity.q_block:
+        spans = [(0, rows)]
+    else:
+        spans = [
+            (head * q_len + start, head * q_len + min(start + sparsity.q_block, q_len))
+            for head in range(heads)
+            for start in range(0, q_len, sparsity.q_block)
+        ]
+    return [
+        (first, min(height, end - first))
+        for start, end in spans
+        for first in range(start, end, height)
+    ]
+
+
+def memory_of(problem: Problem, config: NkiConfig, tiles: dict[str, int]) -> tuple[int, int]:
+    """(SBUF bytes of a partition, PSUM banks) that the template allocates.
+
+    tiles: what the mods ask for, by pool. It is what the interpreter counts, to the byte.
+    """
+    shape, s = shape_of(problem, config), problem.structure
+    item, out = shape.itemsize, ITEMSIZE[s.dtype]
+    turned = len(shape.pieces)
+    sbuf = 2 * item * (2 * s.head_dim_qk + turned * config.BLOCK_M)
+    sbuf += item * config.kv_buffers * (turned * shape.section + shape.chunks * s.head_dim_v)
+    sbuf += item * config.buffers * shape.lanes
+    if config.form == "st":
+        sbuf += _statistics(config, shape)
+    else:
+        sbuf += item * config.buffers * shape.tile_parts * config.BLOCK_M
+    sbuf += shape.states * (12 + 4 * s.head_dim_v)
+    sbuf += 16 * config.buffers + 2 * s.head_dim_v * out + 32
+    widths = {"s": config.buffers * shape.lanes * 4, "keep": shape.lanes}
+    sizes = {"tile_f32": 4, "tile_bf16": 2, "tile_f16": 2, "tile_i32": 4, "tile_u8": 1}
+    for pool, count in tiles.items():
+        if pool in widths:
+            sbuf += widths[pool]
+        else:
+            sbuf += count * sizes[pool] * shape.lanes if pool in sizes else 4 * count
+    banks = 1 + config.value_buffers * len(shape.value_pieces)
+    if config.form == "st":
+        return sbuf, banks + 2 + -(-config.score_buffers * shape.lanes // 512)
+    banks += config.score_buffers * -(-config.BLOCK_N // 512)
+    if config.transpose == "tensor":
+        banks += -(-config.value_buffers * shape.group * config.BLOCK_M * item // BANK_BYTES)
+    return sbuf, banks
+
+
+def _statistics(config: NkiConfig, shape: NkiShape) -> int:
+    """SBUF bytes of a partition that maxima and sums across partitions take."""
+    reference = ITEMSIZE[shape.reference]
+    sbuf = config.buffers * (4 * config.BLOCK_M + reference * (config.BLOCK_M + 2))
+    sbuf += reference * CHUNK + (4 if shape.exact_sums else shape.itemsize)
+    return sbuf + 4 * config.buffers * shape.lanes * shape.exact_sums
+
+
+def _pieces(size: int, most: int) -> tuple[tuple[int, int], ...]:
+    return tuple((first, min(most, size - first)) for first in range(0, size, most))

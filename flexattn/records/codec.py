@@ -1,0 +1,344 @@
+"""A Record as a file's text and back: data alone, checked field by field against the types.
+
+The text is one JSON object that people can read: what dispatch needs stands first, then a line for
+each trial, then a checksum of all before it. Dispatch checks the sum and decodes the head alone,
+so a lookup costs the same however many samples a record keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from flexattn.device.neuroncore import CORES
+from flexattn.errors import CacheError
+from flexattn.kernels.space.amd_config import AmdDecodeConfig, AmdPrefillConfig
+from flexattn.kernels.space.config import Config
+from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.space.serving import ServingConfig
+from flexattn.records.key import Key, Sizes
+from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
+
+__all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
+
+T = TypeVar("T")
+
+# What a record may hold; a GPU never meets the last two, whose devices are Neuron's.
+OF_GPUS = (*get_args(Config), AmdPrefillConfig, AmdDecodeConfig, ServingConfig)
+CONFIGS = (*OF_GPUS, NkiPrefillConfig, NkiDecodeConfig)
+
+MAX_BYTES = 8 * 2**20
+MAX_TEXT, MAX_INT = 4096, 2**48
+# Entries of a list, by the field's name.
+MAX_ITEMS = {"trials": 4096, "screening": 16384, "finals": 16384}
+MAX_OTHER_ITEMS = 1024
+# Lists of microseconds, which are divided by one another.
+TIMES = ("screening", "finals")
+# The fields that stand behind the head; raw line breaks never occur inside a JSON string, so the
+# first of them at this depth is where the head ends.
+TAIL = ("rejected", "seconds", "tool", "note")
+_TAIL_MARK = b',\n "rejected": '
+_TRIALS_MARK = ',\n "trials": [\n'
+_SUM_MARK = b',\n "sha256": "'
+
+
+def encode(value: Any) -> Any:
+    """A frozen dataclass, or what it is made of, as JSON data; configs name their class."""
+    if is_dataclass(value):
+        data = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        if isinstance(value, CONFIGS):
+            return {"type": type(value).__name__, **data}
+        return data
+    if isinstance(value, tuple):
+        return [encode(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        # A gate's error may be infinite or no number; JSON has neither, and readers refuse both.
+        return math.copysign(sys.float_info.max, value)
+    return value
+
+
+def encode_record(record: Record) -> str:
+    """The text of a record's file."""
+    head = {"schema": SCHEMA, **encode(record.answer)}
+    head |= {name: encode(getattr(record, name)) for name in TAIL}
+    trials = ",\n".join("  " + json.dumps(_told(trial)) for trial in record.trials)
+    body = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
+    body += _TRIALS_MARK + trials + "\n ]"
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f'{body}{_SUM_MARK.decode()}{digest}"\n}}\n'
+
+
+def _told(trial: Trial) -> dict[str, Any]:
+    """A trial without the fields that say nothing: most have no twin, and many no failure."""
+    defaults = {field.name: field.default for field in fields(trial)}
+    told = ((name, getattr(trial, name)) for name in defaults)
+    return {name: encode(value) for name, value in told if value != defaults[name]}
+
+
+def decode_answer(
+    raw: bytes, key: Key | None = None, environment: Environment | None = None
+) -> Answer:
+    """What dispatch needs of a record's file; raises CacheError for anything else.
+
+    key, environment: those that are looked for, which are not decoded where the file has them.
+    """
+    head, mark, _ = _checked(raw).partition(_TAIL_MARK)
+    if not mark:
+        raise CacheError("no head", "a record's fields stand in the order they are written in")
+    return _answer(_parse(head + b"\n}"), key, environment)
+
+
+def decode_record(raw: bytes) -> Record:
+    """A whole record, its trials too; raises CacheError for anything that is none."""
+    data = _object(_parse(_checked(raw) + b"\n}"), "record")
+    tail = {name: data.pop(name, None) for name in (*TAIL, "trials")}
+    answer = _answer(data)
+    found = {name: decode(_hints(Record)[name], each, name) for name, each in tail.items()}
+    given = {field.name: getattr(answer, field.name) for field in fields(answer)}
+    config = given.pop("config")
+    record = Record(**given, **found)
+    _check_trials(record.trials, answer)
+    if record.config != config:
+        raise CacheError("config", "it is the winner's")
+    return record
+
+
+def decode(kind: Any, data: Any, where: str) -> Any:
+    """JSON data as a value of a type: no field but its own, exactly their types, sane sizes.
+
+    A field that has a default may be missing, so a config that gained a knob still reads.
+
+    kind: a dataclass, int, float, bool, str, a Literal, a tuple or a union of these. where: what
+    an error calls it. Raises CacheError.
+    """
+    try:
+        return _decoder(kind, MAX_ITEMS.get(where, MAX_OTHER_ITEMS))(data)
+    except CacheError as error:
+        raise CacheError(f"{where}{error.got}", error.rule) from None
+
+
+def _answer(data: Any, *known: Key | Environment | None) -> Answer:
+    found = dict(_object(data, "record"))
+    schema = found.pop("schema", None)
+    if schema != SCHEMA or type(schema) is not int:
+        raise CacheError(f"schema {str(schema)[:20]}", f"this version reads schema {SCHEMA}")
+    for name, each in zip(("key", "environment"), known, strict=False):
+        if each is not None and found.get(name) == _data(each):
+            found[name] = each
+    answer: Answer = decode(Answer, found, "record")
+    if answer.environment.schema != SCHEMA:
+        raise CacheError("environment.schema", "it is the record's schema")
+    if Sizes(*answer.sizes).rounded() != answer.key.sizes:
+        raise CacheError(f"sizes {answer.sizes}", "rounded, they are those of the key")
+    name = type(answer.config).__name__
+    if not name.lower().endswith(f"{answer.key.kind}config"):
+        raise CacheError(f"a {name}", "it is of the key's kind")
+    if isinstance(answer.config, OF_GPUS) == (answer.environment.arch in CORES):
+        raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
+    return answer
+
+
+@lru_cache(maxsize=64)
+def _data(known: Key | Environment) -> dict[str, Any]:
+    return {field.name: getattr(known, field.name) for field in fields(known)}
+
+
+def _check_trials(trials: tuple[Trial, ...], answer: Answer) -> None:
+    decision, count = answer.decision, len(trials)
+    twins = (trial.same_code_as for trial in trials if trial.same_code_as is not None)
+    if not all(index < count for index in (decision.winner, decision.default, *twins)):
+        raise CacheError("an index past the trials", "winner, default and same_code_as are theirs")
+    winner = trials[decision.winner]
+    if winner.failed is not None:
+        raise CacheError("a winner that failed", "the winner ran")
+    # A model runs nothing; what was timed passed the accuracy gate before.
+    if answer.provenance != "model" and (winner.gate is None or not winner.gate.passed):
+        raise CacheError("a winner without a green gate", "the winner passed the accuracy gate")
+
+
+def _checked(raw: bytes) -> bytes:
+    """All that stands before the checksum, if it fits."""
+    if len(raw) > MAX_BYTES:
+        raise CacheError(f"{len(raw)} bytes", f"a record has at most {MAX_BYTES}")
+    body, mark, tail = raw.rpartition(_SUM_MARK)
+    digest = hashlib.sha256(body).hexdigest()
+    if not mark or tail != f'{digest}"\n}}\n'.encode():
+        raise CacheError(
+            "its checksum does not fit", "a record is whole, and written by this tool alone"
+        )
+    return body
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CacheError(f"no JSON: {str(error)[:200]}") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _object(data: Any, where: str) -> dict[str, Any]:
+    if type(data) is not dict:
+        raise CacheError(f"{where}: a {type(data).__name__}", "it is an object")
+    return data
+
+
+Decoder = Callable[[Any], Any]
+
+
+@lru_cache(maxsize=256)
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+@lru_cache(maxsize=256)
+def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
+    """The decoder of a type, made once. most: how long its lists may be."""
+    origin, args = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if origin is Literal:
+        return _literal(args)
+    if origin is tuple:
+        return _list(_decoder(args[0]), most) if args[1:] == (...,) else _fixed(args)
+    if origin in (Union, UnionType):
+        if args == get_args(Config):
+            return _tagged(CONFIGS)
+        return _optional(args) if NoneType in args else _tagged(args)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _tagged((kind,)) if kind in CONFIGS else _fields(kind)
+    raise TypeError(f"{kind} has no decoder")
+
+
+def _bool(data: Any) -> bool:
+    if type(data) is not bool:
+        raise CacheError(f" is a {type(data).__name__}", "it is true or false")
+    return data
+
+
+def _int(data: Any) -> int:
+    if type(data) is not int or not 0 <= data <= MAX_INT:
+        raise CacheError(f" is {str(data)[:40]!r}", f"it is an integer from 0 to {MAX_INT}")
+    return data
+
+
+def _float(data: Any) -> float:
+    if type(data) not in (int, float) or not abs(data) <= sys.float_info.max:
+        raise CacheError(f" is {str(data)[:40]!r}", "it is a finite number")
+    return float(data)
+
+
+def _time(data: Any) -> float:
+    us = _float(data)
+    if not is_time(us):
+        raise CacheError(f" is {us:g} us", "a time is finite and above 0")
+    return us
+
+
+def _text(data: Any) -> str:
+    if type(data) is not str or len(data) > MAX_TEXT:
+        raise CacheError(" is no such text", f"it is text of at most {MAX_TEXT} characters")
+    return data
+
+
+_PLAIN: dict[Any, Decoder] = {bool: _bool, int: _int, float: _float, str: _text}
+
+
+def _literal(values: tuple[Any, ...]) -> Decoder:
+    def read(data: Any) -> Any:
+        if type(data) is not str or data not in values:
+            raise CacheError(f" is {str(data)[:40]!r}", f"it is one of {values}")
+        return data
+
+    return read
+
+
+def _list(item: Decoder, most: int) -> Decoder:
+    def read(data: Any) -> tuple[Any, ...]:
+        if type(data) is not list or len(data) > most:
+            raise CacheError(" is no such list", f"it is a list of at most {most}")
+        return tuple([item(each) for each in data])
+
+    return read
+
+
+def _fixed(kinds: tuple[Any, ...]) -> Decoder:
+    items = [_decoder(kind) for kind in kinds]
+
+    def read(data: Any) -> tuple[Any, ...]:
+        if type(data) is not list or len(data) != len(items):
+            raise CacheError(" is no such list", f"it is a list of {len(items)}")
+        return tuple([item(each) for item, each in zip(items, data, strict=True)])
+
+    return read
+
+
+def _optional(kinds: tuple[Any, ...]) -> Decoder:
+    rest = tuple(kind for kind in kinds if kind is not NoneType)
+    inner = _decoder(rest[0]) if len(rest) == 1 else _tagged(rest)
+    return lambda data: None if data is None else inner(data)
+
+
+def _fields(cls: type) -> Decoder:
+    hints = _hints(cls)
+    decoders = {
+        field.name: _decoder(hints[field.name], MAX_ITEMS.get(field.name, MAX_OTHER_ITEMS))
+        for field in fields(cls)
+    }
+    decoders |= {name: _list(_time, MAX_ITEMS[name]) for name in TIMES if name in decoders}
+    needed = {f.name for f in fields(cls) if f.default is MISSING}
+
+    def read(data: Any) -> Any:
+        if type(data) is cls:
+            return data  # known to be what the file has; no JSON is of this type
+        if type(data) is not dict or not needed <= data.keys() <= decoders.keys():
+            raise CacheError(" has other fields", f"it is an object of {', '.join(decoders)}")
+        values, name = {}, ""
+        try:
+            for name, each in data.items():
+                values[name] = decoders[name](each)
+        except CacheError as error:
+            raise CacheError(f".{name}{error.got}", error.rule) from None
+        return cls(**values)
+
+    return read
+
+
+def _tagged(classes: tuple[type, ...]) -> Decoder:
+    """A config: its class by name, its numbers in the ranges that any template could take."""
+    readers = {cls.__name__: _fields(cls) for cls in classes}
+    names = {cls.__name__: tuple(field.name for field in fields(cls)) for cls in classes}
+
+    def read(data: Any) -> Any:
+        name = data.get("type") if type(data) is dict else None
+        if type(name) is not str or name not in readers:
+            raise CacheError(" is no config", f"its type is one of {', '.join(readers)}")
+        config = readers[name]({k: v for k, v in data.items() if k != "type"})
+        for each in names[name]:
+            _check_range(each, getattr(config, each))
+        return config
+
+    return read
+
+
+_POWERS = {"BLOCK_M": (8, 1024), "BLOCK_N": (16, 2048), "num_warps": (1, 32)}
+_OTHER_RANGE = (0, 65536)
+
+
+def _check_range(name: str, value: Any) -> None:
+    if type(value) is not int:
+        return
+    low, high = _POWERS.get(name, _OTHER_RANGE)
+    if not low <= value <= high or (name in _POWERS and value & (value - 1)):
+        rule = f"it is {'a power of two ' * (name in _POWERS)}from {low} to {high}"
+        raise CacheError(f".{name} is {value}", rule)

@@ -1,0 +1,257 @@
+"""find(): the tuned config for a problem, looked for in one order, with where it comes from.
+
+Layers: FLEXATTN_CACHE, the user's records, what the package ships for the device. Over all of them
+a record of this key in this environment (hit) comes before one of the same device in another
+environment (hint), and that before the nearest sizes of the same family (nearest).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from flexattn.device import Device
+from flexattn.kernels.space.config import Config, DecodeConfig
+from flexattn.kernels.space.tiles import geometry
+from flexattn.kernels.space.triton import reasons
+from flexattn.problem import Problem, Structure
+from flexattn.records.environment import environment
+from flexattn.records.files import is_closed
+from flexattn.records.key import Key, Sizes, key_of, sizes_of
+from flexattn.records.record import Answer, Environment, Record, slug
+from flexattn.records.store import REAL, Store, generation
+from flexattn.settings import current, say_once
+from flexattn.util.lru import Lru
+
+__all__ = [
+    "Found",
+    "Layer",
+    "Stored",
+    "configs_folder",
+    "distance",
+    "find",
+    "layers",
+    "origin",
+    "ranked",
+    "transferred",
+]
+
+How = Literal["hit", "hint", "nearest"]
+
+# Steps of two, over batch and lengths together, beyond which a winner says little.
+MAX_DISTANCE = 4.0
+# Neighbours that are opened before the search gives up on broken ones.
+MAX_TRIED = 8
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class Layer(NamedTuple):
+    """One place where records are looked for, as people call it."""
+
+    name: str
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record that may serve a problem.
+
+    folder: of its environment. differing: fields of that which are not ours. distance: from the
+    sizes asked for.
+    """
+
+    answer: Answer
+    how: How
+    layer: Layer
+    folder: str
+    differing: tuple[str, ...]
+    distance: float
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self.layer.store.path(self.folder, self.answer.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tuned config of a problem: how it fits, where it comes from in words, and its file."""
+
+    config: Config
+    how: How
+    origin: str
+    stored: Stored
+
+    @property
+    def answer(self) -> Answer:
+        """The record without its trials."""
+        return self.stored.answer
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Fields of the record's environment that are not this process's."""
+        return self.stored.differing
+
+    @property
+    def record(self) -> Record | None:
+        """The whole record, read now; None if the file is gone."""
+        answer = self.answer
+        return self.stored.layer.store.read(answer.environment, answer.key)
+
+
+@lru_cache(maxsize=1)
+def configs_folder() -> Path | None:
+    """The packaged folder where there is one (a wheel), else the repository's `configs/`."""
+    folders = (PACKAGE / "_configs", PACKAGE.parent / "configs")
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def layers(device: Device) -> tuple[Layer, ...]:
+    """The places where records for a device are looked for, the first one first."""
+    settings = current()
+    return _layers(settings.cache, settings.cache_dir, device.name)
+
+
+@lru_cache(maxsize=64)
+def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[Layer, ...]:
+    found = [Layer("FLEXATTN_CACHE", Store(root)) for root in explicit]
+    users = cache_dir / "records"
+    if is_closed(users):
+        say_once(f"{users} is not looked at: this user may not read it")
+    else:
+        found.append(Layer("user", Store(users)))
+    shipped = configs_folder()
+    if shipped is not None:
+        found.append(Layer("shipped", Store(shipped / slug(device))))
+    return tuple(found)
+
+
+_memory: Lru[object, tuple[Stored | None]] = Lru(4096)
+
+
+def find(problem: Problem, device: Device) -> Found | None:
+    """The first record that fits and whose config can run here; None leaves the static default.
+
+    The files are read once per key, structure and process; a record that this process writes is
+    seen at once, those of others by the next process.
+    """
+    key, places = key_of(problem), layers(device)
+    memo = (key, problem.structure, device, places, generation())
+    known = _memory.get(memo)
+    if known is None:
+        known = (_first(problem, key, device, places),)
+        _memory.put(memo, known)
+    stored = known[0]
+    if stored is None:
+        return None
+    config = transferred(stored.answer.config, Sizes(*stored.answer.sizes), problem, device)
+    return Found(config, stored.how, origin(stored, key.sizes), stored)
+
+
+def _first(problem: Problem, key: Key, device: Device, places: tuple[Layer, ...]) -> Stored | None:
+    here = environment(problem.structure.kind, device)
+    for stored in ranked(key, here, places):
+        found = infeasible(stored, problem.structure, device)
+        if not found:
+            return stored
+        say_once(f"{stored.path}: its config cannot run on {device.name}: {'; '.join(found)}")
+    return None
+
+
+def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str]:
+    """Why the config of a record cannot run here; nothing if it can."""
+    return reasons(stored.answer.config, structure, device)
+
+
+def ranked(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[Stored]:
+    """Records that may serve a key, the best first: hits, hints, then neighbours by distance.
+
+    Replays, which only a root marked for them holds, never do.
+    """
+    for layer in places:
+        yield from _stored(layer, here, key, key, here)
+    for layer in places:
+        hints = [
+            each
+            for folder in layer.store.folders(here.device)
+            if folder != here.folder
+            for each in _stored(layer, folder, key, key, here)
+        ]
+        yield from sorted(hints, key=_closeness, reverse=True)
+    yield from _neighbours(key, here, places)
+
+
+def _neighbours(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[Stored]:
+    family = key.family()
+    found = [
+        (away, folder != here.folder, position, sizes, folder)
+        for position, layer in enumerate(places)
+        for folder in layer.store.folders(here.device)
+        for sizes in layer.store.sizes(folder, family)
+        if 0 < (away := distance(sizes, key.sizes)) <= MAX_DISTANCE
+    ]
+    for _, _, position, sizes, folder in sorted(found)[:MAX_TRIED]:
+        there = replace(key, **sizes._asdict())
+        yield from _stored(places[position], folder, there, key, here)
+
+
+def _stored(
+    layer: Layer, where: Environment | str, there: Key, key: Key, here: Environment
+) -> Iterator[Stored]:
+    answer = layer.store.answer(where, there)
+    if answer is None or answer.provenance not in REAL:
+        return
+    environment = answer.environment
+    differing = () if environment is here else environment.differing(here)
+    how: How = "nearest" if there != key else "hint" if differing else "hit"
+    away = 0.0 if there is key else distance(there.sizes, key.sizes)
+    yield Stored(answer, how, layer, environment.folder, differing, away)
+
+
+def _closeness(stored: Stored) -> tuple[bool, int, str]:
+    """The same kernel's code counts most, then how little differs, then the date."""
+    differing = stored.differing
+    return "template" not in differing, -len(differing), stored.answer.made
+
+
+def distance(one: Sizes, other: Sizes) -> float:
+    """How far apart two problems of a family are: steps of two, over all sizes."""
+    return sum(
+        abs(math.log2(max(1, a)) - math.log2(max(1, b))) for a, b in zip(one, other, strict=True)
+    )
+
+
+def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) -> Config:
+    """A config measured at some sizes as it serves a problem of other sizes.
+
+    A fixed number of splits was right for a number of programs: that number is what is kept.
+    """
+    if not isinstance(config, DecodeConfig) or not config.num_splits or sizes == sizes_of(problem):
+        return config
+    measured = geometry(replace(problem, **sizes._asdict()), config, device)
+    single = geometry(problem, replace(config, num_splits=1), device)
+    # Nothing is launched where there is no row.
+    splits = measured.programs / max(1, single.programs)
+    return replace(config, num_splits=max(1, round(splits)))
+
+
+def origin(stored: Stored, wanted: Sizes) -> str:
+    """Where a record comes from, and what it promises at the sizes asked for, in words."""
+    answer = stored.answer
+    gain = f"{answer.decision.speedup:.2f}x the static default"
+    kept = f"{stored.layer.name} record {answer.key.family()}/{answer.key.sizes}.json"
+    if answer.made:
+        kept += f" of {answer.made[:10]}"
+    elsewhere = f"other {', '.join(stored.differing)}" if stored.differing else ""
+    if stored.how == "hit":
+        return f"tuned: {gain}; {kept}"
+    if stored.how == "hint":
+        return f"hint, tuned with {elsewhere}: {gain} there; {kept}"
+    regret = answer.regret(wanted)
+    measured = "regret not measured" if regret is None else f"measured regret {100 * regret:.1f} %"
+    text = f"nearest, tuned for {Sizes(*answer.sizes)}"
+    return f"{text}{' with ' * bool(elsewhere)}{elsewhere}: {measured}; {kept}"

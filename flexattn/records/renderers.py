@@ -1,0 +1,98 @@
+"""What turns a structure and a config into the kernels of one kind, and a hash of all of it.
+
+Each kind of kernels has roots, the modules and templates that render it. The hash covers all that
+these reach by imports and includes. Two edges make it coarser than it could be: in kernels.space,
+config, terms and tiles import the configs of Hopper, so that a change of gluon_config makes hints
+of all kinds' records; and one module renders prefill and decode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+from flexattn.device import Device
+from flexattn.kernels.render.environment import template_hash, template_text
+from flexattn.problem import Kind
+from flexattn.records.closure import closure, home, imports_of
+
+__all__ = ["NO_TEXT", "RENDERERS", "RecordKind", "Renderer", "rendering", "source_hash"]
+
+# What there are records of: a call's kinds, and what a DecodePlan launches.
+RecordKind: TypeAlias = Kind | Literal["serving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """What renders the kernels of one kind: modules of this package, and templates."""
+
+    modules: tuple[str, ...]
+    templates: tuple[str, ...]
+
+
+HELPERS = "triton/helpers.jinja"
+RENDERERS: dict[str, Renderer] = {
+    "prefill": Renderer(
+        ("kernels.render.source", "kernels.render.reach"),
+        (HELPERS, "triton/prefill.py.jinja", "triton/norms.py.jinja", "triton/reach.py.jinja"),
+    ),
+    "decode": Renderer(
+        ("kernels.render.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
+    ),
+    "serving": Renderer(
+        ("kernels.render.serving",),
+        (
+            HELPERS, "triton/serving.py.jinja", "triton/serving_combine.py.jinja",
+            "gluon/serving.py.jinja",
+        ),
+    ),
+    # Beside those of prefill, on devices that have the instructions.
+    "hopper": Renderer(
+        ("kernels.render.gluon.source", "kernels.render.narrow_values"),
+        ("gluon/prefill.py.jinja", "triton/narrow_values.py.jinja"),
+    ),
+    "nki": Renderer(("kernels.render.nki.source",), ()),
+}  # fmt: skip
+
+# What renderers import that decides no kernel of a record, and why.
+NO_TEXT = {
+    "errors": "what is said where nothing is rendered",
+    "device.device": "what it says of a device is hashed by value",
+    "mods.bind": "makes the expression that rendering begins with: its fingerprint is in the key",
+    "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
+    "kernels.render.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
+}
+
+
+@lru_cache(maxsize=16)
+def source_hash(kind: RecordKind, device: Device) -> str:
+    """A hash of all that turns a structure and a config into the kernels of one kind on a device.
+
+    Comments and docstrings do not count.
+    """
+    names = [kind, "hopper"] if kind == "prefill" and device.has_wgmma else [kind]
+    parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
+    parts += [template_hash(name) for each in names for name in RENDERERS[each].templates]
+    parts.append(_facts(device))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def rendering(*names: str) -> dict[str, str]:
+    """Every module that decides the text of these kinds' kernels, with its bare source.
+
+    Those that their templates import are among them.
+    """
+    roots = {f"flexattn.{module}" for name in names for module in RENDERERS[name].modules}
+    for name in names:
+        for template in RENDERERS[name].templates:
+            roots |= {home(*each) for each in imports_of(template_text(template))}
+    return closure(roots, {f"flexattn.{name}" for name in NO_TEXT})
+
+
+def _facts(device: Device) -> str:
+    """All that a renderer may ask a device but its name: fields, and what these decide."""
+    decided = (name for name, each in vars(Device).items() if isinstance(each, property))
+    names = sorted({*(field.name for field in fields(Device)), *decided} - {"name"})
+    return " ".join(f"{name}={getattr(device, name)}" for name in names)

@@ -1,0 +1,233 @@
+"""Store: one directory of records, a file for each key, each written whole or not at all.
+
+    <root>/v1/nvidia-h200-0123456789ab/manifest.json                  the environment, spelled out
+    <root>/v1/nvidia-h200-0123456789ab/<family>/b8-q1-k8192.json      one record
+
+The names are digests of an environment and of a key's family, and the key's sizes: none comes from
+a file's contents. A lookup opens one file and takes no lock; neighbours are found by listing one
+directory. What is no record is a miss and said once; a writer moves it aside to a `.bad` name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from flexattn.device.neuroncore import CORES
+from flexattn.errors import CacheError
+from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode, encode_record
+from flexattn.records.files import aside, listing, locked
+from flexattn.records.key import Key, Sizes
+from flexattn.records.record import SCHEMA, Answer, Environment, Record, slug
+from flexattn.settings import say_once
+from flexattn.util.files import publish, read_regular
+
+__all__ = ["Store", "generation"]
+
+T = TypeVar("T", Answer, Record)
+
+# A root with this file takes replays alone; the others take what was timed on a device.
+REPLAY_MARK = "REPLAY"
+# What dispatch takes.
+REAL = ("measured", "untuned")
+_NAME = re.compile(r"b(\d{1,15})-q(\d{1,15})-k(\d{1,15})\.json")
+_written = count()
+_generation = [0]
+
+
+def _is_real(found: Answer | Record) -> bool:
+    """Whether a record belongs beside measured ones.
+
+    A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
+    its own device and for REAL alone, never takes it.
+    """
+    modelled = found.provenance == "model" and found.environment.arch in CORES
+    return modelled or found.provenance in REAL
+
+
+def generation() -> int:
+    """A number that changes when this process writes a record: what was looked up may be old."""
+    return _generation[0]
+
+
+class Store:
+    """The records below one root, which need not exist."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._base = root / f"v{SCHEMA}"
+        # Texts, because pathlib would take a fifth of a lookup.
+        self._texts = str(self._base), str(root / REPLAY_MARK)
+
+    def path(self, environment: Environment | str, key: Key) -> Path:
+        """The file of a key in an environment (or in the folder of one)."""
+        return Path(self._base, *self._names(environment, key))
+
+    def _names(self, environment: Environment | str, key: Key) -> tuple[str, str, str]:
+        folder = environment if isinstance(environment, str) else environment.folder
+        return folder, key.family(), f"{key.sizes}.json"
+
+    def read(self, environment: Environment | str, key: Key) -> Record | None:
+        """The whole record of a key; None where there is none that is valid."""
+        return self._sound(environment, key, decode_record)
+
+    def answer(self, environment: Environment | str, key: Key) -> Answer | None:
+        """As `read`, without the trials and in microseconds."""
+        where = None if isinstance(environment, str) else environment
+        return self._sound(environment, key, lambda raw: decode_answer(raw, key, where))
+
+    def _sound(
+        self, environment: Environment | str, key: Key, decode: Callable[[bytes], T]
+    ) -> T | None:
+        names = self._names(environment, key)
+        path = os.path.join(self._texts[0], *names)
+        try:
+            found = self._load(path, names[0], decode)
+            if found is not None and found.key != key:
+                raise CacheError(f"{path}: it is the record of another key")
+            return found
+        except CacheError as error:
+            say_once(f"not used, as if it were not there: {error.line}")
+            return None
+
+    def _load(self, path: str | Path, folder: str, decode: Callable[[bytes], T]) -> T | None:
+        """The record of a file, None without the file; raises CacheError for any other file."""
+        raw = read_regular(path, MAX_BYTES)
+        if raw is None:
+            return None
+        try:
+            found = decode(raw)
+            if found.environment.folder != folder:
+                raise CacheError("it is the record of another environment")
+            if self.is_replay == _is_real(found):
+                raise CacheError(
+                    f"a {found.provenance} record", "replays have a cache of their own"
+                )
+            return found
+        except CacheError as error:
+            raise CacheError(f"{path}: {error.got}", error.rule) from None
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the root is marked as one of replays, which dispatch never reads."""
+        return os.path.exists(self._texts[1])
+
+    def folders(self, device: str = "") -> list[str]:
+        """Names of the environments there are, of all devices or of one, in order."""
+        names = listing(self._base)
+        if device:
+            names = [name for name in names if name.rpartition("-")[0] == slug(device)]
+        return sorted(name for name in names if not name.startswith("."))
+
+    def sizes(self, environment: Environment | str, family: str) -> list[Sizes]:
+        """The sizes that a family has records for, from the names of their files."""
+        folder = environment if isinstance(environment, str) else environment.folder
+        matches = map(_NAME.fullmatch, listing(self._base / folder / family))
+        return sorted(Sizes(*map(int, match.groups())) for match in matches if match)
+
+    def strays(self) -> list[Path]:
+        """Files that no reader looks at: those moved aside, and those of writers that died."""
+        return sorted(p for p in self._base.rglob("*") if p.suffix in (".bad", ".tmp"))
+
+    def paths(self) -> Iterator[Path]:
+        """Every file that is named like a record, in order."""
+        for folder in self.folders():
+            for family in sorted(listing(self._base / folder)):
+                for name in sorted(listing(self._base / folder / family)):
+                    if _NAME.fullmatch(name):
+                        yield self._base / folder / family / name
+
+    def entries(self) -> Iterator[tuple[Path, Record | CacheError]]:
+        """Every file with its record, or with what is wrong with it."""
+        return self._each(decode_record)
+
+    def answers(self) -> Iterator[tuple[Path, Answer | CacheError]]:
+        """As `entries`, without trials: for lists and comparisons of thousands."""
+        return self._each(decode_answer)
+
+    def _each(self, decode: Callable[[bytes], T]) -> Iterator[tuple[Path, T | CacheError]]:
+        for path in self.paths():
+            try:
+                found = self._load(path, path.parts[-3], decode)
+                if found is None:
+                    continue
+                if self.path(found.environment, found.key) != path:
+                    raise CacheError(f"{path}: it is the record of another key")
+                yield path, found
+            except CacheError as error:
+                yield path, error
+
+    def write(
+        self, record: Record, replace: bool | Callable[[Record, Record], bool] = False
+    ) -> bool:
+        """Publish a record at once; says whether it was written.
+
+        One that is there stays, unless `replace` is True or says so of (new, old). A file that
+        is no record is moved aside first. Raises CacheError for a provenance that the root does
+        not take, and OSError where the disk refuses.
+        """
+        if self.is_replay == _is_real(record):
+            raise CacheError(
+                f"a {record.provenance} record for {self.root}",
+                "a cache takes what was measured on a device, and what a model says of one of "
+                f"Neuron's; a root with a file named {REPLAY_MARK} takes replays alone",
+                "write it to another directory",
+            )
+        path, text = self.path(record.environment, record.key), encode_record(record)
+        decode_record(text.encode())  # what readers would refuse is refused here
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = path.parent.parent
+        with locked(folder):
+            if not self._makes_way(path, record, replace):
+                return False
+            if not (folder / "manifest.json").exists():
+                manifest = json.dumps(encode(record.environment), indent=1) + "\n"
+                publish(folder / "manifest.json", manifest)
+            publish(path, text)
+        _generation[0] = next(_written) + 1
+        return True
+
+    def drop_others(self, environment: Environment, key: Key) -> list[Path]:
+        """Remove a key's records of the device's other environments; the files that were there.
+
+        Those of another Triton stay: they are hits where that one is installed. A folder without
+        records goes too. Others of the key's family stay, as hints.
+        """
+        names = [name for name in self.folders(environment.device) if name != environment.folder]
+        dropped = []
+        for name in names:
+            path, old = self.path(name, key), self.read(name, key)
+            if old is not None and old.environment.triton != environment.triton:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                dropped.append(path)
+            folder = path.parent.parent
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()  # refused while it holds a record
+            if set(listing(folder)) <= {"manifest.json", ".lock"}:
+                shutil.rmtree(folder, ignore_errors=True)
+        if dropped:
+            _generation[0] = next(_written) + 1
+        return dropped
+
+    def _makes_way(
+        self, path: Path, record: Record, replace: bool | Callable[[Record, Record], bool]
+    ) -> bool:
+        try:
+            old = self._load(path, path.parts[-3], decode_record)
+            if old is not None and old.key != record.key:
+                raise CacheError(f"{path}: it is the record of another key")
+        except CacheError as error:
+            elsewhere = aside(path)
+            os.rename(path, elsewhere)
+            say_once(f"moved aside to {elsewhere.name}: {error.line}")
+            return True
+        return old is None or replace is True or (callable(replace) and replace(record, old))

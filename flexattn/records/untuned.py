@@ -1,0 +1,311 @@
+"""untuned.jsonl: the problems that were met without a tuned record, as data to tune them from.
+
+A line holds a problem's structure and sizes, its mods as expressions, what they capture in shapes
+and dtypes (tensors' contents never, numbers as they are), and the class of its mask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flexattn.device import Device
+from flexattn.errors import CacheError
+from flexattn.mods import Bound, Mod
+from flexattn.mods.codec import from_data, number_from_data, number_to_data, to_data
+from flexattn.problem import (
+    DTYPES,
+    FP8,
+    ITEMSIZE,
+    MAX_HEADS,
+    MAX_LENGTH,
+    NARROWER,
+    Captures,
+    Kind,
+    Layout,
+    Problem,
+    Sparsity,
+    Structure,
+)
+from flexattn.records.codec import decode, encode
+from flexattn.records.files import append_line, drop_lines
+from flexattn.records.key import Key, Sizes, key_of
+from flexattn.records.record import SCHEMA
+from flexattn.settings import current, log, say_once
+from flexattn.util.files import read_regular
+from flexattn.util.lru import Lru
+
+__all__ = ["Captured", "Untuned", "bound_of", "drop", "note", "read", "untuned_path"]
+
+MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
+MAX_NOTED = 1000
+MAX_ELEMENTS = 2**32
+# Blocks of a mask that is rebuilt, which takes some twenty bytes of memory for each.
+MAX_BLOCKS = 2**28
+_CLASS = re.compile(r"|unknown|empty|d1(/(2|4|8|16|32|64))? i(1|2|4|8|16) (runs|gaps)")
+COMMAND = "flexattn tune --from-untuned"
+_NAMES = DTYPES | FP8
+_NARROWER = {_NAMES[q]: tuple(_NAMES[kv] for kv in found) for q, found in NARROWER.items()}
+
+_noted: Lru[tuple[Key, str], bool] = Lru(MAX_NOTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A mod and what it captured: dtype and shape of each tensor, in the order of its buffers."""
+
+    mod: Mod
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    contiguous: tuple[bool, ...]
+    scalars: tuple[int | float | bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Untuned:
+    """One problem that was met; how: what served it then ("default", "nearest" or "hint")."""
+
+    problem: Problem
+    device: str
+    how: str
+    made: str
+    score: Captured | None
+    mask: Captured | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a line says beside the mods."""
+
+    schema: int
+    device: str
+    how: str
+    made: str
+    kind: Kind
+    dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    group: int
+    B: int
+    Hq: int
+    Hkv: int
+    q_len: int
+    kv_len: int
+    mask_class: str
+    sparsity: Sparsity | None
+    layout: Layout
+    lse: bool
+    max_scores: bool
+    tf32: bool
+    positive_scale: bool
+    sinks: Literal["", "float16", "bfloat16", "float32"] = ""
+    kv_dtype: Literal["", "float16", "bfloat16", "float8_e4m3fn"] = ""
+
+
+def untuned_path() -> Path:
+    """The user's list."""
+    return current().cache_dir / "untuned.jsonl"
+
+
+def note(
+    problem: Problem, device: Device, how: str, score: Bound | None, mask: Bound | None
+) -> None:
+    """Put a problem without a tuned record on the list, and log that once.
+
+    A record of another environment is noted in mode "tune" alone, and without a word. It never
+    raises: a list that cannot be written is said once.
+    """
+    mode = current().mode
+    if mode == "off" or device.backend == "interpreter":
+        return
+    if how in ("hit", "forced") or (how == "hint" and mode != "tune"):
+        return
+    key = key_of(problem)
+    if _noted.get((key, device.name)):
+        return
+    _noted.put((key, device.name), True)
+    if how != "hint":
+        instead = "the static default" if how == "default" else "the nearest sizes' record"
+        say_once(
+            f"no tuned record for {problem.describe()} on {device.name}: {instead} serves "
+            f"{key.sizes}; `{COMMAND}` tunes what is listed in {untuned_path()}",
+            logging.INFO,
+        )
+    try:
+        line = _line(problem, device, how, score, mask)
+        path = untuned_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if len(line) > MAX_LINE:
+            log.debug("not listed, %d bytes are too many: %s", len(line), problem.describe())
+        elif not append_line(path, line, MAX_FILE):
+            say_once(f"{path} is full, nothing is listed any more: tune what it has and remove it")
+    except (OSError, ValueError) as error:
+        say_once(f"{untuned_path()} cannot be written: {error}")
+
+
+def read(path: Path) -> list[Untuned]:
+    """The problems of a list, each key once, the first one met; lines that are none are said.
+
+    Raises CacheError where the file is no plain file.
+    """
+    raw = read_regular(path, 2 * MAX_FILE) or b""
+    found: dict[tuple[Key, str], Untuned] = {}
+    for number, line in enumerate(raw.splitlines(), 1):
+        try:
+            each = _untuned(line)
+        except CacheError as error:
+            say_once(f"{path}:{number}: not used: {error.line}")
+            continue
+        found.setdefault((key_of(each.problem), each.device), each)
+    return list(found.values())
+
+
+def drop(key: Key, device: str) -> None:
+    """Take a problem off the user's list, since it has a record now; other lines stay as they are.
+
+    It never raises: a list that cannot be written is said once.
+    """
+    path = untuned_path()
+
+    def listed(line: bytes) -> bool:
+        try:
+            data = json.loads(line)
+            if data["device"] != device or key.sizes != _sizes(data):
+                return False  # without a look at the mods
+            each = _untuned(line)
+        except (ValueError, KeyError, TypeError, RecursionError, CacheError):
+            return False
+        return key_of(each.problem) == key
+
+    try:
+        drop_lines(path, listed, 2 * MAX_FILE)
+    except FileNotFoundError:
+        return
+    except (OSError, CacheError) as error:
+        say_once(f"{path} keeps what was tuned since: {error}")
+
+
+def _sizes(data: dict[str, Any]) -> Sizes:
+    return Sizes(data["B"], data["q_len"], data["kv_len"]).rounded()
+
+
+def _line(
+    problem: Problem, device: Device, how: str, score: Bound | None, mask: Bound | None
+) -> bytes:
+    s = problem.structure
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    known = {"schema": SCHEMA, "device": device.name, "how": how, "made": made}
+    for name in (field.name for field in fields(_Line)):
+        if name not in known:
+            source = problem if hasattr(problem, name) else s
+            known[name] = encode(getattr(source, name))
+    mods = {"score": _captured(s.score, score), "mask": _captured(s.mask, mask)}
+    return json.dumps({**known, **mods}, allow_nan=False).encode()
+
+
+def _captured(captures: Captures | None, bound: Bound | None) -> dict[str, Any] | None:
+    if captures is None or bound is None:
+        return None
+    return {
+        "mod": to_data(captures.mod),
+        "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in bound.tensors],
+        "contiguous": list(captures.contiguous),
+        "scalars": [number_to_data(each) for each in bound.scalars],
+    }
+
+
+def _untuned(raw: bytes) -> Untuned:
+    if len(raw) > MAX_LINE:
+        raise CacheError(f"a line of {len(raw)} bytes", f"it has at most {MAX_LINE}")
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise CacheError("no JSON", "a line is one object") from None
+    if type(data) is not dict or data.get("schema") != SCHEMA:
+        raise CacheError("another schema", f"this version reads {SCHEMA}")
+    score, mask = (_decoded(data.pop(name, None), name) for name in ("score", "mask"))
+    line: _Line = decode(_Line, data, "line")
+    if line.dtype not in ITEMSIZE:
+        raise CacheError(f"dtype {line.dtype[:20]}", "kernels take half, bfloat16 and float")
+    if line.kv_dtype and line.kv_dtype not in _NARROWER.get(line.dtype, ()):
+        raise CacheError(f"kv_dtype {line.kv_dtype}", f"it is narrower than {line.dtype}")
+    _check_sizes(line)
+    structure = Structure(
+        line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
+        _captures(score), _captures(mask), line.sparsity, line.layout,
+        line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
+        kv_dtype=line.kv_dtype,
+    )  # fmt: skip
+    sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
+    problem = Problem(structure, *sizes, line.mask_class)
+    return Untuned(problem, line.device, line.how, line.made, score, mask)
+
+
+def _check_sizes(line: _Line) -> None:
+    """Raise CacheError for a line of sizes that no call has, or that could not be rebuilt."""
+    lengths, heads = (line.B, line.q_len, line.kv_len), (line.Hq, line.Hkv)
+    if not (1 <= min(lengths) and max(lengths) <= MAX_LENGTH):
+        raise CacheError(f"sizes {lengths}", f"they are from 1 to {MAX_LENGTH}")
+    if min(*heads, line.head_dim_qk, line.head_dim_v) < 1 or line.Hq % line.Hkv:
+        raise CacheError("sizes", "heads are multiples, and dimensions at least 1")
+    if max(heads) > MAX_HEADS:
+        raise CacheError(f"{max(heads)} heads", f"at most {MAX_HEADS}")
+    if line.group != (line.Hq // line.Hkv if line.kind == "decode" else 0):
+        raise CacheError(f"group {line.group}", "it is decode's query heads for each KV head")
+    if _CLASS.fullmatch(line.mask_class) is None or bool(line.mask_class) != bool(line.sparsity):
+        raise CacheError(f"mask class {line.mask_class[:40]!r}", "it is that of its blocks")
+    if line.sparsity is None:
+        return
+    q_block, kv_block = line.sparsity.q_block, line.sparsity.kv_block
+    if min(q_block, kv_block) < 1:
+        raise CacheError(f"blocks of {q_block}x{kv_block}", "they are above 0")
+    blocks = -(-line.q_len // q_block) * -(-line.kv_len // kv_block)
+    if blocks * (line.Hq if line.sparsity.per_head else 1) > MAX_BLOCKS:
+        raise CacheError(f"{blocks} blocks", f"a mask of at most {MAX_BLOCKS} is rebuilt")
+
+
+def _captures(captured: Captured | None) -> Captures | None:
+    return None if captured is None else Captures(captured.mod, captured.contiguous)
+
+
+def _decoded(data: Any, kind: str) -> Captured | None:
+    if data is None:
+        return None
+    if type(data) is not dict or data.keys() != {"mod", "tensors", "contiguous", "scalars"}:
+        raise CacheError(kind, "it is a mod with tensors, contiguous and scalars")
+    mod = from_data(data["mod"])
+    tensors = decode(tuple[tuple[str, tuple[int, ...]], ...], data["tensors"], "tensors")
+    contiguous = decode(tuple[bool, ...], data["contiguous"], "contiguous")
+    numbers = data["scalars"] if type(data["scalars"]) is list else [None]
+    scalars = tuple(number_from_data(each) for each in numbers)
+    buffers = [(buffer.dtype, buffer.rank) for buffer in mod.buffers]
+    fits = mod.kind == kind and [(dtype, len(shape)) for dtype, shape in tensors] == buffers
+    plain = len(scalars) == len(mod.scalars) and all(type(n) in _NUMBERS for n in scalars)
+    small = all(math.prod(shape) <= MAX_ELEMENTS for _, shape in tensors)
+    if not (fits and plain and small and len(contiguous) == len(buffers)):
+        raise CacheError(f"what {kind} captures", "it is what the mod's slots ask for")
+    return Captured(mod, tensors, contiguous, scalars)  # type: ignore[arg-type]
+
+
+_NUMBERS = (int, float, bool)
+
+
+def bound_of(captured: Captured, seed: int = 0) -> Bound:
+    """The mod with made-up tensors of the shapes it captured: small floats, zeros for the rest.
+
+    Zeros are in the range of whatever they index, and lie in no mask's way but their own.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    tensors = []
+    for dtype, shape in captured.tensors:
+        kind: torch.dtype = getattr(torch, dtype)
+        floats = torch.randn(shape, generator=draw) * 0.5 if kind.is_floating_point else None
+        tensors.append(torch.zeros(shape, dtype=kind) if floats is None else floats.to(kind))
+    return Bound(captured.mod, tuple(tensors), captured.scalars)

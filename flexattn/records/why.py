@@ -1,0 +1,137 @@
+"""why(): what a problem's config rests on, and how the closest records differ, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from flexattn.device import Device
+from flexattn.errors import CacheError
+from flexattn.kernels.space.config import Config
+from flexattn.kernels.space.triton import default
+from flexattn.problem import Problem
+from flexattn.records.environment import environment
+from flexattn.records.key import SIZES, Key, key_of
+from flexattn.records.layers import Found, find, infeasible, layers, ranked
+from flexattn.records.record import Answer, Environment
+from flexattn.settings import current
+
+__all__ = ["Closest", "Difference", "Explanation", "Passed", "why"]
+
+# Records of other families that are compared; a fleet's cache may hold tens of thousands.
+MAX_COMPARED = 20000
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which a record is not what was asked for."""
+
+    field: str
+    asked: Any
+    stored: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Closest:
+    """A stored record with all its differences; none in the key and the environment is a hit."""
+
+    path: Path
+    layer: str
+    answer: Answer
+    key: tuple[Difference, ...]
+    environment: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A record that would have served but for its config, and why that cannot run here."""
+
+    path: Path
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What dispatch takes for a problem, and why nothing better.
+
+    how: "hit", "hint", "nearest", "default", or "off" where FLEXATTN_MODE says so. expected: the
+    file of an exact hit, for each layer. found: None where the static default serves. broken:
+    files in the layers that are no records, with what is wrong.
+    """
+
+    problem: str
+    key: Key
+    environment: Environment
+    how: Literal["hit", "hint", "nearest", "default", "off"]
+    config: Config
+    found: Found | None
+    expected: tuple[tuple[str, Path], ...]
+    passed: tuple[Passed, ...]
+    closest: tuple[Closest, ...]
+    broken: tuple[tuple[Path, str], ...]
+
+
+def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
+    """Explain a problem's config; reads every record of the device, so it takes its time.
+
+    most: how many of the closest records are compared.
+    """
+    key, here = key_of(problem), environment(problem.structure.kind, device)
+    places = layers(device)
+    off = current().mode == "off"
+    found = None if off else find(problem, device)
+    passed = []
+    for stored in ranked(key, here, places):
+        reasons = infeasible(stored, problem.structure, device)
+        if not reasons:
+            break
+        passed.append(Passed(stored.path, tuple(reasons)))
+    closest, broken = [], []
+    for layer, path, entry in islice(_entries(places), MAX_COMPARED):
+        if isinstance(entry, CacheError):
+            broken.append((path, entry.line))
+        else:
+            closest.append(_compared(layer, path, entry, key, here))
+    closest.sort(key=lambda each: (*_weight(each), str(each.path)))
+    return Explanation(
+        problem=problem.describe(),
+        key=key,
+        environment=here,
+        how="off" if off else found.how if found else "default",
+        config=found.config if found else default(problem, device),
+        found=found,
+        expected=tuple((layer.name, layer.store.path(here, key)) for layer in places),
+        passed=tuple(passed),
+        closest=tuple(closest[:most]),
+        broken=tuple(broken),
+    )
+
+
+def _entries(places: Any) -> Iterator[tuple[str, Path, Answer | CacheError]]:
+    for layer in places:
+        for path, entry in layer.store.answers():
+            yield layer.name, path, entry
+
+
+def _compared(layer: str, path: Path, answer: Answer, key: Key, here: Environment) -> Closest:
+    return Closest(
+        path, layer, answer, _differences(key, answer.key), _differences(here, answer.environment)
+    )
+
+
+def _differences(asked: Any, stored: Any) -> tuple[Difference, ...]:
+    pairs = (
+        (field.name, getattr(asked, field.name), getattr(stored, field.name))
+        for field in fields(asked)
+    )
+    return tuple(Difference(*each) for each in pairs if each[1] != each[2])
+
+
+def _weight(closest: Closest) -> tuple[bool, int, int, int]:
+    """Another device is furthest away, then other fields of the key, its sizes, environments."""
+    family = sum(each.field not in SIZES for each in closest.key)
+    other = any(each.field == "device" for each in closest.environment)
+    return other, family, len(closest.key) - family, len(closest.environment)

@@ -1,0 +1,339 @@
+"""The oracle in plain torch that every kernel is held to, and the CPU path of the public function.
+
+Scores are made a slice of heads and query rows at a time, so memory does not grow with L x S. The
+user's callables run as they are, under nested `torch.vmap`, and never pass flexattn's own tracer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+from torch.overrides import TorchFunctionMode
+
+from flexattn.errors import CaptureError, InputError
+from flexattn.mods import registered
+from flexattn.problem.dense_blocks import dense_blocks, spread
+from flexattn.problem.descales import NO_DESCALES, Descales, descaled
+from flexattn.problem.sinks import add_sinks
+from flexattn.reference.rounding import Precision, Rounding
+
+__all__ = ["Precision", "Reference", "attention"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_SLICE_SCORES = 2**26
+_SLICE_KV = 2**27
+
+
+class Reference(NamedTuple):
+    """What attention returns: out [B, Hq, L, Ev], lse and max_scores [B, Hq, L] in natural log."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    descales: Descales = NO_DESCALES,
+    precision: Precision = Precision.WORKING,
+) -> Reference:
+    """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
+
+    q [B, Hq, L, E], k [Bkv, Hkv, S, E], v [Bkv, Hkv, S, Ev]: Bkv is B or 1, Hkv divides Hq, L and
+    S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). sinks [Hq]: a logit of each
+    head in the softmax's sum, without a value; lse has it, max_scores has not. descales: factors
+    of q's, k's and v's heads, those of q and k above 0 or their heads are NaN. Differentiable in
+    q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
+    attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
+    sink) and max_scores.
+    Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
+    reads a captured tensor out of range. Lanes that the mask removes may read anything.
+    """
+    _check_shapes(q, k, v)
+    B, Hq, L, E = q.shape
+    S, Ev = v.shape[-2:]
+    blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
+    scale = 1 / math.sqrt(E) if scale is None else scale
+    run = _Run(score_mod, blocks, scale, Rounding.of(precision, q, v), sinks, descales)
+    k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
+    nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
+    batches = []
+    with torch.autocast(q.device.type, enabled=False), _float_of_indices(precision):
+        for b in _spans(B, nb):
+            heads = []
+            for h in _spans(Hq, nh):
+                heads.append(_cat([run(q, k, v, b, h, m) for m in _spans(L, nm)], 2))
+            batches.append(_cat(heads, 1))
+    return _cat(batches, 0)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    got = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise InputError(got, "q, k and v have four dimensions")
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise InputError(got, "k and v agree but for the last dimension, in which q and k agree")
+    if k.shape[0] not in (1, q.shape[0]):
+        raise InputError(got, "the batch of k and v is q's, or 1")
+    if q.shape[1] % max(k.shape[1], 1) or (q.shape[1] > 0 and k.shape[1] == 0):
+        raise InputError(got, "Hq is a multiple of Hkv")
+
+
+@contextlib.contextmanager
+def _float_of_indices(precision: Precision) -> Iterator[None]:
+    """An oracle in float64 also where a mod makes a float of an index, as in torch.log(q_idx)."""
+    default = torch.get_default_dtype()
+    if precision is Precision.ORACLE:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _group(q: Tensor, k: Tensor) -> int:
+    return max(q.shape[1] // max(k.shape[1], 1), 1)
+
+
+def _slice_sizes(B: int, Hq: int, group: int, L: int, S: int, width: int) -> tuple[int, int, int]:
+    """Batches, heads and rows of one slice; its heads are whole groups, or an even part of one."""
+    kv_heads = max(1, _SLICE_KV // max(S * width, 1))
+    pairs = max(1, min(_SLICE_SCORES // max(L * S, 1), kv_heads * group))
+    if pairs >= Hq:
+        return max(1, min(B, pairs // max(Hq, 1))), max(Hq, 1), max(L, 1)
+    heads = pairs // group * group or max(n for n in range(1, pairs + 1) if group % n == 0)
+    return 1, heads, max(1, _SLICE_SCORES // max(heads * S, 1))
+
+
+def _spans(length: int, size: int) -> Iterator[slice]:
+    """Slices that cover range(length); one empty slice for length 0, so that shapes survive."""
+    for start in range(0, max(length, 1), size):
+        yield slice(start, min(start + size, length))
+
+
+def _cat(parts: list[Reference], dim: int) -> Reference:
+    if len(parts) == 1:
+        return parts[0]
+    return Reference(*(torch.cat(tensors, dim) for tensors in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Attention for one slice of batches, query heads and query rows, all keys at once."""
+
+    score_mod: ScoreMod | None
+    blocks: _Blocks | None
+    scale: float
+    rounding: Rounding
+    sinks: Tensor | None
+    descales: Descales
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
+        group = _group(q, k)
+        kv_heads = slice(h.start // group, (h.stop - 1) // group + 1)
+        q_work = descaled(self.rounding.load(q[b, h, m]), self._factor("q", b, h))
+        k_work = descaled(self.rounding.load(k[b, kv_heads]), self._factor("k", b, kv_heads))
+        v_work = descaled(self.rounding.load(v[b, kv_heads]), self._factor("v", b, kv_heads))
+        scores = self.rounding.scores(_shared(torch.matmul, q_work, k_work.mT) * self.scale)
+        if scores.numel() == 0:
+            none = scores.new_full(scores.shape[:3], -math.inf)
+            out = _shared(torch.matmul, scores, v_work)
+            return self._stored(out, none, none, h)
+        lanes = tuple(
+            torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
+        )
+        return self._softmax(self._modified(scores, lanes), v_work, h)
+
+    def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
+        """A slice of q's, k's or v's factors, as kernels take them."""
+        found: Tensor | None = getattr(self.descales, name)
+        if found is None:
+            return None
+        found = found[b if found.shape[0] > 1 else slice(None), h]
+        return found if name == "v" else torch.where(found > 0, found, math.nan)
+
+    def _modified(self, scores: Tensor, lanes: tuple[Tensor, ...]) -> Tensor:
+        kept = None if self.blocks is None else self.blocks.kept(lanes)
+        if self.score_mod is not None:
+            scores = _modded(self.score_mod, scores, kept, lanes)
+        return scores if kept is None else torch.where(kept, scores, -math.inf)
+
+    def _softmax(self, scores: Tensor, v: Tensor, h: slice) -> Reference:
+        top = scores.detach().amax(-1)
+        empty = top == -math.inf
+        p = torch.exp(scores - torch.where(empty, 0.0, top)[..., None])
+        total = torch.where(empty, 1.0, p.sum(-1))
+        out = _shared(_weighted_sum, self.rounding.weights(p), v) / total[..., None]
+        lse = torch.where(empty, -math.inf, top + torch.log(total))
+        return self._stored(out, lse, top, h)
+
+    def _stored(self, out: Tensor, lse: Tensor, top: Tensor, h: slice) -> Reference:
+        if self.sinks is not None:
+            out, lse = add_sinks(out, lse, self.sinks[h])
+        return Reference(self.rounding.store(out), lse, top)
+
+
+def _shared(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """product(x, y) for x [b, heads, m, i] and y [b, kv heads, i, j] shared by groups."""
+    b, heads, m, inner = x.shape
+    kv_heads = y.shape[1]
+    rows = heads * m // max(kv_heads, 1)
+    return product(x.reshape(b, kv_heads, rows, inner), y).reshape(b, heads, m, y.shape[-1])
+
+
+def _weighted_sum(p: Tensor, v: Tensor) -> Tensor:
+    """p @ v, where a lane of weight zero adds nothing even if its value is NaN or infinite."""
+    finite = v.isfinite()
+    if bool(finite.all()):
+        return p @ v
+    met = (p > 0).to(p.dtype) @ (~finite).to(p.dtype) > 0
+    return torch.where(met, p @ v, p @ torch.where(finite, v, 0.0))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A BlockMask as two dense block maps [B or 1, H or 1, q blocks, kv blocks]."""
+
+    partial: Tensor
+    full: Tensor | None
+    block_size: tuple[int, int]
+    mask_mod: MaskMod
+
+    @classmethod
+    def of(cls, mask: BlockMask, L: int, S: int) -> _Blocks:
+        block_q, block_kv = mask.BLOCK_SIZE
+        rows, cols = -(-L // block_q), -(-S // block_kv)
+        if mask.kv_indices.shape[-2] < rows:
+            has = mask.kv_indices.shape[-2]
+            raise InputError(
+                f"block_mask has {has} blocks of {block_q} query rows, L is {L}",
+                "every query row lies in a listed block",
+                "make the block mask for this L",
+            )
+        full = None
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            full = dense_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, cols)
+        partial = dense_blocks(mask.kv_num_blocks, mask.kv_indices, cols)
+        return cls(partial, full, (block_q, block_kv), mask.mask_mod)
+
+    def kept(self, lanes: tuple[Tensor, ...]) -> Tensor:
+        """The lanes that are attended, bool [b, h, m, n]."""
+        allowed = spread(self.partial, self.block_size, lanes)
+        if self.mask_mod is not noop_mask:
+            inside, outside = _over_lanes(_watched(self.mask_mod), (), lanes)
+            allowed = allowed & inside.to(torch.bool)
+            _refuse(outside & allowed, "mask_mod", lanes)
+        if self.full is None:
+            return allowed
+        return allowed | spread(self.full, self.block_size, lanes)
+
+
+def _modded(
+    score_mod: ScoreMod, scores: Tensor, kept: Tensor | None, lanes: tuple[Tensor, ...]
+) -> Tensor:
+    def mod(score: Tensor, lane_kept: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
+        return _watched(score_mod, lane_kept if shield else None)(score, *index)
+
+    shield = kept is not None and torch.is_grad_enabled()
+    everywhere = torch.ones((), dtype=torch.bool, device=scores.device).expand(scores.shape)
+    mask = everywhere if kept is None else kept
+    # A derivative that is infinite in a removed lane would turn its zero gradient into NaN.
+    safe = torch.where(mask, scores, 1.0) if shield and scores.requires_grad else scores
+    value, outside = _over_lanes(mod, (safe, mask), lanes)
+    _refuse(outside & mask, "score_mod", lanes)
+    return value.to(scores.dtype)
+
+
+def _over_lanes(
+    mod: Callable[..., tuple[Tensor, Tensor]], dense: tuple[Tensor, ...], lanes: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """`mod` at every (b, h, q_idx, kv_idx), as torch's eager flex_attention maps it."""
+    for axis in (3, 2, 1, 0):
+        in_dims = (0,) * len(dense) + tuple(0 if axis == i else None for i in range(4))
+        mod = torch.vmap(mod, in_dims=in_dims)
+    return mod(*dense, *lanes)
+
+
+def _watched(
+    mod: Callable[..., Tensor], kept: Tensor | None = None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`mod` that also returns whether it read a captured tensor out of range."""
+
+    def call(*args: Tensor) -> tuple[Tensor, Tensor]:
+        with _Gather(kept) as mode:
+            value = torch.as_tensor(mod(*args), device=args[-1].device)
+        return value, args[-1].new_zeros((), dtype=torch.bool) | mode.outside
+
+    return call
+
+
+def _refuse(outside: Tensor, name: str, lanes: tuple[Tensor, ...]) -> None:
+    if not bool(outside.any()):
+        return
+    b, h, m, n = (int(lane[i]) for lane, i in zip(lanes, outside.nonzero()[0], strict=True))
+    raise CaptureError(
+        f"{name} reads a captured tensor out of range at b={b}, h={h}, q_idx={m}, kv_idx={n}",
+        "only lanes that the mask removes may read out of range",
+        "clamp the index, make the tensor larger, or mask the lane; FLEXATTN_CHECK=1 names it",
+    )
+
+
+class _Gather(TorchFunctionMode):
+    """Inside a mod, `x[i, j]` with tensors or ints is a gather, even for 0-d indices.
+
+    The rule of torch's TransformGetItemToIndex, but `x[b][h]` has a gradient, an index out of
+    range is clamped and reported, and removed lanes pass no gradient to the tensor. An operator
+    of torch.library is what it is known to compute.
+    """
+
+    def __init__(self, kept: Tensor | None) -> None:
+        super().__init__()
+        self.kept = kept
+        self.outside: Tensor | bool = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if len(index) <= args[0].dim() and all(map(_is_position, index)):
+                return self._gather(args[0], index)
+        meaning = registered.meaning_of(func)
+        if meaning is not None:  # vmap would call the operator itself once for each element
+            with self:
+                return meaning(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _gather(self, x: Tensor, index: tuple[Tensor | int, ...]) -> Tensor:
+        if 0 in x.shape[: len(index)]:
+            x = x.new_zeros([max(n, 1) for n in x.shape])
+            self.outside = True
+        places = []
+        for i, n in zip(index, x.shape, strict=False):
+            i = torch.as_tensor(i, device=x.device).long()
+            self.outside = self.outside | ((i < -n) | (i >= n)).any()
+            places.append(i.clamp(-n, n - 1))
+        value: Tensor = torch.ops.aten.index.Tensor(x, places)
+        if self.kept is not None and value.dim() == 0 and value.is_floating_point():
+            value = torch.where(self.kept, value, value.detach())
+        return value
+
+
+def _is_position(index: object) -> bool:
+    if isinstance(index, Tensor):
+        return index.dtype != torch.bool
+    return isinstance(index, int) and not isinstance(index, bool)

@@ -1,0 +1,1 @@
+"""From a rendered source to a launched kernel."""

@@ -1,0 +1,346 @@
+"""Source -> Kernel: compile for any target, with or without the device; a failure is typed."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexattn.device import Device
+from flexattn.errors import BuildError, FlexAttnError
+from flexattn.kernels.ptx.assembler import ptx_version
+from flexattn.kernels.ptx.hook import compiled_by
+from flexattn.kernels.ptx.merge_consumers import block_warps
+from flexattn.kernels.render.binding import Binding, bind
+from flexattn.kernels.render.hinted import HintedSource
+from flexattn.kernels.render.source import Source
+from flexattn.runtime.binary import Binary, binary_of
+from flexattn.runtime.binary_store import Binaries
+from flexattn.runtime.codecache.files import text_file
+from flexattn.runtime.codecache.module import module_of
+from flexattn.runtime.codecache.triton_cache import with_triton_cache
+from flexattn.runtime.compiler_context import (
+    anew,
+    source_lines,
+    without_collections,
+    without_dumps,
+)
+from flexattn.runtime.cuda_launch import CudaLaunch, loaded
+from flexattn.settings import current, log, say_once
+from flexattn.util.lru import Lru
+
+# Triton's interpreter keeps the program that runs in its module, and changes triton.language while
+# one does: two threads would read each other's program numbers.
+_interpreter = threading.Lock()
+DESCRIPTOR = re.compile(r"tensordesc<(?P<element>\w+)\[(?P<shape>[\d, ]+)\]>")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel ready to launch on the GPU with this index, or in the interpreter (-1).
+
+    binary: what the CUDA driver launches. compiled: what Triton launches where there is no
+    binary, and None for a binary that was loaded from a directory.
+    """
+
+    source: Source
+    compiled: Any
+    index: int
+    binary: Binary | None = None
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that the compiled kernel needs; 0 in the interpreter."""
+        if self.binary is not None:
+            return self.binary.shared
+        metadata = getattr(self.compiled, "metadata", None)
+        return 0 if metadata is None else int(metadata.shared)
+
+    def prepare(
+        self,
+        programs: int,
+        fixed: Mapping[str, Any],
+        given: Sequence[str],
+        boxes: Mapping[str, Any] | None = None,
+        spare: Collection[str] = (),
+    ) -> Launcher:
+        """A launcher of `programs` programs that already holds the arguments of every call.
+
+        fixed: their values by name. given: the names of what each call passes, in order. boxes:
+        how each tensor that is read through a descriptor lies in memory, by name. spare: names
+        that this kernel may lack. Raises ArgumentError; see render.binding.bind.
+        """
+        bound = bind(self.source.arguments, fixed, given, boxes, spare)
+        if self.binary is not None:
+            return CudaLaunch(self.binary, bound, self.index, programs)
+        return TritonLaunch(self.compiled, programs, bound, self.index)
+
+
+class Launcher(Protocol):
+    """Something that launches a prepared kernel."""
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """Launch on a stream, with the values whose names it was prepared for, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLaunch:
+    """Triton's own launcher: for the interpreter, and for GPUs that are not NVIDIA's."""
+
+    compiled: Any
+    programs: int
+    bound: Binding
+    index: int
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """As Launcher.launch."""
+        bound = self.bound
+        if len(given) != bound.passed:
+            raise ValueError(f"{len(given)} values for {bound.passed} names")
+        args = list(bound.fixed)
+        for argument, place in bound.given:
+            args[argument] = given[place]
+        if self.index < 0:
+            _interpret(self.compiled, self.programs, args)
+            return
+        compiled = self.compiled
+        compiled.run(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            None, None, None, *args,
+        )  # fmt: skip
+
+
+def _interpret(function: Any, programs: int, args: Sequence[Any]) -> None:
+    """Run a kernel in Triton's interpreter.
+
+    Minus infinity less itself, the logarithm of 0 and the like are what kernels mean: a GPU says
+    nothing of them, and numpy warns.
+    """
+    import numpy as np
+
+    with _interpreter, np.errstate(all="ignore"):
+        function[(programs,)](*args)
+
+
+_functions: Lru[Path, Any] = Lru(4096)
+
+
+def path_of(source: Source) -> Path:
+    """The file of a source, for people and profilers; it is written if need be."""
+    return text_file(f"kernel_{source.hash[:24]}.py", source.text)
+
+
+def load(source: Source) -> Any:
+    """The `kernel` function of a source, as triton.jit made it of the text that was rendered.
+
+    Raises RenderAnew for a text that was read.
+    """
+    if source.stored:
+        raise RenderAnew(source.hash)
+    path = path_of(source)
+    found = _functions.get(path)
+    if found is None:
+        found = module_of(path, source.text).kernel
+        _functions.put(path, found)
+    return found
+
+
+def compile_source(source: Source, device: Device) -> Any:
+    """Compile with Triton for a device that need not be here.
+
+    Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
+    """
+    compiled = _compiled(source, device)
+    warps = block_warps(source.text)
+    if warps is not None and compiled.metadata.num_warps != warps:
+        # Triton 3.6 keeps kernels by their source alone: this one was compiled without the pass.
+        with anew():
+            compiled = _compiled(source, device)
+    return compiled
+
+
+def _compiled(source: Source, device: Device) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    path = path_of(source)
+    version = ptx_version(source.stages.ptxas)
+    arch: int | str = device.capability or device.arch
+    target = GPUTarget(device.backend, arch, device.warp_size)
+    attrs = {
+        (i,): [["tt.divisibility", argument.divisible_by]]
+        for i, argument in enumerate(source.arguments)
+        if argument.divisible_by > 1
+    }
+    try:
+        with (
+            source_lines(current().debug > 0),
+            without_collections(),
+            without_dumps(),
+            compiled_by(source.stages),
+        ):
+            return with_triton_cache(
+                triton.compile,
+                _syntax(source)(load(source), _signature(source), {}, attrs),
+                target=target,
+                options={
+                    "num_warps": source.num_warps,
+                    "num_stages": source.num_stages,
+                    # Said aloud because Triton's default changes with release 3.10.
+                    "enable_fp_fusion": True,
+                    # Asserts that only a debug build keeps take time to write in every other.
+                    "sanitize_overflow": False,
+                    **({"maxnreg": source.registers} if source.registers else {}),
+                    **dict(source.hints if isinstance(source, HintedSource) else ()),
+                    **({"ptx_version": version} if version else {}),
+                },
+            )
+    except Exception as error:  # whatever the compiler raises is one typed failure here
+        raise BuildError(
+            f"Triton could not compile {path} for {device.arch}: {type(error).__name__}: {error}",
+            "a rendered kernel compiles for every arch that its config is offered for",
+            "report the file; kernel_options with smaller blocks may avoid it",
+        ) from error
+
+
+def _signature(source: Source) -> dict[str, str]:
+    """Argument types for the compiler: Gluon's descriptors say how a tile is laid out."""
+    types = {argument.name: argument.type for argument in source.arguments}
+    if source.language != "gluon":
+        return types
+    from triton.experimental.gluon import language as gl
+
+    for name, described in types.items():
+        found = DESCRIPTOR.match(described)
+        if found:
+            shape = [int(size) for size in found["shape"].split(",")]
+            element = gl.dtype(found["element"])
+            layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+            types[name] = f"{described[:-1]},{layout!r}>"
+    return types
+
+
+def _syntax(source: Source) -> Any:
+    """The compiler's class for the language that a source is written in."""
+    if source.language == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    from triton.compiler import ASTSource
+
+    return ASTSource
+
+
+def unloaded(source: Source, device: Device) -> Kernel:
+    """A kernel compiled for a device that need not be here, and launched by nobody."""
+    compiled = compile_source(source, device)
+    return Kernel(source, compiled, -1, binary_of(compiled, device.arch))
+
+
+class RenderAnew(Exception):
+    """A source that was read from a directory has no binary there that this process can load.
+
+    Its text may be anybody's: it is not executed.
+    """
+
+
+class Builder:
+    """Kernels by source and device, loaded or compiled once, shared by all threads.
+
+    compiled, loaded: how many came from Triton, and how many from the directory of binaries that
+    the settings name.
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
+        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
+        self._guard = threading.Lock()
+        self.compiled = self.loaded = 0
+
+    def kernel(self, source: Source, device: Device, index: int) -> Kernel:
+        """The kernel of a source on the GPU with this index (-1: the interpreter)."""
+        key = (source.hash, device.arch, index)
+        found = self._kernels.get(key)
+        if found is not None:
+            return found
+        with self._guard:
+            lock = self._locks.get(key) or threading.Lock()
+            self._locks.put(key, lock)
+        with lock:
+            found = self._kernels.get(key)
+            if found is None:
+                begin = time.perf_counter()
+                found = self._build(source, device, index)
+                if current().debug >= 2:
+                    spent = 1e3 * (time.perf_counter() - begin)
+                    log.debug("kernel_%s ready in %.0f ms", source.hash[:24], spent)
+                self._kernels.put(key, found)
+        return found
+
+    def begin(self, source: Source, device: Device, index: int) -> None:
+        """Build a kernel in a thread, where it is not there yet; `kernel` waits for it.
+
+        Half of a compile runs outside Python. A process that ends waits for it. What fails does so
+        again where it is asked for.
+        """
+        if self._kernels.get((source.hash, device.arch, index)) is None:
+            run = partial(copy_context().run, self._begun, source, device, index)
+            threading.Thread(target=run, name=f"kernel_{source.hash[:24]}", daemon=False).start()
+
+    def _begun(self, source: Source, device: Device, index: int) -> None:
+        with suppress(FlexAttnError):
+            self.kernel(source, device, index)
+
+    def _build(self, source: Source, device: Device, index: int) -> Kernel:
+        if current().debug >= 4:
+            log.debug("%s\n%s", path_of(source), source.text)
+        if index < 0:
+            return Kernel(source, load(source), index)
+        found = self._load(source, device, index)
+        if found is None and source.stored:
+            raise RenderAnew(source.hash)
+        return found or self._compile(source, device, index)
+
+    def _load(self, source: Source, device: Device, index: int) -> Kernel | None:
+        """The kernel from the directory that the settings name, if it is there and sound."""
+        root = current().binaries
+        binary = None if root is None else Binaries(root).find(source, device)
+        if binary is None:
+            return None
+        try:
+            loaded(binary, index)
+        except BuildError as error:  # made for a newer driver
+            say_once(f"{root}: a binary is not used, the kernel is compiled: {error.got}")
+            return None
+        with self._guard:
+            self.loaded += 1
+        return Kernel(source, None, index, binary)
+
+    def _compile(self, source: Source, device: Device, index: int) -> Kernel:
+        import torch
+
+        with torch.cuda.device(index):
+            compiled = compile_source(source, device)
+        binary = binary_of(compiled, device.arch)
+        if binary is not None and binary.shared <= device.shared_memory:
+            loaded(binary, index)
+        with self._guard:
+            self.compiled += 1
+        if current().debug >= 5:
+            log.debug("%s", compiled.asm["ttgir"])
+        if current().debug >= 6 and "ptx" in compiled.asm:
+            log.debug("%s", compiled.asm["ptx"])
+        return Kernel(source, compiled, index, binary)
+
+
+@lru_cache(maxsize=1)
+def builder() -> Builder:
+    """The process's builder."""
+    return Builder()

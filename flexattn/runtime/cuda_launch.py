@@ -1,0 +1,183 @@
+"""Launch a kernel through the CUDA driver, with the arguments packed once.
+
+Triton's launcher converts every argument of every call, and with Triton 3.6 is compiled by a C
+compiler for each new signature. Here the arguments that never change between calls stay in a
+buffer, each call writes the few that do, and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from flexattn.device import cuda_driver
+from flexattn.errors import BuildError, InputError
+from flexattn.kernels.render.binding import Binding
+from flexattn.runtime.binary import Binary
+
+MAP_BYTES = 128
+RANK = 4
+# Every argument has 8 bytes, of which a shorter one takes the first.
+_FORMATS = {"fp32": "f4x", "fp64": "d", "i32": "i4x"}
+
+
+class Frame:
+    """One thread's arguments of a launch: 8-byte slots, tensor maps, and pointers to both."""
+
+    def __init__(self, count: int, maps: int) -> None:
+        self.slots = (ctypes.c_uint64 * count)()
+        self._memory = ctypes.create_string_buffer(MAP_BYTES * (maps + 1))
+        start = ctypes.addressof(self._memory)
+        first = start + -start % MAP_BYTES
+        self.maps = [first + MAP_BYTES * i for i in range(maps)]
+        self.mapped: list[int] = [0] * maps
+        self.params: Any = None
+        self.config = cuda_driver.LaunchConfig()
+        self.start: tuple[Any, ...] = ()
+        self.stream = -1
+
+
+class CudaLaunch:
+    """A kernel with its fixed arguments; `launch` takes the others.
+
+    bound: where each argument gets its value; a box of it is (shape, strides) of a tensor.
+    """
+
+    def __init__(self, binary: Binary, bound: Binding, index: int, programs: int) -> None:
+        self._function = loaded(binary, index)
+        self._index = index
+        self._programs = programs
+        self._threads = binary.num_warps * 32
+        self._shared = binary.shared
+        self._maps = binary.maps
+        self._boxes = bound.boxes
+        self._local = threading.local()
+        self._types = types = bound.types
+        given = [i for i, _ in bound.given]
+        kept = [i for i in range(len(types)) if i not in given]
+        # Addresses that calls give lie first and are written one by one, which takes less time
+        # than a pack; then the numbers that calls give, and behind them what is kept.
+        tensors = [(i, place) for i, place in bound.given if types[i][0] in "*t"]
+        numbers = [(i, place) for i, place in bound.given if types[i][0] not in "*t"]
+        self._passed = bound.passed
+        self._given = len(given)
+        self._order = [i for i, _ in tensors + numbers] + kept
+        self._fixed = [bound.fixed[i] for i in kept]
+        self._tensors = [(slot, place) for slot, (_, place) in enumerate(tensors)]
+        described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
+        self._described = list(enumerate(described))
+        self._numbers = [place for _, place in numbers]
+        self._behind = 8 * len(tensors)
+        self._pack = _packer(types[i] for i, _ in numbers).pack_into
+        self._driver = cuda_driver.launch_kernel()
+        self._check(binary)
+
+    def _check(self, binary: Binary) -> None:
+        """Each argument, a descriptor's shape and strides, and Triton's two scratch pointers."""
+        known = len(self._types) + 2 * RANK * len(self._boxes) + 2
+        if known != binary.parameters or not (
+            len(self._maps) == len(self._boxes) == len(self._described)
+        ):
+            raise BuildError(
+                f"the kernel takes {binary.parameters} parameters with {len(binary.maps)} "
+                f"descriptors, {known} with {len(self._described)} are known",
+                "Triton's calling convention is that of releases 3.6 to 3.9",
+                "install one of these Triton releases",
+            )
+
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
+        """Launch on a stream, with the values whose names it was prepared for, in their order."""
+        frame: Frame | None = getattr(self._local, "frame", None)
+        if frame is None:
+            frame = self._local.frame = self._frame()
+        if len(given) != self._passed:
+            raise ValueError(f"{len(given)} values for {self._passed} names")
+        slots = frame.slots
+        for slot, place in self._tensors:
+            slots[slot] = given[place].data_ptr()
+        for which, slot in self._described:
+            if frame.mapped[which] != slots[slot]:
+                self._encode(frame, which, slots[slot])
+        if self._numbers:
+            try:
+                self._pack(slots, self._behind, *[given[place] for place in self._numbers])
+            except struct.error as error:
+                raise _too_large(given) from error
+        if frame.stream != stream:
+            frame.config.stream = frame.stream = stream
+        status = self._driver(*frame.start)
+        if status == cuda_driver.INVALID_CONTEXT:  # a thread that never worked on this GPU
+            cuda_driver.make_current(self._index)
+            status = self._driver(*frame.start)
+        if status:
+            raise BuildError(f"cuLaunchKernel failed with CUDA error {status}")
+
+    def _frame(self) -> Frame:
+        """The fixed arguments, and pointers in the order of the kernel's parameters."""
+        types, boxes, given = self._types, self._boxes, self._given
+        frame = Frame(len(types) + 2 * RANK * len(boxes) + 2, len(boxes))
+        extra = [number for box in boxes for number in (*box.shape, *box.strides)]
+        kept = [*(types[i] for i in self._order[given:]), *["i64"] * len(extra)]
+        _packer(kept).pack_into(frame.slots, 8 * given, *self._fixed, *extra)
+        base = ctypes.addressof(frame.slots)
+        place = {argument: base + 8 * slot for slot, argument in enumerate(self._order)}
+        after = base + 8 * len(types)
+        pointers: list[int] = []
+        maps = iter(frame.maps)
+        for i, kind in enumerate(types):
+            if kind[0] != "t":
+                pointers.append(place[i])
+                continue
+            pointers += [next(maps), *range(after, after + 16 * RANK, 8)]
+            after += 16 * RANK
+        pointers += [after, after + 8]
+        frame.params = (ctypes.c_void_p * len(pointers))(*pointers)
+        config = frame.config
+        config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
+        config.shared = self._shared
+        start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), None
+        frame.start = tuple(map(cuda_driver.pointer, start))
+        return frame
+
+    def _encode(self, frame: Frame, which: int, address: int) -> None:
+        """Describe a tensor to the copy engine."""
+        box, tensor_map = self._boxes[which], self._maps[which]
+        types = [each for each in self._types if each[0] == "t"]
+        status = cuda_driver.encode(
+            frame.maps[which], types[which].split("<")[1].split("[")[0], address,
+            box.shape, box.strides, tensor_map.block, tensor_map.swizzle,
+        )  # fmt: skip
+        if status:
+            raise BuildError(
+                f"cuTensorMapEncodeTiled failed with CUDA error {status} for {box}",
+                "K and V are 16-byte aligned with strides that are multiples of 16 bytes",
+                'pass kernel_options={"USE_TMA": False} and report this',
+            )
+        frame.mapped[which] = address
+
+
+def _too_large(given: Sequence[Any]) -> InputError:
+    """Why values do not fit their slots: of what a call gives, sizes have 32 bits, numbers 64."""
+    numbers = [value for value in given if isinstance(value, int) and abs(value) >= 2**31]
+    return InputError(
+        f"a mod captures something of size or value {', '.join(map(str, numbers))}",
+        "each dimension of a captured tensor is below 2**31, and a captured number below 2**63",
+        "view the tensor in more dimensions",
+    )
+
+
+def _packer(types: Iterable[str]) -> struct.Struct:
+    """Writes arguments of these types, as Triton's signature spells them."""
+    kinds = ("Q" if kind[0] in "*t" else _FORMATS.get(kind, "q") for kind in types)
+    return struct.Struct("=" + "".join(kinds))
+
+
+@lru_cache(maxsize=4096)
+def loaded(binary: Binary, index: int) -> int:
+    """Load a binary onto a GPU, once; returns its CUfunction."""
+    threads = 32 * binary.num_warps
+    return cuda_driver.load(binary.code, binary.name, binary.shared, threads, index)

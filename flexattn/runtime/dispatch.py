@@ -1,0 +1,294 @@
+"""Problem -> Choice: which kernel runs, with which config, and why; remembered when seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.kernels.options import Options
+from flexattn.kernels.ptx.assembler import preferred
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.render.source import Source, render_combine
+from flexattn.kernels.space.config import (
+    Config,
+    GluonPrefillConfig,
+    Language,
+    PrefillConfig,
+    describe,
+    language_of,
+)
+from flexattn.kernels.space.triton import candidates, default, reasons, suited, violated
+from flexattn.mods.expr import pretty
+from flexattn.problem import Problem, Structure
+from flexattn.records.layers import Found, find
+from flexattn.records.store import generation
+from flexattn.runtime.build import Builder, Kernel, RenderAnew, builder
+from flexattn.runtime.fallback.chain import Attempt, serve
+from flexattn.runtime.fallback.environment import COMPILER_FIELDS
+from flexattn.runtime.fallback.memory import Memory, memory
+from flexattn.runtime.source_store import Sources
+from flexattn.settings import current, log
+from flexattn.util.lru import Lru
+
+How = Literal["hit", "hint", "nearest", "default", "forced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for a problem: config, where it came from, rendered sources.
+
+    how: from a tuned record (as flexattn.records.layers says it), the static default, or forced by
+    the caller. origin: the same in words. attempts: the candidates that were tried, the one that
+    serves last.
+    """
+
+    problem: Problem
+    device: Device
+    config: Config
+    how: How
+    origin: str
+    source: Source
+    combine: Source | None
+    attempts: tuple[Attempt, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config that may serve a problem; nothing of it is rendered before it is asked for.
+
+    measured: see flexattn.runtime.fallback.chain. stored: sources may come from the directory of
+    binaries.
+    """
+
+    problem: Problem
+    device: Device
+    config: Config
+    how: How
+    origin: str
+    measured: bool = False
+    stored: bool = False
+
+    @property
+    def form(self) -> str:
+        """Of the template; a record's config is unlike the static defaults."""
+        return language_of(self.config) if self.how == "default" else self.how
+
+    @property
+    def tiles(self) -> Config:
+        """The config without what says how it is compiled."""
+        if isinstance(self.config, GluonPrefillConfig):
+            return replace(self.config, merge_consumers=True, ptxas="")
+        return self.config
+
+    def describe(self) -> str:
+        """The template, the config, and where it comes from."""
+        return f"{language_of(self.config)} {describe(self.config)} ({self.origin})"
+
+    @property
+    def exported(self) -> bool:
+        """Whether its sources lie in the directory of binaries."""
+        return self._read() is not None
+
+    def _read(self) -> tuple[Source, Source | None] | None:
+        root = current().binaries if self.stored else None
+        structure = self.problem.structure
+        return None if root is None else _stored(root, structure, self.config, self.device)
+
+    def choice(self) -> Choice:
+        """The candidate with its sources, rendered or read."""
+        known, problem, device = self._read(), self.problem, self.device
+        source, combine = known or _rendered(
+            problem.structure, self.config, device, problem.describe()
+        )
+        return Choice(problem, device, self.config, self.how, self.origin, source, combine)
+
+    def sources(self) -> tuple[Source, ...]:
+        """The kernel, and decode's combine kernel."""
+        choice = self.choice()
+        return (choice.source,) if choice.combine is None else (choice.source, choice.combine)
+
+
+def candidates_of(
+    problem: Problem, device: Device, options: Options, stored: bool = False
+) -> Iterator[Candidate]:
+    """What may serve a problem, best first.
+
+    The caller's numbers alone where there are any; else the tuned config and static defaults.
+    stored: sources may come from the directory of binaries, for whoever loads those.
+    Raises ConfigError when the caller's numbers cannot run, with every reason.
+    """
+    if options.overrides:
+        forced = _forced(problem, device, options)
+        yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
+        return
+    seen = set()
+    for each in _open_candidates(problem, device, options, stored):
+        config = options.compiled(each.config)
+        if config not in seen:
+            seen.add(config)
+            yield replace(each, config=config)
+
+
+def _open_candidates(
+    problem: Problem, device: Device, options: Options, stored: bool
+) -> Iterator[Candidate]:
+    wanted = options.language
+    found = _tuned(problem, device)
+    if found is not None and wanted in (None, language_of(found.config)):
+        measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
+        if not measured and isinstance(config, GluonPrefillConfig):
+            config = replace(config, ptxas=preferred())  # the other Triton's had other assemblers
+        yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
+    defaults = _defaults(problem, device, wanted, stored)
+    # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
+    exported = next((each for each in defaults if each.exported), None) if stored else None
+    if exported is not None:
+        yield exported
+    yield from (each for each in defaults if each is not exported)
+
+
+def _defaults(
+    problem: Problem, device: Device, language: Language | None, stored: bool
+) -> list[Candidate]:
+    found = []
+    for position, config in enumerate(candidates(problem, device, language)):
+        origin = f"static default for {device.arch}"
+        if position:
+            origin += f", choice {position + 1}"
+        found.append(Candidate(problem, device, config, "default", origin, False, stored))
+    return found
+
+
+def choices(
+    problem: Problem, device: Device, options: Options, stored: bool = False
+) -> Iterator[Choice]:
+    """The candidates with their sources, one rendered when the one before did not do."""
+    return (each.choice() for each in candidates_of(problem, device, options, stored))
+
+
+def chosen(
+    problem: Problem,
+    device: Device,
+    options: Options,
+    build: Callable[[Source], Kernel],
+    known: Memory | None = None,
+    stored: bool = False,
+) -> tuple[Choice, Kernel, Kernel | None]:
+    """The choice that serves, its kernel, and decode's combine kernel, built by `build`.
+
+    known: outcomes of earlier builds; None compiles whatever was refused before. Raises as
+    flexattn.runtime.fallback.chain.serve, and ConfigError as `candidates_of`.
+    """
+    candidates = candidates_of(problem, device, options, stored)
+    served = serve(candidates, build, device, problem.describe(), known)
+    choice, attempts = served.candidate.choice(), served.attempts
+    origin = choice.origin
+    if len(attempts) > 1:
+        origin += f"; before it {attempts[0]}"
+    choice = replace(choice, origin=origin, attempts=attempts)
+    return choice, served.kernels[0], served.kernels[1] if choice.combine is not None else None
+
+
+def _tuned(problem: Problem, device: Device) -> Found | None:
+    """What the cache says; nothing for the interpreter, whose times nobody asks for."""
+    if current().mode == "off" or device.backend == "interpreter":
+        return None
+    return find(problem, device)
+
+
+def _forced(problem: Problem, device: Device, options: Options) -> Config:
+    # Numbers without a backend are those that torch documents, of a Triton template.
+    only: Language = "gluon" if problem.structure.fp8 else "triton"
+    start = default(problem, device, options.language or only)
+    config = options.apply(start)
+    if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
+        config = suited(config, problem.structure)
+    if options.exact is None:
+        config = _copied(config, problem.structure, device)
+    found = reasons(config, problem.structure, device)
+    if found:
+        raise ConfigError(
+            f"kernel_options ask for {config}",
+            f"it cannot run here: {'; '.join(found)}",
+            f"leave the choice open, or start from {start}",
+        )
+    return config
+
+
+def _copied(config: Config, structure: Structure, device: Device) -> Config:
+    """The config without the copy engine where that cannot serve: as for torch, it is a hint."""
+    if not isinstance(config, PrefillConfig) or not config.use_tma:
+        return config
+    plain = replace(config, use_tma=False)
+    if all(rule.name != "tma" for rule in violated(config, structure, device)):
+        return config
+    lost = set(reasons(config, structure, device)) - set(reasons(plain, structure, device))
+    log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
+    return plain
+
+
+@lru_cache(maxsize=1024)
+def _stored(
+    root: Path, structure: Structure, config: Config, device: Device
+) -> tuple[Source, Source | None] | None:
+    found = Sources(root).find(structure, config, device)
+    return None if found is None else (found[0], found[1] if len(found) > 1 else None)
+
+
+@lru_cache(maxsize=1024)
+def _rendered(
+    structure: Structure, config: Config, device: Device, title: str
+) -> tuple[Source, Source | None]:
+    source = render(structure, config, device, f"{title} for {device.arch}")
+    combine = render_combine(structure, device) if structure.kind == "decode" else None
+    return source, combine
+
+
+class Dispatcher:
+    """The in-memory table: problem and options to a choice and its kernels."""
+
+    def __init__(self, build: Builder, capacity: int = 4096) -> None:
+        self._build = build
+        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(capacity)
+
+    def kernels(
+        self, problem: Problem, device: Device, index: int, options: Options
+    ) -> tuple[Choice, Kernel, Kernel | None]:
+        """The choice for a problem, its kernel, and decode's combine kernel, built if need be."""
+        settings = current()
+        places = settings.mode, settings.cache, settings.cache_dir, generation()
+        key = (problem, device, index, options, places)
+        found = self._table.get(key)
+        if found is not None:
+            return found
+        try:
+            choice, kernel, combine = self._built(problem, device, index, options, stored=True)
+        except RenderAnew:
+            choice, kernel, combine = self._built(problem, device, index, options, stored=False)
+        if current().debug >= 1:
+            log.debug("%s -> %s (%s)", problem.describe(), choice.config, choice.origin)
+        if current().debug >= 3:
+            for captures in (problem.structure.score, problem.structure.mask):
+                if captures is not None:
+                    log.debug("%s_mod:\n%s", captures.mod.kind, pretty(captures.mod.expr))
+        self._table.put(key, (choice, kernel, combine))
+        return choice, kernel, combine
+
+    def _built(
+        self, problem: Problem, device: Device, index: int, options: Options, stored: bool
+    ) -> tuple[Choice, Kernel, Kernel | None]:
+        def build(source: Source) -> Kernel:
+            return self._build.kernel(source, device, index)
+
+        return chosen(problem, device, options, build, memory(), stored)
+
+
+@lru_cache(maxsize=1)
+def dispatcher() -> Dispatcher:
+    """The process's dispatcher."""
+    return Dispatcher(builder())

@@ -1,0 +1,295 @@
+"""serve(): try candidates in order; the first that builds, loads and spills little serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+from flexattn.device import Device
+from flexattn.errors import BuildError, ConfigError, FlexAttnError, RenderError
+from flexattn.kernels.render.source import Source
+from flexattn.runtime.build import Kernel
+from flexattn.runtime.fallback.memory import Memory
+from flexattn.runtime.fallback.outcome import Outcome, concerns_the_device, outcome_of, too_large
+from flexattn.runtime.resources import loop_spills, loop_spills_amd
+from flexattn.settings import current, log, say_once
+
+__all__ = ["Attempt", "Candidate", "Served", "serve", "told"]
+
+# Kernels that are compiled for a call because those before them spill: about a second each.
+MAX_SPILLED = 4
+
+
+class Candidate(Protocol):
+    """A config that may serve.
+
+    form: of the template; candidates of one form are one text with other numbers. tiles: equal for
+    those of a form that differ in how the same tiles are compiled. measured: a tuner timed this
+    compiler's kernel, or the caller insists on it: it serves whatever it spills.
+    """
+
+    @property
+    def form(self) -> str: ...
+
+    @property
+    def tiles(self) -> Hashable: ...
+
+    @property
+    def measured(self) -> bool: ...
+
+    def describe(self) -> str:
+        """The config, in words."""
+        ...
+
+    def sources(self) -> tuple[Source, ...]:
+        """The kernel, then those that are launched with it; rendered when they are asked for."""
+        ...
+
+
+C = TypeVar("C", bound=Candidate)
+Build = Callable[[Source], Kernel]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A candidate in words, with what became of it; None where nobody has tried it.
+
+    remembered: an earlier call or process tried it.
+    """
+
+    candidate: str
+    outcome: Outcome | None
+    remembered: bool = False
+
+    def __str__(self) -> str:
+        """In one line."""
+        if self.outcome is None:
+            return f"{self.candidate}: not tried"
+        return f"{self.candidate}: {self.outcome}{' (remembered)' * self.remembered}"
+
+
+@dataclass(frozen=True, slots=True)
+class Served(Generic[C]):
+    """The candidate that serves, its kernels in the order of its sources, and all attempts."""
+
+    candidate: C
+    kernels: tuple[Kernel, ...]
+    attempts: tuple[Attempt, ...]
+
+
+class _Failed(Exception):
+    """What became of a candidate that does not serve, and the error where it was tried now."""
+
+    def __init__(self, outcome: Outcome, error: Exception | None = None) -> None:
+        self.outcome, self.error = outcome, error
+
+
+def serve(
+    candidates: Iterable[C],
+    build: Build,
+    device: Device,
+    title: str,
+    memory: Memory | None = None,
+) -> Served[C]:
+    """The first candidate that builds, loads, and whose loops spill little.
+
+    Of those that all spill, the one that spills least, of at most four that are compiled for it.
+    title: of the problem, for people. memory: skips what is known to be refused or to spill.
+    Raises BuildError with every candidate's reason where none serves; a lone candidate's own
+    error; the first one's under FLEXATTN_STRICT=1; and what the driver says of the device itself.
+    """
+    left = list(candidates)
+    alone = len(left) == 1
+    attempts: list[Attempt] = []
+    spilled: list[tuple[int, int, C]] = []
+    while left:
+        candidate = left.pop(0)
+        chance = _Chance(build, device, title, memory)
+        try:
+            kernels, outcome = chance.take(candidate)
+        except _Failed as failed:
+            outcome = failed.outcome
+            if failed.error is not None and (alone or (_strict(outcome) and not attempts)):
+                raise failed.error from failed.error.__cause__
+            if _strict(outcome) and not attempts:
+                _refused_before(candidate, outcome, title)
+        else:
+            if candidate.measured or not outcome.starved:
+                attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
+                _say(title, attempts)
+                return Served(candidate, kernels, tuple(attempts))
+        attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
+        if outcome.built:
+            spilled.append((outcome.loop_spills, len(spilled), candidate))
+        left = [] if len(spilled) == MAX_SPILLED else _next(left, candidate, outcome)
+    for _, _, candidate in sorted(spilled, key=lambda each: each[:2]):
+        try:
+            kernels, outcome = _Chance(build, device, title, None).take(candidate)
+        except _Failed as failed:
+            attempts.append(Attempt(candidate.describe(), failed.outcome))
+            continue
+        attempts.append(Attempt(f"{candidate.describe()}, which spills least", outcome))
+        _say(title, attempts)
+        return Served(candidate, kernels, tuple(attempts))
+    _give_up(title, device, attempts)
+
+
+def told(candidates: Iterable[Candidate], device: Device, memory: Memory) -> list[Attempt]:
+    """What is known of candidates without compiling any."""
+    found = []
+    for candidate in candidates:
+        try:
+            outcomes = [memory.find(source, device) for source in candidate.sources()]
+        except RenderError as error:
+            outcomes = [outcome_of(error)]
+        known = [each for each in outcomes if each is not None]
+        worst = min(known, key=lambda each: (each.built, -each.loop_spills), default=None)
+        found.append(Attempt(candidate.describe(), worst, worst is not None))
+    return found
+
+
+@dataclass
+class _Chance:
+    """One try of one candidate. remembered: its outcome was known."""
+
+    build: Build
+    device: Device
+    title: str
+    memory: Memory | None
+    remembered: bool = False
+
+    def take(self, candidate: C) -> tuple[tuple[Kernel, ...], Outcome]:
+        """Its kernels, none where it is known to spill; raises _Failed."""
+        kernels: list[Kernel] = []
+        worst = Outcome("built")
+        for source in self._sources(candidate):
+            known = None
+            if self.memory is not None and not source.stored:
+                known = self.memory.find(source, self.device)
+            if known is not None and not known.built:
+                self.remembered = True
+                raise _Failed(known)
+            judged = not (candidate.measured or source.stored)
+            if known is not None and known.starved and judged:
+                self.remembered = True
+                return (), known
+            kernel = self._built(source)
+            if judged:
+                outcome = known or self._spills(kernel, source)
+                worst = max(worst, outcome, key=lambda each: each.loop_spills)
+            kernels.append(kernel)
+        return tuple(kernels), worst
+
+    def _sources(self, candidate: Candidate) -> tuple[Source, ...]:
+        try:
+            return candidate.sources()
+        except Exception as error:  # one template's fault must not keep another from serving
+            if isinstance(error, FlexAttnError) and not isinstance(error, RenderError):
+                raise  # the caller's: another template would say the same
+            wrong = RenderError(f"{candidate.describe()}: {type(error).__name__}: {error}")
+            raise _Failed(outcome_of(error), wrong) from error
+
+    def _built(self, source: Source) -> Kernel:
+        try:
+            kernel = self.build(source)
+        except (BuildError, RenderError, MemoryError, OSError) as error:
+            if concerns_the_device(error):
+                raise
+            self._fail(source, outcome_of(error), error)
+        if kernel.shared_memory > self.device.shared_memory:
+            self._fail(source, too_large(kernel.shared_memory, self.device.shared_memory))
+        return kernel
+
+    def _fail(self, source: Source, outcome: Outcome, error: Exception | None = None) -> NoReturn:
+        if self.memory is not None and not source.stored:
+            self.memory.note(source, self.device, outcome, self.title)
+        raise _Failed(outcome, error)
+
+    def _spills(self, kernel: Kernel, source: Source) -> Outcome:
+        """What its loops spill, kept beside the binary where that had to be disassembled."""
+        try:
+            spills, code, stack = spills_of(kernel, self.device)
+        except (BuildError, ValueError) as error:
+            say_once(f"nobody can tell what kernels spill: {error}")
+            return Outcome("built")
+        outcome = Outcome("built", "", spills, stack, code)
+        if outcome.disassembled and self.memory is not None:
+            self.memory.note(source, self.device, outcome, self.title)
+        return outcome
+
+
+def spills_of(kernel: Kernel, device: Device) -> tuple[int, int, int]:
+    """As `resources.loop_spills`, of a kernel that was built; zeros in the interpreter."""
+    if kernel.binary is not None:
+        return loop_spills(kernel.binary.code)
+    text = getattr(kernel.compiled, "asm", {})
+    if "cubin" in text:
+        return loop_spills(text["cubin"])
+    if "amdgcn" in text:
+        return loop_spills_amd(text["amdgcn"])
+    return 0, 0, 0
+
+
+def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
+    """Which of the others to try, after one did not serve.
+
+    What spills: the last tiles of its form, which have the most registers left, then the next
+    form. What the compiler refuses in a text it refuses with other numbers in it: the next form's
+    turn, or of the last form its last, which is the smallest; where a pass or a ptxas may be at
+    fault the same tiles are first compiled otherwise. What does not fit: the next.
+    """
+    if not (outcome.built or outcome.of_text):
+        return list(left)
+    same = [each for each in left if each.form == failed.form]
+    others = [each for each in left if each.form != failed.form]
+    alike = [each for each in same if each.tiles == failed.tiles]
+    smaller = [each for each in same if each.tiles != failed.tiles]
+    smallest = [each for each in smaller if each.tiles == smaller[-1].tiles]
+    if outcome.built:
+        return [*smallest[:1], *others] if others else list(left)
+    return [*(alike if outcome.of_assembly else ()), *(others or smallest[:1])]
+
+
+def _strict(outcome: Outcome) -> bool:
+    """Whether a first candidate's failure is an error.
+
+    An estimate of shared memory that was too low is no failure: it is what smaller tiles are for.
+    """
+    return current().strict and outcome.kind != "shared memory"
+
+
+def _refused_before(candidate: Candidate, outcome: Outcome, title: str) -> NoReturn:
+    raise BuildError(
+        f"{title}: {candidate.describe()}: {outcome}",
+        "FLEXATTN_STRICT=1: the first candidate serves",
+        "`flexattn doctor --clear-outcomes` compiles it anew; unset FLEXATTN_STRICT for the next",
+    )
+
+
+def _say(title: str, attempts: Sequence[Attempt]) -> None:
+    """A line of log for each candidate that gave way; a warning for what was refused just now."""
+    serving = attempts[-1].candidate
+    for each in attempts[:-1]:
+        text = f"{title}: {each}; {serving} serves instead"
+        if each.remembered or each.outcome is None or each.outcome.built:
+            log.info(text)
+        else:
+            say_once(text)
+
+
+def _give_up(title: str, device: Device, attempts: Sequence[Attempt]) -> NoReturn:
+    listed = "\n        ".join(map(str, attempts)) or "there is none"
+    outcomes = [each.outcome for each in attempts if each.outcome is not None]
+    if outcomes and all(each.kind == "shared memory" for each in outcomes):
+        raise ConfigError(
+            f"{title}: every config needs more shared memory than {device.shared_memory} bytes\n"
+            f"        {listed}",
+            "the tiles of K, V and of what the mods load fit in shared memory",
+            "pass kernel_options with smaller BLOCK_M and BLOCK_N, or num_stages=1",
+        )
+    raise BuildError(
+        f"{title}: no kernel can be built for {device.name}\n        {listed}",
+        "one of a problem's candidates builds and loads",
+        "report it with the mods; `flexattn doctor` shows the compiler and what it refused",
+    )

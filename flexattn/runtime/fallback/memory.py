@@ -1,0 +1,195 @@
+"""Memory: outcomes that last, in the process and on disk, so that no later process compiles again.
+
+    <FLEXATTN_CACHE_DIR>/outcomes/<arch>-<environment>/<hash of the source>.json
+
+One sealed file a source. An environment is a compiler, a driver and an arch; the hash covers a
+source's whole text, so that what a template's edit changes is compiled anew. Nothing is kept of a
+failure that may pass, nor of a kernel whose loops cannot spill.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+
+from flexattn.device import Device
+from flexattn.errors import CacheError
+from flexattn.kernels.render.source import Source
+from flexattn.records.codec import decode
+from flexattn.runtime.fallback.environment import compiler_of, folder_name
+from flexattn.runtime.fallback.outcome import Kind, Outcome
+from flexattn.settings import current, say_once
+from flexattn.util.files import publish, read_regular, sealed, unsealed
+from flexattn.util.lru import Lru
+
+__all__ = ["Memory", "Noted", "memory", "root"]
+
+SCHEMA = 1
+MAX_FILE = 2**14
+# Files of one environment; the oldest go first.
+MAX_FILES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """An outcome as its file has it. title: of the problem; compiler, made: for people."""
+
+    schema: int
+    source: str
+    kind: Kind
+    reason: str
+    loop_spills: int
+    loop_instructions: int
+    stack: int
+    title: str
+    compiler: str
+    made: str
+
+    @property
+    def outcome(self) -> Outcome:
+        """Without what is told for people."""
+        return Outcome(
+            self.kind, self.reason, self.loop_spills, self.stack, self.loop_instructions
+        )
+
+
+def root() -> Path:
+    """The folder of all environments."""
+    return current().cache_dir / "outcomes"
+
+
+class Memory:
+    """What is known of sources before they are compiled."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(capacity)
+        self._noted = False
+
+    def find(self, source: Source, device: Device) -> Outcome | None:
+        """What became of a source in this environment; None where nobody knows.
+
+        A file is asked for once in a process. One that is not sound is said, and ignored.
+        """
+        # A process that loads all its kernels need not ask, and import, the compiler.
+        if not (self._noted or root().is_dir()):
+            return None
+        folder = _folder(device)
+        if folder is None:
+            return None
+        key = (folder, source.hash, device.arch)
+        known = self._known.get(key)
+        if known is None:
+            known = (_read(folder / _name(source)) if folder.is_dir() else None,)
+            self._known.put(key, known)
+        return known[0]
+
+    def note(self, source: Source, device: Device, outcome: Outcome, title: str) -> None:
+        """Remember an outcome; on disk too where it can be written, which is said once if not."""
+        folder = _folder(device)
+        if folder is None or outcome.kind == "passing":
+            return
+        self._noted = True
+        self._known.put((folder, source.hash, device.arch), (outcome,))
+        noted = Noted(
+            SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
+            outcome.loop_instructions, outcome.stack,
+            title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
+        )  # fmt: skip
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _make_room(folder)
+            publish(folder / _name(source), sealed(asdict(noted)))
+        except OSError as error:
+            say_once(f"{folder}: outcomes are not kept, later processes compile again: {error}")
+
+    def entries(self, device: Device) -> list[Noted]:
+        """All that is known in this environment of a device, the oldest first."""
+        folder = _folder(device)
+        found = map(_entry, _files(folder)) if folder is not None else ()
+        return sorted((each for each in found if each is not None), key=lambda each: each.made)
+
+    def clear(self) -> int:
+        """Forget all environments; returns how many files went."""
+        self._known.clear()
+        gone = 0
+        for folder in _folders():
+            for path in _files(folder):
+                with suppress(OSError):
+                    path.unlink()
+                    gone += 1
+            with suppress(OSError):
+                folder.rmdir()
+        return gone
+
+
+@lru_cache(maxsize=1)
+def memory() -> Memory:
+    """The process's memory."""
+    return Memory()
+
+
+def _folder(device: Device) -> Path | None:
+    """Where the outcomes of this environment lie; None where nothing compiles."""
+    if device.backend == "interpreter":
+        return None
+    try:
+        return root() / folder_name(device)
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError):
+        return None  # no compiler that can be named, and none that refuses anything
+
+
+def _name(source: Source) -> str:
+    return f"{source.hash[:32]}.json"
+
+
+def _read(path: Path) -> Outcome | None:
+    noted = _entry(path)
+    return None if noted is None or not noted.source.startswith(path.stem) else noted.outcome
+
+
+def _entry(path: Path) -> Noted | None:
+    try:
+        raw = read_regular(path, MAX_FILE)
+        if raw is None:
+            return None
+        noted: Noted = decode(Noted, unsealed(raw), "outcome")
+        if noted.schema != SCHEMA:
+            raise CacheError(f"schema {noted.schema}", f"this version reads schema {SCHEMA}")
+        return noted
+    except CacheError as error:
+        words = f"{path}: not used, what it tells of is compiled: {error.line}"
+        say_once(words, logging.INFO)
+        return None
+
+
+def _folders() -> Iterator[Path]:
+    with suppress(OSError):
+        yield from (each for each in root().iterdir() if each.is_dir())
+
+
+def _files(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return [each for each in folder.iterdir() if each.suffix == ".json"]
+    return []
+
+
+def _make_room(folder: Path) -> None:
+    """Drop the oldest files where one more would be too many."""
+    files = _files(folder)
+    if len(files) < MAX_FILES:
+        return
+
+    def age(path: Path) -> float:
+        with suppress(OSError):
+            return path.stat().st_mtime
+        return 0.0
+
+    for path in sorted(files, key=age)[: len(files) - MAX_FILES + 1]:
+        with suppress(OSError):
+            path.unlink()

@@ -1,0 +1,340 @@
+"""Launch: everything of one call that its shapes decide, computed once; then tensors in, run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.device import Device
+from flexattn.kernels.options import Options
+from flexattn.kernels.render.arguments import captured_arguments, captured_values
+from flexattn.kernels.render.binding import strides
+from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.space.terms import skips_far
+from flexattn.kernels.space.tiles import Geometry, geometry, walks_runs
+from flexattn.mods import Bound
+from flexattn.problem import Problem, Sparsity, out_dtype
+from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.runs import known_runs
+from flexattn.runtime.build import Launcher
+from flexattn.runtime.counters import counter
+from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.narrow_values import NarrowValues
+from flexattn.runtime.reach import Reach, pays
+from flexattn.runtime.reach import begin as begin_reach
+
+# What a call passes to its launches, by the names that kernels have for it; the mask's lists and
+# what the mods capture follow. None stands for what no kernel of this call takes.
+_GIVEN = (
+    "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
+    "K_DESCALE", "V_DESCALE", "REACH",
+)  # fmt: skip
+
+
+class Lists(NamedTuple):
+    """A BlockMask's lists as a kernel reads them: int32, contiguous, [B, H, q blocks(, width)].
+
+    runs: int32 [B, H, q blocks, 4], what a kernel reads instead where the lists are runs.
+    """
+
+    kv_num: Tensor
+    kv_idx: Tensor
+    full_num: Tensor | None
+    full_idx: Tensor | None
+    runs: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> Lists:
+        """The lists of a BlockMask; views of them where they are as kernels read them."""
+        full_num, full_idx = mask.full_kv_num_blocks, mask.full_kv_indices
+        return cls(
+            _list(mask.kv_num_blocks),
+            _list(mask.kv_indices),
+            None if full_num is None else _list(full_num),
+            None if full_idx is None else _list(full_idx),
+            known_runs(mask),
+        )
+
+    def read(self, runs: bool) -> dict[str, Tensor]:
+        """The tensors that a kernel takes, by its names for them."""
+        if runs:
+            assert self.runs is not None, "a kernel of runs is chosen for a mask that has them"
+            return {"RUNS": self.runs}
+        found = {"KV_NUM": self.kv_num, "KV_IDX": self.kv_idx}
+        if self.full_num is not None and self.full_idx is not None:
+            found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
+        return found
+
+    def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
+        """What they mean to a kernel's code; `group` query heads share a KV head."""
+        per_head = group > 1 and self.kv_num.shape[1] > 1
+        q_block, kv_block = map(int, block_size)  # as a kernel prints them, of whatever class
+        return Sparsity(
+            q_block, kv_block, self.full_idx is not None, per_head, self.runs is not None
+        )
+
+
+class Box(NamedTuple):
+    """What a tensor descriptor of q, k or v needs beside the address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Outputs(NamedTuple):
+    """What a kernel writes: out [B, Hq, q_len, Dv]; lse and max_scores fp32 [B, Hq, q_len]."""
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A chosen kernel with the arguments that do not change while shapes and strides do not.
+
+    gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
+    combine: decode's second kernel, where there are splits to merge. workspace: floats that the
+    splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
+    the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter. narrow:
+    what V of fp8 passes before it. reach: finds which keys are too far to count, where the call is
+    long enough for that.
+    """
+
+    choice: Choice
+    geometry: Geometry
+    device: torch.device
+    gpu: int
+    dtype: torch.dtype
+    out_shape: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    attend: Launcher
+    combine: Launcher | None
+    workspace: int
+    runs: bool
+    rest: tuple[str, ...]
+    counts: bool = False
+    narrow: NarrowValues | None = None
+    reach: Reach | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """What the kernel was chosen for."""
+        return self.choice.problem
+
+    def rest_of(
+        self, lists: Lists | None, score: Bound | None, mask: Bound | None
+    ) -> tuple[Any, ...]:
+        """What the mask's lists hold and what the mods capture, as the kernel is given it.
+
+        The values are the same for as long as these tensors have the sizes and strides they have.
+        """
+        structure = self.choice.problem.structure
+        if not self.rest:
+            return ()
+        values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
+        values.update(captured_values(structure.score, score))
+        values.update(captured_values(structure.mask, mask))
+        return tuple([values[name] for name in self.rest])
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        rest: Sequence[Any],
+        sinks: Tensor | None = None,
+        descales: Descales = NO_DESCALES,
+    ) -> Outputs:
+        """Allocate the outputs and launch on the current stream; rest: what `rest_of` gave."""
+        device, structure, shape, gpu = (
+            self.device, self.choice.problem.structure, self.out_shape, self.gpu,
+        )  # fmt: skip
+        if gpu >= 0 and gpu != torch._C._cuda_getDevice():
+            with torch.cuda.device(gpu):
+                return self.run(q, k, v, scale, rest, sinks, descales)
+        stream = raw_stream(gpu) if gpu >= 0 else -1
+        out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
+        lse = maxima = workspace = zero = reaches = None
+        if structure.lse:
+            lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        if structure.max_scores:
+            maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        if self.narrow is not None:
+            v = self.narrow.run(v, stream)
+        elif structure.fp8:
+            v = v.to(self.dtype, memory_format=torch.contiguous_format)
+        if self.workspace:
+            workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
+        if self.counts:
+            zero = counter(device, stream)
+        if self.reach is not None:
+            reaches = self.reach.empty(device)
+        # In the order of _GIVEN, then of `rest`.
+        given = (
+            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, reaches, *rest
+        )  # fmt: skip
+        if self.reach is not None:
+            self.reach.run(given, stream)
+        self.attend.launch(stream, given)
+        if self.combine is not None:
+            self.combine.launch(stream, given)
+        return Outputs(out, lse, maxima)
+
+
+def _list(tensor: Tensor) -> Tensor:
+    if tensor.dtype != torch.int32:
+        tensor = tensor.to(torch.int32)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def raw_stream(index: int) -> int:
+    """The handle of a GPU's current stream."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def prepare(
+    problem: Problem,
+    target: Device,
+    device: torch.device,
+    dispatcher: Dispatcher,
+    options: Options,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Lists | None,
+    descales: Descales = NO_DESCALES,
+) -> Launch:
+    """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
+    index = device.index if device.type == "cuda" else -1
+    begin_reach(problem.structure, target, index)
+    choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
+    config, structure = choice.config, problem.structure
+    grid = geometry(problem, config, target)
+    out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
+    out_strides = strides_like(q, out_shape)
+    rows = problem.B * problem.Hq * problem.q_len
+    split = grid.num_splits > 1
+    runs = walks_runs(structure, config)
+    lengths = {"q_len": problem.q_len, "kv_len": problem.kv_len}
+    heads = {"Hq": problem.Hq, "group": problem.Hq // problem.Hkv}
+    fixed: dict[str, Any] = {
+        **_strides_of(problem, q, k, v), **_output_strides(out_strides), **heads, **lengths,
+        "num_tiles": grid.num_tiles,
+    }  # fmt: skip
+    if isinstance(config, GluonPrefillConfig):
+        fixed["num_units"] = grid.num_tiles * problem.B * (problem.Hq // config.heads)
+    if merger is not None:
+        fixed |= {"num_splits": grid.num_splits, "num_rows": rows}
+        if not split:  # the kernel never touches its workspace
+            fixed["WORKSPACE"] = 0
+    if structure.fp8:
+        fixed |= descales.strides()
+        # A factor that is not given has address 0, which the kernel reads as 1.
+        fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
+    rest: list[str] = []
+    if lists is not None:
+        fixed |= _mask_strides(lists, runs)
+        rest += lists.read(runs)
+    for captures in (structure.score, structure.mask):
+        rest += [argument.name for argument in captured_arguments(captures)]
+    given, reach = (*_GIVEN, *rest), None
+    if skips_far(structure, config):
+        # Where it would not pay it has address 0, and the same kernel visits all keys; its own
+        # kernels are built for every length, so that a longer call compiles nothing.
+        reach = Reach.of(problem, q, k, given, target, index)
+        reach = reach if pays(problem) else None
+        if reach is None:
+            fixed["REACH"] = 0
+    boxes, narrow = {}, None
+    if isinstance(config, GluonPrefillConfig):
+        values = _dense(v.shape) if structure.fp8 else _box(v)
+        if config.narrow:
+            narrow = NarrowValues.of(v, target, index)
+            values = _dense(narrow.shape)
+        boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
+    elif isinstance(config, PrefillConfig) and config.use_tma:
+        boxes = {"Q": _box(q), "K": _box(k), "V": _box(v)}
+    combine = None
+    if merger is not None and split:
+        # It takes some of what the other one takes.
+        combine = merger.prepare(rows, fixed, given, spare=(*fixed, *given))
+    return Launch(
+        choice,
+        grid,
+        device,
+        index,
+        out_dtype(q.dtype),
+        out_shape,
+        out_strides,
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=_GIVEN),
+        combine,
+        rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
+        runs,
+        tuple(rest),
+        isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic",
+        narrow,
+        reach,
+    )
+
+
+def _strides_of(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Strides of q, k and v: of the head dimension where it is not 1."""
+    layout = problem.structure.layout
+    return {
+        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
+    }
+
+
+def _output_strides(strides: tuple[int, ...]) -> dict[str, int]:
+    return {f"stride_o{axis}": stride for axis, stride in zip("bhm", strides[:3], strict=True)}
+
+
+def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:
+    """Rows between batches and heads (0 where the mask broadcasts), and the widths of lists."""
+    B, H, blocks = lists.kv_num.shape
+    found = {
+        "stride_mask_b": 0 if B == 1 else H * blocks,
+        "stride_mask_h": 0 if H == 1 else blocks,
+    }
+    if runs:
+        return found
+    tensors = lists.read(runs).items()
+    return found | {
+        name.replace("IDX", "WIDTH"): x.shape[-1] for name, x in tensors if name.endswith("IDX")
+    }
+
+
+def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides for the output in the order of q's dimensions, the last one innermost.
+
+    shape: of four dimensions; they are torch's strides for the output of flex_attention.
+    """
+    order = sorted(range(3), key=lambda dim: (q.stride(dim), -dim), reverse=True)
+    strides, step = [0, 0, 0, 1], shape[3]
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
+
+
+def _dense(shape: tuple[int, ...]) -> Box:
+    """Of what lies contiguous: fp8's V in bfloat16, or with its keys innermost."""
+    _, heads, rows, width = shape
+    return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
+
+
+def _box(tensor: Tensor) -> Box:
+    """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
+    span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span += -span % (16 // tensor.element_size())
+    b, h, n, _ = strides("", "bhnd", tensor).values()
+    return Box(tuple(tensor.shape), (b or span, h or span, n or span, 1))

@@ -1,0 +1,70 @@
+"""Records follow the renderer where their kernels are what they were, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.carry_records import CARRIED, THERE, carry
+from flexattn.records.codec import decode_record, encode_record
+from flexattn.records.store import Store
+
+SHIPPED = Path(__file__).parents[3] / "configs" / "nvidia-h200"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A store with two shipped records of one environment."""
+    by_folder = {}
+    for path in Store(SHIPPED).paths():
+        by_folder.setdefault(path.parts[-3], []).append(path)
+    for path in max(by_folder.values(), key=len)[:2]:
+        assert Store(tmp_path).write(decode_record(path.read_bytes()))
+    return tmp_path
+
+
+def told(root, **about):
+    """As bench.carry_child tells it, of every record."""
+    paths = [path.relative_to(root).as_posix() for path in Store(root).paths()]
+    record = decode_record((root / paths[0]).read_bytes())
+    usual = {"template": record.environment.template, "kernels": "same"}
+    return {name: usual | about for name in paths}
+
+
+def test_a_record_of_the_same_kernel_moves_and_is_otherwise_as_it_was(root):
+    before = [decode_record(path.read_bytes()) for path in Store(root).paths()]
+    old, new = told(root), told(root, template="0123456789abcdef")
+    assert carry(root, old, new, dry=True) == {CARRIED: 2}
+    assert [decode_record(path.read_bytes()) for path in Store(root).paths()] == before
+    assert carry(root, old, new, dry=False) == {CARRIED: 2}
+    after = [found for _, found in Store(root).entries()]
+    assert {each.environment.template for each in after} == {"0123456789abcdef"}
+    assert len(Store(root).folders()) == 1, "the folder that was left empty is gone"
+    for one, other in zip(before, after, strict=True):
+        lines = zip(
+            encode_record(one).splitlines(), encode_record(other).splitlines(), strict=True
+        )
+        changed = [a.split(":")[0].strip(' "') for a, b in lines if a != b]
+        assert changed == ["template", "sha256"]
+    assert carry(root, told(root), told(root), dry=False) == {THERE: 2}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ({}, {"kernels": "changed"}, "another kernel"),
+        ({"template": "f" * 16}, {}, "a hint in the old tree already"),
+        ({"kernels": None}, {}, "not rendered by the old tree: its config is gone"),
+        ({}, {"kernels": None}, "not rendered by this tree: its config is gone"),
+    ],
+)
+def test_others_stay_where_they_are_and_are_named(root, old, new, words, capsys):
+    before = list(Store(root).paths())
+    found = []
+    for about in (old, {"template": "0123456789abcdef", **new}):
+        each = told(root, **about)
+        if "kernels" in about and about["kernels"] is None:
+            each = {name: {"why": "its config is gone"} for name in each}
+        found.append(each)
+    assert carry(root, *found, dry=False) == {words: 2}
+    assert list(Store(root).paths()) == before
+    assert capsys.readouterr().out.count(words) == 2

@@ -1,0 +1,110 @@
+"""create_block_mask makes torch's BlockMask, with torch's contents, on the CPU."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import flexattn
+from flexattn.block_mask import classify as block_kinds
+from flexattn.catalogue import CASES, case, causal, sliding_window
+from tests.support import lists_of
+
+MASKS = [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]
+LISTS = [
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
+SHAPES = [(2, 3, 1, 37, 53), (1, 2, 1, 64, 32), (1, 2, 2, 1, 130), (2, 2, 1, 130, 1)]
+
+
+def assert_same(mask_mod, B, H, L, S, block=16, **more):
+    mine = flexattn.create_block_mask(mask_mod, B, H, L, S, "cpu", block, **more)
+    theirs = torch_block_mask(mask_mod, B, H, L, S, device="cpu", BLOCK_SIZE=block, **more)
+    assert isinstance(mine, BlockMask) and mine.mask_mod is mask_mod
+    assert mine.BLOCK_SIZE == theirs.BLOCK_SIZE
+    assert mine.seq_lengths == theirs.seq_lengths and mine.shape == theirs.shape
+    assert lists_of(mine) == lists_of(theirs)
+    for name in LISTS:
+        ours, other = getattr(mine, name), getattr(theirs, name)
+        assert (ours is None) == (other is None)
+        if ours is not None:
+            assert ours.dtype == other.dtype and ours.is_contiguous() and torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("entry", MASKS, ids=str)
+def test_every_case_is_torchs(entry, shape):
+    B, Hq, _, L, S = shape
+    assert_same(entry.make(*shape).mask_mod, B, Hq, L, S)
+
+
+@pytest.mark.parametrize("block", [7, (48, 80), (16, 64), (64, 16), 128, (1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "natten_2d", "head_windows", "document"])
+def test_blocks_of_any_size(name, block):
+    assert_same(case(name).make(2, 3, 1, 61, 97).mask_mod, 2, 3, 61, 97, block)
+
+
+@pytest.mark.parametrize(("B", "H"), [(None, None), (2, None), (None, 3), (1, 1)])
+def test_batches_and_heads_that_are_not_given(B, H):
+    assert_same(sliding_window(9), B, H, 37, 53)
+
+
+@pytest.mark.parametrize("name", ["causal", "random_blocks", "noop_mask"])
+def test_without_separate_full_blocks(name):
+    mask_mod = case(name).make(2, 3, 1, 37, 53).mask_mod
+    assert_same(mask_mod, 2, 3, 37, 53, separate_full_blocks=False)
+
+
+def test_combined_masks():
+    window = and_masks(causal, sliding_window(9))
+    assert_same(window, None, None, 61, 61)
+    assert_same(or_masks(window, lambda b, h, q, k: k < 5), None, None, 61, 61)
+
+
+def test_a_block_that_reaches_past_a_length_is_not_full():
+    """Marking it full would let a kernel skip the bounds that the mask stands for."""
+    mask = flexattn.create_block_mask(flexattn.noop_mask, None, None, 40, 40, "cpu", 16)
+    assert lists_of(mask)["full_kv"][1:] == [[0, 1], [0, 1], []]
+    assert lists_of(mask)["kv"][1:] == [[2], [2], [0, 1, 2]]
+
+
+def test_a_mask_may_divide_by_what_it_captures():
+    """Past the last key a table reads as zero, and torch on the CPU raised ZeroDivisionError."""
+    steps = torch.full((37,), 3)
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        return (q_idx + kv_idx) % steps[kv_idx] < 5
+
+    mine = flexattn.create_block_mask(mask_mod, 1, 1, 37, 37, "cpu", 16)
+    theirs = torch_block_mask(mask_mod, 1, 1, 37, 37, device="cpu", BLOCK_SIZE=16)
+    assert lists_of(mine) == lists_of(theirs)
+
+
+def test_lengths_of_zero():
+    for L, S in ((0, 53), (37, 0)):
+        mask = flexattn.create_block_mask(causal, None, None, L, S, "cpu", 16)
+        assert mask.seq_lengths == (L, S) and not mask.kv_num_blocks.any()
+
+
+def test_slices_of_rows_change_nothing(monkeypatch):
+    """Memory is bounded by evaluating some rows of blocks at a time."""
+    mask_mod = case("natten_2d").make(1, 2, 1, 97, 61).mask_mod
+    whole = flexattn.create_block_mask(mask_mod, 1, 2, 97, 61, "cpu", 16)
+    monkeypatch.setattr(block_kinds, "_CHUNK", 1)
+    sliced = flexattn.create_block_mask(mask_mod, 1, 2, 97, 61, "cpu", 16)
+    assert lists_of(whole) == lists_of(sliced)
+
+
+def test_the_dense_mask_is_the_mask_mod():
+    mask = flexattn.create_block_mask(causal, None, None, 32, 48, "cpu", 16)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), torch.ones(2, 3).tril().bool())
+
+
+def test_torchs_own_names_are_reexported():
+    from torch.nn.attention import flex_attention as theirs
+
+    for name in ("AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_mask", "noop_mask"):
+        assert getattr(flexattn, name) is getattr(theirs, name)

@@ -1,0 +1,199 @@
+"""The command line: what render shows for a mod, how errors look, and the demo at a tiny size."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flexattn.cli.app import app
+from flexattn.cli.demo_cpu import MISSING
+from flexattn.cli.trial import Trial, Variant
+from flexattn.cli.workloads import FULL, SMALL
+from flexattn.device import KNOWN
+from flexattn.mods.bind import clear
+from flexattn.settings import child_environment, override
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def flexattn(tmp_path):
+    """Run the command line in this process, with rendered files in a folder of the test's own."""
+
+    def call(*arguments, status=0):
+        clear()  # a number that other tests traced with another value would be an argument
+        with override(cache_dir=tmp_path):
+            result = CliRunner().invoke(app, list(arguments), terminal_width=200)
+        assert result.exit_code == status, result.output
+        return result
+
+    return call
+
+
+def test_render_shows_expression_config_and_source(flexattn, tmp_path):
+    shown = flexattn("render", "softcap_50").stdout
+    assert "score_mod (tanh((score / 50.0)) * 50.0)" in shown
+    path = next(line.split()[1] for line in shown.splitlines() if line.startswith("source"))
+    assert path.startswith(str(tmp_path))
+    text = Path(path).read_text()
+    assert text.startswith("# prefill bfloat16") and shown.endswith(text)
+
+
+def test_render_explains_the_rules_and_leaves_out_those_that_are_off(flexattn):
+    shown = flexattn("render", "alibi", "--explain").stdout
+    assert "rule      tilt: " in shown and "term      column: " in shown
+    assert "rule      reach: " in shown
+    assert "@triton.jit" not in shown
+    found = json.loads(
+        flexattn("render", "alibi", "--explain", "--rules-off", "tilt,row,reach", "--json").stdout
+    )
+    assert {row["name"] for row in found["rewrites"]} == {"core", "rest"}
+    assert (
+        "the rules are mask, " in flexattn("render", "alibi", "--rules-off", "x", status=2).stderr
+    )
+
+
+def test_render_prints_the_tanh_that_is_asked_for(flexattn):
+    exact = flexattn("render", "softcap_50", "--tanh", "exact").stdout
+    assert "libdevice.tanh(" in exact and "fast_tanh" not in exact
+    half = ("render", "softcap_50", "--dtype", "float16")
+    assert "short_tanh(" in flexattn(*half).stdout
+    assert "tanh.approx.f32" in flexattn(*half, "--tanh", "fast").stdout
+
+
+def test_render_of_a_factory_by_its_import_path(flexattn):
+    shown = flexattn(
+        "render", "flexattn.catalogue:sliding_window", "--arg", "77", "--show", "expr",
+        "--block-size", "64",
+    ).stdout  # fmt: skip
+    assert "77" in shown and "blocks=64x64" in shown and "@triton.jit" not in shown
+
+
+def test_render_takes_a_problem_and_kernel_options(flexattn):
+    found = json.loads(
+        flexattn(
+            "render", "causal", "--kind", "decode", "--head-dim", "192", "--head-dim-v", "128",
+            "--dtype", "float16", "--device", "nvidia-rtx-4090", "--Hq", "12", "--Hkv", "4",
+            "--block-n", "32", "--num-stages", "2", "--json",
+        ).stdout
+    )  # fmt: skip
+    assert found["problem"].startswith("decode float16 B=1 Hq=12 Hkv=4 q_len=1")
+    assert "D=192/128" in found["problem"] and found["device"] == "nvidia-rtx-4090 (sm_89)"
+    assert "BLOCK_N=32" in found["config"] and found["origin"] == "kernel_options"
+    assert Path(found["combine_path"]).exists() and "@triton.jit" in found["source"]
+    assert found["ptx"] is None and found["resources"] is None
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_render_compiles_for_a_device_that_is_not_here(flexattn):
+    arguments = ("--head-dim", "64", "--show", "ptx", "--show", "resources", "--json")
+    found = json.loads(flexattn("render", "scaled", *arguments).stdout)
+    assert ".target sm_90" in Path(found["ptx"]).read_text()
+    assert found["resources"]["registers"] > 0 and found["resources"]["matrix_instructions"] > 0
+    assert found["source"] is None and found["score_mod"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["casual"], ["did you mean causal?", "rule:", "softcap_50", "do:"]),
+        (["causal", "--arg", "3"], ["flexattn.catalogue:softcap --arg 50.0"]),
+        (["no_such_module:f"], ["cannot import 'no_such_module'", "PYTHONPATH"]),
+        (["flexattn.catalogue:sofcap"], ["no 'sofcap' there", "did you mean softcap?"]),
+        (["flexattn.catalogue:softcap"], ["takes 1 arguments", "--arg"]),
+        (["flexattn.catalogue:softcap", "--arg", "1", "--arg", "2"], ["softcap(1, 2)"]),
+        (["flexattn:__version__"], ["is a str", "can be called"]),
+        (["causal", "--device", "h200"], ["no device is called 'h200'", "nvidia-h200"]),
+        (["causal", "--kind", "both"], ["--kind both", "prefill or decode"]),
+        (["causal", "--dtype", "int8"], ["dtype 'int8'", "bfloat16"]),
+        (["causal", "--Hq", "7", "--Hkv", "2"], ["7 query heads and 2 key heads"]),
+        (["causal", "--block-m", "24"], ["BLOCK_M=24 is not a power of two"]),
+    ],
+    ids=lambda value: "-".join(value) if value[0][0] != "d" else None,
+)
+def test_errors_say_what_was_got_and_what_to_do(flexattn, arguments, words):
+    result = flexattn("render", *arguments, status=2)
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr
+
+
+def test_a_mod_of_a_file_beside_the_caller(flexattn, tmp_path, monkeypatch):
+    (tmp_path / "my_mods_of_test_cli.py").write_text(
+        "def even(b, h, q_idx, kv_idx):\n    return (q_idx + kv_idx) % 2 == 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    shown = flexattn("render", "my_mods_of_test_cli:even", "--show", "expr").stdout
+    assert "mask_mod" in shown and "% 2" in shown
+
+
+def test_devices_lists_what_can_be_named(flexattn):
+    shown = flexattn("devices").stdout
+    assert all(name in shown for name in KNOWN)
+
+
+def test_a_trial_is_green_only_if_every_variant_is():
+    good, bad = Variant("a", True), Variant("b", False, "over budget")
+    assert Trial("w", "s", (good,), 0.0, 1.0).passed
+    assert not Trial("w", "s", (good, bad), 0.0, 1.0).passed
+    assert not Trial("w", "s", (), 0.0, 1.0).passed
+
+
+def test_the_demo_runs_the_same_workloads_small_and_full():
+    assert [w.name for w in SMALL] == [w.name for w in FULL]
+    gemma, decode = FULL[1], FULL[2]
+    assert (gemma.softcap, gemma.window, gemma.D) == (50.0, 4096, 256)
+    assert gemma.Hq == 2 * gemma.Hkv
+    assert (decode.Hq, decode.Hkv, decode.D, decode.decodes) == (32, 8, 128, True)
+    assert "\n" not in MISSING
+
+
+SMOKE = """
+    import sys
+    from dataclasses import replace
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from flexattn.cli import bench, demo_gpu
+    from flexattn.cli.workloads import Workload
+
+    tiny = [
+        Workload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
+        Workload("decode", 1, 4, 2, 1, 71, 16),
+    ]
+    if sys.argv[1] == "wrong":
+        right = bench.flex_attention
+        bench.flex_attention = lambda *a, **k: right(*a, **k) * 1.1
+    method = replace(demo_gpu.METHOD, budget_s=0.0)  # the default and what is nearest to it
+    passed = demo_gpu.show(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
+    print("all green" if passed else "something red")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "last"), [("right", "all green"), ("wrong", "something red")], ids=str
+)
+def test_demo_tunes_judges_races_and_draws(kernel, last, tmp_path):
+    """On the CPU: the interpreter for the GPU, and nothing in the place of torch's kernel."""
+    environment = child_environment(interpret=True)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SMOKE), kernel, str(tmp_path)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == last
+    assert list((tmp_path / "records").rglob("*.json"))
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+    assert (tmp_path / "timings.png").stat().st_size > 1000

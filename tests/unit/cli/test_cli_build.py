@@ -1,0 +1,135 @@
+"""`flexattn build`: a space compiled for a device that is not here, its table and its status."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from flexattn.cli import build as verb
+from flexattn.cli.app import app
+from flexattn.cli.build import Report
+from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.space.triton import survey
+from flexattn.records.record import Failed
+from flexattn.settings import override
+from flexattn.tune.builds import Built, twins
+from tests.problems import problem
+
+GOOD = Built(
+    PrefillConfig(64, 64, 4, 2, True, "group"), 155, shared_memory=4096,
+    matrix_instructions=12, code_hash="c" * 64, seconds=1.25,
+)  # fmt: skip
+TWIN = replace(GOOD, config=replace(GOOD.config, num_stages=3))
+SPILLED = replace(
+    GOOD, code_hash="d" * 64, spills=9,
+    failed=Failed("resources", "spills", "9 spills in loops, 64 bytes of stack a thread"),
+)  # fmt: skip
+CRASHED = Built(
+    PrefillConfig(128, 64, 4, 2),
+    failed=Failed("crash", "SIGSEGV", "its process ended with SIGSEGV"),
+)
+
+
+@pytest.fixture
+def flexattn(tmp_path):
+    """Run the command line in this process, with rendered files in a folder of the test's own."""
+
+    def call(*arguments, status=0):
+        with override(cache_dir=tmp_path):
+            result = CliRunner().invoke(app, ["build", *arguments], terminal_width=200)
+        assert result.exit_code == status, result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """What the compiler is said to have made, whatever is asked for."""
+    answers = []
+
+    def build_all(problem, configs, device, jobs, **options):
+        for each in answers:
+            options["say"](each)
+        return answers
+
+    monkeypatch.setattr(verb, "build_all", build_all)
+    return answers
+
+
+def report(*built):
+    return Report("p", "d", "full", built, tuple(twins(built)), (("registers", 7),))
+
+
+@pytest.mark.parametrize(
+    ("found", "sound", "timed"),
+    [
+        ((GOOD,), True, 1),
+        ((GOOD, TWIN, SPILLED), True, 1),
+        ((GOOD, CRASHED), False, 1),
+        ((SPILLED,), False, 0),
+        ((), False, 0),
+    ],
+)
+def test_the_status_is_red_for_a_compiler_that_failed_and_for_nothing_left(found, sound, timed):
+    assert (report(*found).sound, report(*found).timed) == (sound, timed)
+
+
+def test_the_table_says_what_each_takes_and_why_not(flexattn, built):
+    built += [GOOD, TWIN, SPILLED, CRASHED]
+    shown = flexattn("causal", status=1).stdout
+    for words in ("64x64 w4 s2 tma group", "155", "4096", "1.2", "crash:"):
+        assert words in shown
+    assert "128x64 w4 s2: its process ended with SIGSEGV" in shown
+    assert "4 configs, 1 worth timing; rejected: " in shown and "headroom" in shown
+
+
+def test_json_has_every_number(flexattn, built):
+    built += [GOOD, TWIN]
+    arguments = ("noop", "--kind", "decode", "--B", "4", "--kv-len", "777", "--effort", "quick")
+    found = json.loads(flexattn(*arguments, "--json").stdout)
+    assert found["problem"].startswith("decode bfloat16 B=4 Hq=32 Hkv=8 q_len=1 kv_len=777")
+    assert (found["effort"], found["timed"], found["twins"]) == ("quick", 1, [None, 0])
+    first = found["built"][0]
+    assert first["config"]["order"] == "group" and first["template"] == "prefill"
+    assert first["failed"] is None and first["registers"] == 155
+    assert found["rejected"]["left out by quick"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["causal", "--effort", "lazy"], ["--effort lazy", "quick, full, exhaustive"]),
+        (["causal", "--device", "h200"], ["no device is called 'h200'"]),
+        (["causal", "--jobs", "-1"], ["--jobs -1"]),
+        (["casual"], ["did you mean causal?"]),
+    ],
+    ids=lambda value: value[-1],
+)
+def test_errors_say_what_was_got(flexattn, arguments, words):
+    result = flexattn(*arguments, status=2)
+    assert all(word in result.stderr for word in words)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_tiny_space_for_a_device_that_is_not_here(flexattn):
+    """The A100 has one tile for a head dimension of 256, in as many orders as make sense."""
+    arguments = ("noop", "--head-dim", "256", "--device", "nvidia-a100", "--Hq", "8", "--json")
+    found = json.loads(flexattn(*arguments, "--jobs", "1").stdout)
+    assert 1 <= len(found["built"]) <= 2 and found["timed"] == len(found["built"])
+    for each in found["built"]:
+        assert each["registers"] > 0 and each["matrix_instructions"] > 0 and each["seconds"] > 0
+
+
+def test_a_report_takes_any_problem(built):
+    """Decode's space as the workload verbs build it, with what was rejected."""
+    from flexattn.device import named
+
+    device, wanted = named("nvidia-h200"), problem("decode")
+    built += [Built(DecodeConfig(16, 64, 4, 2))]
+    counts = []
+    found = verb.report_of(wanted, device, "full", begin=counts.append)
+    assert counts == [len(survey(wanted, device).configs)]
+    assert found.rejected == survey(wanted, device).rejected

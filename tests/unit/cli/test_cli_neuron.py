@@ -1,0 +1,180 @@
+"""Neuron from the command line: ranked and rendered with no device, and said for what it is."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexattn.cli import tuning as tuning_module
+from flexattn.device.neuroncore import CORES
+from flexattn.records.store import Store
+from flexattn.report.collect import UNTIMED, from_files, from_stores
+
+WORKLOAD = """
+dtype = "bfloat16"
+[[layers]]
+heads = [2, 1]
+head_dim = 64
+[[layers.calls]]
+name = "wave"
+score = { mod = "waves_of_test_cli_neuron:wave" }
+mixes = [[1, 128, 128]]
+[[layers.calls]]
+name = "plain"
+mixes = [[1, 128, 128], [1, 1, 300]]
+"""
+TITLES = ("w plain B1 300", "w plain B1 128x128")
+WAVE = "import torch\n\ndef wave(score, b, h, q, k):\n    return torch.sin(score)\n"
+
+
+@pytest.fixture
+def workload(tmp_path, monkeypatch):
+    """Two problems that NKI can express, and one that it cannot."""
+    (tmp_path / "waves_of_test_cli_neuron.py").write_text(WAVE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "w.toml"
+    path.write_text(WORKLOAD)
+    yield path
+    sys.modules.pop("waves_of_test_cli_neuron", None)
+
+
+@pytest.mark.parametrize("target", CORES)
+def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn, workload, target):
+    arguments = ("tune", workload, "--device", target, "--dry-run")
+    full, quick = (
+        json.loads(flexattn(*arguments, "--json", "--effort", effort).stdout)["problems"]
+        for effort in ("full", "quick")
+    )
+    assert [each["status"] for each in full] == ["cannot", "to tune", "to tune"]
+    assert "sin of float32" in full[0]["message"] and target in full[0]["message"]
+    assert all(a["configs"] > b["configs"] > 0 for a, b in zip(full[1:], quick[1:], strict=True))
+    assert (dict(full[1]["rejected"]).get("dma transpose", 0) > 0) == (target == "trn1")
+    shown = flexattn(*arguments).stdout
+    assert f"{target}, effort full: nothing is built" in shown and "sin of float32" in shown
+
+
+def test_tune_ranks_goes_on_after_a_failure_and_keeps_records(flexattn, workload, tmp_path):
+    arguments = ("tune", workload, "--device", "trn2", "--effort", "quick")
+    told = json.loads(flexattn(*arguments, "--json", status=1).stdout)
+    assert sorted(each["status"] for each in told["problems"]) == ["failed", "tuned", "tuned"]
+    (failed,) = (each for each in told["problems"] if each["status"] == "failed")
+    assert "sin of float32" in failed["message"] and "trn2" in failed["message"]
+    ranked = [each for each in told["problems"] if each["status"] == "tuned"]
+    assert {each["provenance"] for each in ranked} == {"model"}
+    assert told["directory"] == str(tmp_path / "cache" / "records")
+
+    result = flexattn(*arguments, "--only", "plain")
+    assert "2 kept" in result.stdout and "by the model, kept" in result.stderr
+    again = flexattn(*arguments, "--only", "plain", "--again", "--out", tmp_path / "more")
+    assert "2 tuned" in again.stdout and len(list(Store(tmp_path / "more").paths())) == 2
+
+    found = json.loads(flexattn("show", "--device", "trn2", "--json").stdout)["records"]
+    assert [each["provenance"] for each in found] == ["model", "model"]
+    assert all(each["short"].startswith("128x") for each in found)
+    shown = flexattn("show", tmp_path / "more").stdout
+    assert "Triton -" in shown and "128x128 k4096" in shown and "2 records" in shown
+
+
+def test_what_nothing_timed_is_in_no_report_no_study_and_no_export(flexattn, workload, tmp_path):
+    flexattn("tune", workload, "--device", "trn2", "--effort", "quick", "--only", "plain")
+    records = tmp_path / "cache" / "records"
+    path = next(Store(records).paths())
+    found, left_out = from_stores([Store(records)])
+    assert found == () and set(left_out) == {f"{title} for trn2: {UNTIMED}" for title in TITLES}
+    assert from_files([records]) == ()
+    for verb in (("report", path, "--out", tmp_path / "page"), ("replay-study", path)):
+        assert "by a model" in flexattn(*verb, status=2).stderr
+    flexattn("replay-study", records, status=2)
+    told = json.loads(
+        flexattn("export", tmp_path / "out", "--device", "nvidia-h200", "--json",
+                 "--from", records).stdout
+    )  # fmt: skip
+    assert told["written"] == 0 and told["refused"] == []
+    assert "a model record" in flexattn("merge", records, "--out", tmp_path / "all").stderr
+    flexattn("doctor")
+
+
+def test_ctrl_c_keeps_what_is_ranked(flexattn, workload, tmp_path, monkeypatch):
+    ranker = tuning_module.ranker
+
+    def once(lane, effort, method):
+        rank, done = ranker(lane, effort, method), []
+
+        def tune(task):
+            if done:
+                raise KeyboardInterrupt
+            done.append(task)
+            return rank(task)
+
+        return tune
+
+    monkeypatch.setattr(tuning_module, "ranker", once)
+    arguments = ("tune", workload, "--device", "trn2", "--effort", "quick", "--only", "plain")
+    told = json.loads(flexattn(*arguments, "--json", status=130).stdout)
+    assert told["interrupted"] and told["left"] == 1
+    assert len(list(Store(tmp_path / "cache" / "records").paths())) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tune", "--preset", "sd21", "--effort", "exhaustive"], ["full leaves none out"]),
+        (["tune", "--preset", "sd21", "--budget", "3"], ["this one asks a model"]),
+        (["tune", "--preset", "sd21", "--storage", "sqlite://"], ["one instance tunes"]),
+        (["why", "causal"], ["is a Neuron device", "flexattn tune and flexattn render"]),
+        (["build", "causal"], ["is a Neuron device"]),
+        (["render", "causal", "--block-m", "64"], ["none of Triton's options"]),
+        (["render", "causal", "--show", "ptx"], ["no compiler of it is here"]),
+        (["render", "waves_of_test_cli_neuron:wave"], ["sin of float32", "trn2"]),
+    ],
+    ids=lambda value: "-".join(value[:1] + value[-2:]) if value[0].islower() else None,
+)
+def test_requests_that_are_refused(flexattn, workload, arguments, words):
+    result = flexattn(*arguments, "--device", "trn2", status=2)
+    assert result.stderr.startswith("error: ") and "Traceback" not in result.output
+    for word in words:
+        assert word in result.stderr
+
+
+def _code(text):
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_render_shows_the_kernel_of_a_target(flexattn, tmp_path, kind):
+    arguments = ("render", "alibi_causal_document", "--kind", kind, "--device")
+    sources = set()
+    for target in CORES:
+        found = json.loads(flexattn(*arguments, target, "--json").stdout)
+        assert found["device"] == f"{target} (NKI)" and "mask_mod" in found
+        # Cores whose kernels are equal share a file, under the header of the first.
+        stored = Path(found["path"]).read_text()
+        assert _code(stored) == _code(found["source"]) and len(_code(stored)) > 20
+        assert found["path"].startswith(str(tmp_path)) and "import nki.isa" in found["source"]
+        sources.add(found["source"])
+    assert len(sources) == len(CORES)
+    shown = flexattn(*arguments, "trn2").stdout
+    assert "flexattn tune --device trn2" in shown and "score_mod (score + " in shown
+
+
+def test_devices_lists_the_limits_of_a_core(flexattn):
+    lines = flexattn("devices").stdout.splitlines()
+    for core in CORES.values():
+        (line,) = (line for line in lines if core.name in line)
+        for number in (core.sbuf_bytes // 1024, core.moving_max, core.tensor_ghz):
+            assert str(number) in line
+
+
+def test_doctor_says_which_rungs_are_here(flexattn, tmp_path, monkeypatch):
+    (tmp_path / "nki.py").write_text('raise ImportError("not the package you want")')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nki", raising=False)
+    shown = flexattn("doctor").stdout
+    told = json.loads(flexattn("doctor", "--json").stdout)
+    monkeypatch.delitem(sys.modules, "nki", raising=False)
+    assert [each["name"] for each in told["neuron"]] == [
+        "lint", "interpreter", "simulator", "device",
+    ]  # fmt: skip
+    assert "neuron      simulator: not here: nki is a placeholder" in shown
+    assert "pip.repos.neuron.amazonaws.com" in shown and told["faults"] == []

@@ -1,0 +1,238 @@
+"""The verbs that read records: show, why, merge, export, replay-study, doctor, bench's refusal."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flexattn.cli.offline import problem_of
+from flexattn.device import named
+from flexattn.kernels.options import NONE
+from flexattn.problem import Shape
+from flexattn.records.codec import decode_record, encode_record
+from flexattn.records.environment import environment
+from flexattn.records.record import Failed
+from flexattn.records.store import Store
+from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback.outcome import Outcome
+from flexattn.settings import override
+from flexattn.tune.decide import replay_study
+from tests import records
+
+H200 = named("nvidia-h200")
+DECODE = ("why", "noop", "--B", "8", "--q-len", "1", "--kv-len", "8192")
+
+
+def real(record, **changes):
+    """As if it had been measured, with the decision that its samples give."""
+    record = replace(record, provenance="measured", made="2026-11-21", **changes)
+    return replace(record, decision=replay_study(record))
+
+
+@pytest.fixture
+def user(tmp_path):
+    store = Store(tmp_path / "cache" / "records")
+    here = environment("decode", H200)
+    store.write(real(records.decode_record("llama3-8b decode"), environment=here))
+    store.write(real(records.prefill_record("llama3-8b prefill")))
+    return store
+
+
+def broken(store):
+    path = next(store.paths()).with_name("b2-q2-k2.json")
+    path.write_text("{")
+    return path
+
+
+def test_show_lists_filters_and_says_what_is_broken(flexattn, user):
+    shown = flexattn("show").stdout
+    assert "llama3-8b decode" in shown and "B8 1x8192" in shown and "2 records" in shown
+    found = json.loads(flexattn("show", "--json").stdout)
+    assert len(found["records"]) == 2 and found["invalid"] == []
+    (each,) = json.loads(flexattn("show", "--kind", "decode", "--json").stdout)["records"]
+    assert each["title"] == "llama3-8b decode" and each["default"] and each["speedup"] == 1
+    assert each["environment"]["triton"] and each["winner"]["BLOCK_N"]
+    assert each["layer"] == "user" and each["provenance"] == "measured"
+    for option in (("--device", "b200"), ("--model", "qwen")):
+        assert json.loads(flexattn("show", *option, "--json").stdout)["records"] == []
+    path = broken(user)
+    result = flexattn("show")
+    assert f"not a record: {path}" in result.stderr and "2 records" in result.stdout
+
+
+@pytest.mark.parametrize("option", [("--kind", "both"), ("--model", "["), ("missing",)], ids=str)
+def test_show_refuses(flexattn, option):
+    assert flexattn("show", *option, status=2).stderr.startswith("error: ")
+
+
+def test_why_says_hit_nearest_and_default_with_the_fields_that_differ(flexattn, user):
+    hit = json.loads(flexattn(*DECODE, "--json").stdout)["problems"][0]
+    assert hit["how"] == "hit" and hit["origin"].startswith("tuned: ")
+    assert hit["closest"][0]["key"] == hit["closest"][0]["environment"] == []
+    near = json.loads(flexattn(*DECODE, "--kv-len", "16000", "--json").stdout)["problems"][0]
+    assert near["how"] == "nearest"
+    assert near["closest"][0]["key"] == [{"field": "kv_len", "asked": 16384, "stored": 8192}]
+    shown = flexattn(*DECODE, "--head-dim", "64").stdout
+    assert ": default" in shown and "head_dim_qk is 64, the record's 128" in shown
+    assert "expected  user: " in shown
+
+
+def test_why_of_a_preset_and_of_a_hint(flexattn, user):
+    (found,) = json.loads(
+        flexattn("why", "--preset", "llama3-8b", "--only", " decode B8 8192$", "--json").stdout
+    )["problems"][:1]
+    assert (found["title"], found["how"]) == ("llama3-8b decode B8 8192", "hit")
+    user.write(
+        real(
+            records.decode_record(),
+            environment=replace(environment("decode", H200), triton="3.1.4"),
+        ),
+        replace=True,
+    )
+    next(p for p in user.paths() if environment("decode", H200).folder in str(p)).unlink()
+    hint = flexattn(*DECODE).stdout
+    assert "noop: hint" in hint and "environment: triton is" in hint
+    assert flexattn("why", "causal", "--preset", "sd21", status=2)
+
+
+def test_merge_keeps_the_better_record_and_lists_conflicts(flexattn, user, tmp_path):
+    other = Store(tmp_path / "other")
+    here = environment("decode", H200)
+    record = records.decode_record("llama3-8b decode", seed=5, rounds=30, environment=here)
+    flipped = [replace(t, finals=()) for t in record.trials]
+    first, rival = record.decision.default, 0 if record.decision.winner else 1
+    for index, us in ((first, 100.0), (rival, 50.0)):
+        flipped[index] = replace(flipped[index], finals=tuple(us + i / 99 for i in range(30)))
+    other.write(real(replace(record, trials=tuple(flipped))))
+    out = tmp_path / "all"
+    told = json.loads(flexattn("merge", user.root, other.root, "--out", out, "--json").stdout)
+    (conflict,) = told["conflicts"]
+    assert told["written"] == 3 and conflict["kept_from"].startswith(str(other.root))
+    assert len(list(Store(out).paths())) == 2
+    again = flexattn("merge", other.root, user.root, "--out", out)
+    assert "0 written" in again.stdout and "conflict: " in again.stdout
+    broken(user)
+    assert "refused: " in flexattn("merge", user.root, "--out", out).stderr
+    flexattn("merge", tmp_path / "nowhere", status=2)
+
+
+def test_export_ships_checked_records_and_names_those_that_lack(flexattn, user, tmp_path):
+    out, arguments = tmp_path / "out", ("--device", "nvidia-h200", "--json")
+    told = json.loads(flexattn("export", out, *arguments).stdout)
+    assert told["written"] == 2 and told["refused"] == told["missing"] == []
+    only = ("--preset", "llama3-8b", "--only", "llama3-8b decode B8")
+    told = json.loads(flexattn("export", tmp_path / "one", *only, *arguments).stdout)
+    assert told["written"] == 1 and len(list(Store(tmp_path / "one").paths())) == 1
+    result = flexattn("export", tmp_path / "two", "--preset", "sd21", *arguments, status=1)
+    told = json.loads(result.stdout)
+    assert told["written"] == 0 and len(told["missing"]) == 7
+    flexattn("export", tmp_path / "three", "--with-binaries", *arguments, status=2)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_export_with_binaries(flexattn, tmp_path):
+    arguments = ("--preset", "gpt-oss", "--only", "local decode B8", "--device", "nvidia-h200")
+    result = flexattn(
+        "export", tmp_path / "out", *arguments, "--with-binaries", "--json", status=1
+    )
+    told = json.loads(result.stdout)
+    assert told["missing"] == ["gpt-oss local decode B8 8192"]  # served by the static default
+    assert told["binaries"]["kernels"] >= 2 and told["binaries"]["block_masks"] == 1
+    assert told["binaries"]["traced"] == [] and list((tmp_path / "out").rglob("*.cubin"))
+
+
+def test_export_refuses_what_cannot_run(flexattn, user, tmp_path):
+    record = next(entry for _, entry in user.entries() if entry.key.kind == "decode")
+    trials = list(record.trials)
+    winner = record.decision.winner
+    trials[winner] = replace(trials[winner], config=replace(record.config, BLOCK_M=1024))
+    user.write(replace(record, trials=tuple(trials)), replace=True)
+    told = json.loads(
+        flexattn(
+            "export", tmp_path / "out", "--preset", "llama3-8b", "--only", "llama3-8b decode B8",
+            "--device", "nvidia-h200", "--json", status=1,
+        ).stdout
+    )  # fmt: skip
+    assert told["refused"][0][1] and told["missing"]
+
+
+def test_replay_study_finds_the_same_decision_or_fails(flexattn, user, tmp_path):
+    assert flexattn("replay-study", user.root).stdout.count("same: ") == 2
+    path = next(user.paths())
+    told = json.loads(flexattn("replay-study", path, "--json").stdout)
+    assert [each["same"] for each in told["decisions"]] == [True]
+    wrong, record = tmp_path / "wrong.json", decode_record(path.read_bytes())
+    other = replace(record.decision, speedup=record.decision.speedup + 0.01)
+    wrong.write_text(encode_record(replace(record, decision=other)))
+    result = flexattn("replay-study", wrong, status=1)
+    assert "DIFFERENT" in result.stdout and "stored: " in result.stdout
+    wrong.write_text("{}")
+    assert "no record and no study" in flexattn("replay-study", wrong, status=2).stderr
+
+
+def test_a_record_with_a_sample_of_0_is_refused_in_words(flexattn, user, tmp_path):
+    """replay-study, report and merge ended in ZeroDivisionError, and never said which file."""
+    path = sorted(user.paths())[0]
+    record = decode_record(path.read_bytes())
+    winner = record.decision.winner
+    trials = list(record.trials)
+    trials[winner] = replace(trials[winner], finals=(0.0, *trials[winner].finals[1:]))
+    path.write_text(encode_record(replace(record, trials=tuple(trials))))
+    rule = "a time is finite and above 0"
+    for given in (path, user.root):
+        said = flexattn("replay-study", given, status=2).stderr
+        assert str(path) in said and rule in said
+    assert rule in flexattn("report", path, "--out", tmp_path / "page", status=2).stderr
+    told = flexattn("report", "--cache", user.root, "--out", tmp_path / "page", "--json").stdout
+    assert rule in json.loads(told)["faults"][0] and len(json.loads(told)["problems"]) == 1
+    merged = flexattn("merge", user.root, "--out", tmp_path / "all")
+    assert rule in merged.stderr and len(list(Store(tmp_path / "all").paths())) == 1
+
+
+def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
+    shown = flexattn("doctor").stdout
+    assert "user: " in shown and "2 records, 1 of this environment" in shown
+    told = json.loads(flexattn("doctor", "--json").stdout)
+    assert told["faults"] == [] and told["versions"]["triton"] and told["tools"]["nvdisasm"]
+    how = {sample["problem"].split()[0]: sample["how"] for sample in told["samples"]}
+    assert how["decode"] == "hit" and how["prefill"] in ("hint", "nearest", "default")
+    path = broken(user)
+    result = flexattn("doctor", status=1)
+    assert f"FAULT       {path}" in result.stdout
+
+
+def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, user, tmp_path):
+    wanted = problem_of("decode", "bfloat16", Shape(8, 32, 8, 1, 8192, 128, 128), None, None)
+    *_, candidate = candidates_of(wanted, H200, NONE)
+    refused = Outcome("check", "seven bits")
+    with override(cache_dir=tmp_path / "cache"):
+        memory().note(candidate.sources()[0], H200, refused, wanted.describe())
+    shown = flexattn(*DECODE).stdout
+    assert "refused by a check: seven bits (remembered)" in shown and "not tried" in shown
+    (found,) = json.loads(flexattn(*DECODE, "--json").stdout)["problems"]
+    assert "seven bits" in found["candidates"][-1]
+    shown = flexattn("doctor").stdout
+    assert f"{wanted.describe()}: refused by a check: seven bits" in shown
+    assert "compiler    Triton " in shown and ", ptxas " in shown
+    assert "1 cleared" in flexattn("doctor", "--clear-outcomes").stdout
+    assert json.loads(flexattn("doctor", "--json").stdout)["outcomes"] == []
+    assert "seven bits" not in flexattn(*DECODE).stdout
+
+
+def test_bench_needs_a_gpu(flexattn, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = flexattn("bench", "--preset", "sd21", status=2)
+    assert "torch sees no GPU here" in result.stderr
+    assert "no workload" in flexattn("bench", status=2).stderr
+
+
+def test_a_failed_winner_is_not_shipped(user):
+    from flexattn.cli.export import _faults
+
+    record = next(entry for _, entry in user.entries())
+    trials = list(record.trials)
+    winner = record.decision.winner
+    trials[winner] = replace(trials[winner], failed=Failed("gate", "Inaccurate", ""))
+    assert "accuracy gate" in _faults(replace(record, trials=tuple(trials)), None, H200)

@@ -1,0 +1,72 @@
+"""`flexattn render` shows the kernel that a call with the same numbers gets."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flexattn.block_mask.create import create_block_mask
+from flexattn.catalogue import CASES
+from flexattn.cli.app import app
+from flexattn.device import named
+from flexattn.frontend import plan
+from flexattn.frontend.attention import make_call
+from flexattn.kernels.options import NONE
+from flexattn.mods import bind
+from flexattn.mods.bind import clear
+from flexattn.mods.expr import walk
+from flexattn.runtime.dispatch import choices
+from flexattn.settings import override
+
+H200 = named("nvidia-h200")
+B, HEADS, LENGTHS, D = 2, (8, 2), (611, 747), 64
+
+
+class Prepared(Exception):
+    """Ends a call where its kernel would be compiled."""
+
+
+def called(case, monkeypatch):
+    """The Problem of a real call with a case's mods, on a device that is not here."""
+    clear()
+    built = case.make(B, *HEADS, *LENGTHS, "cpu", torch.bfloat16)
+    q, k = (torch.zeros(B, *s, D, dtype=torch.bfloat16) for s in zip(HEADS, LENGTHS, strict=True))
+    mask = None
+    if built.mask_mod is not None:
+        names = {node.value for node in walk(bind(built.mask_mod, "mask").mod.expr)}
+        sizes = (B if "b" in names else None, HEADS[0] if "h" in names else None)
+        mask = create_block_mask(built.mask_mod, *sizes, *LENGTHS, "cpu")
+
+    def prepare(problem, *rest):
+        raise Prepared(problem)
+
+    monkeypatch.setattr(plan, "detect", lambda device: H200)
+    monkeypatch.setattr(plan, "prepare", prepare)
+    call = make_call(q, k, k, built.score_mod, mask, None, True, False, None, None)
+    with pytest.raises(Prepared) as found:
+        plan.plan(call)
+    return found.value.args[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_render_shows_what_a_call_gets(case, monkeypatch, tmp_path):
+    """It took every mask for lists with full blocks: a causal call walks runs instead."""
+    with override(cache_dir=tmp_path):
+        wanted = next(choices(called(case, monkeypatch), H200, NONE))
+        clear()
+        numbers = {
+            "--B": B, "--Hq": HEADS[0], "--Hkv": HEADS[1], "--q-len": LENGTHS[0],
+            "--kv-len": LENGTHS[1], "--head-dim": D,
+        }  # fmt: skip
+        flags = [str(each) for pair in numbers.items() for each in pair]
+        result = CliRunner().invoke(app, ["render", case.name, *flags, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["source"] == wanted.source.text and found["origin"] == wanted.origin
+
+
+def test_a_prefill_has_as_many_keys_as_queries_by_default(tmp_path):
+    with override(cache_dir=tmp_path):
+        result = CliRunner().invoke(app, ["render", "causal", "--q-len", "1031", "--show", "expr"])
+    assert "q_len=1031 kv_len=1031" in result.output

@@ -1,0 +1,91 @@
+"""torch's transforms around a call: refused in words, or plain torch that differentiates."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from flexattn import explain, flex_attention
+from flexattn.errors import UnsupportedError
+from flexattn.frontend import attention
+
+# torch scripts decompositions of its own for forward mode.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
+
+
+def call(x):
+    return flex_attention(x, x, x)
+
+
+def plain(x):
+    return torch.softmax(x @ x.mT / 4, -1) @ x
+
+
+def square(*more):
+    return torch.randn(*more, 1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return call(x)
+
+
+def scaled_by(x):
+    q = torch.ones(1, 2, 5, 16)
+    return flex_attention(q, q, q, lambda s, b, h, q_idx, kv_idx: s * x).sum()
+
+
+REFUSED = {
+    "vmap": (lambda: torch.vmap(call)(square(3)), "vmap.*flatten"),
+    "vmap of a gradient": (
+        lambda: torch.vmap(torch.func.grad(lambda x: call(x).sum()))(square(3)), "vmap.*flatten"
+    ),
+    "vmap of a captured tensor": (
+        lambda: torch.vmap(scaled_by)(torch.ones(3)), r"captures `x`, of shape \[\].*torch.func"
+    ),
+    "export": (lambda: torch.export.export(Layer(), (square(),)), "torch.export.*torch.nn.attent"),
+    "make_fx": (lambda: make_fx(call)(square()), "make_fx.*no graph"),
+    "make_fx of fake tensors": (
+        lambda: make_fx(call, tracing_mode="fake")(square()), "make_fx.*no graph"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_words(name):
+    """Kernels met tensors without memory: "Cannot access data pointer of Tensor"."""
+    use, words = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=f"(?s){words}"):
+        use()
+
+
+def test_strict_export_prints_the_reason():
+    with pytest.raises(Exception, match=r"kernels of its own.*export or compile torch\.nn"):
+        torch.export.export(Layer(), (square(),), strict=True)
+    torch._dynamo.reset()
+
+
+def test_plain_torch_has_tangents():
+    x, t = square(), square() + 1
+    found, wanted = (torch.func.jvp(fn, (x,), (t,)) for fn in (call, plain))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: call(x).sum())(x), torch.func.grad(lambda x: plain(x).sum())(x)
+    )
+
+
+def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
+    """A launch would drop it in silence: a dual tensor has the memory of any other."""
+    with forward_ad.dual_level():
+        x = square()
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        monkeypatch.setattr(attention, "current", lambda: type("On", (), {"interpret": True}))
+        found = explain(x, dual, x)
+    assert (found.route, found.why) == ("reference", "key has a tangent")
+    seen = attention.make_call(x, x, x, None, None, None, False, False, None, None)
+    monkeypatch.setattr(attention, "tangent", lambda named: "query")
+    on_a_gpu = type("Tensor", (), {"is_cuda": True, "dtype": x.dtype, "requires_grad": False})()
+    with pytest.raises(UnsupportedError, match=r"query has a tangent.*\n.*\n.*vjp"):
+        attention.route_of(seen._replace(q=on_a_gpu))

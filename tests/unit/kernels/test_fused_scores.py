@@ -1,0 +1,108 @@
+"""What the Hopper softmax takes over of a score_mod."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
+from flexattn.device import named
+from flexattn.kernels.render.gluon.printer import print_score
+from flexattn.kernels.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.render.source import traits_of
+from flexattn.kernels.space import gluon
+from flexattn.kernels.space.defaults import default
+from tests.problems import problem
+
+H200 = named("nvidia-h200")
+BIAS = torch.zeros(8192)
+
+
+def key_bias(score, b, h, q_idx, kv_idx):
+    return score + BIAS[kv_idx]
+
+
+def both(score, b, h, q_idx, kv_idx):
+    return softcap(30.0)(score, b, h, q_idx, kv_idx) + BIAS[kv_idx]
+
+
+def printed(score_mod, watched=True, **more):
+    structure = problem(score_mod=score_mod, **more).structure
+    return print_score(structure, traits_of(H200, structure), watched)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "fused"),
+    [
+        (alibi(32, "cpu"), "ramp"),
+        (key_bias, "columns"),
+        (relative_bias(torch.zeros(32, 128), 64), "diagonals"),
+        (softcap(30.0), "capped"),
+        (softcap(-30.0), ""),
+        (both, ""),
+        (lambda score, b, h, q_idx, kv_idx: score * BIAS[q_idx], ""),
+    ],
+)
+def test_what_the_softmax_takes_over(score_mod, fused):
+    found = printed(score_mod)
+    assert found.fused == fused
+    assert found.folded or not fused
+    assert printed(score_mod, watched=False).fused == ""
+
+
+def test_a_cap_in_fp16_is_not_approximated():
+    assert printed(softcap(30.0), dtype="float16").fused == ""
+
+
+def test_the_polynomial_is_nearer_than_the_instruction():
+    x = np.linspace(1e-6, math.sqrt(LIMIT), 100_001)
+    u = x * x
+    found = x * sum(c * u**power for power, c in enumerate(COEFFICIENTS))
+    assert np.abs(found / np.tanh(x) - 1).max() < 2**-11
+
+
+@pytest.mark.parametrize("number", [0.0, 1.0, -0.5, 120.0])
+def test_a_float_as_ptx_writes_it(number):
+    text = float_bits(number)
+    assert text.startswith("0f") and struct.unpack(">f", bytes.fromhex(text[2:]))[0] == number
+
+
+def weighed_anew(lines):
+    """Whether keys are taken away before the softmax, each time followed by new weights."""
+    soften = next(i for i, line in enumerate(lines) if "soften(qk, ahead" in line)
+    taken = [i for i in range(soften) if "qk = stay(" in lines[i]]
+    for i in taken:
+        # Behind it in its own block, or in one around it.
+        depth = len(lines[i]) - len(lines[i].lstrip())
+        for line in lines[i + 1 : soften]:
+            depth = min(depth, len(line) - len(line.lstrip()))
+            if "ahead = weigh_ahead(qk)" in line and len(line) - len(line.lstrip()) == depth:
+                break
+        else:
+            raise AssertionError(lines[i])
+    return bool(taken)
+
+
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": causal, "runs": True},
+        {"mask_mod": sliding_window(1024), "runs": True},
+        {"mask_mod": sliding_window(1024)},
+        {"mask_mod": sliding_window(1024), "runs": True, "score_mod": alibi(32, "cpu")},
+        {"score_mod": key_bias},
+        {},
+    ],
+    ids=["causal", "window", "window_without_runs", "window_alibi", "key_bias", "noop"],
+)
+def test_whoever_takes_keys_away_weighs_anew(mods, monkeypatch):
+    """Weights that are taken ahead are those of the exponents before a mask."""
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+    wanted = problem(**mods)
+    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "ahead").text
+    # One copy in a chain; else a unit's first tile has one of its own.
+    copies = [part.splitlines() for part in text.split("qk, ahead = exponents(")[1:]]
+    assert any([weighed_anew(lines) for lines in copies])

@@ -1,0 +1,174 @@
+"""Both languages at dispatch: the switch, what is forced, what explain says, records of both."""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flexattn import create_block_mask
+from flexattn.catalogue import alibi, causal
+from flexattn.cli.offline import kernel_options, short
+from flexattn.device import named
+from flexattn.errors import CacheError, ConfigError
+from flexattn.kernels.options import NONE, Options, for_torch, parse
+from flexattn.kernels.space import defaults, gluon
+from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig, describe, language_of
+from flexattn.kernels.space.defaults import default
+from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
+from flexattn.kernels.space.triton import space
+from flexattn.problem import Layout
+from flexattn.records.codec import decode_record, encode_record
+from flexattn.records.key import key_of, sizes_of
+from flexattn.report.numbers import axes, effects, on_axis
+from flexattn.runtime.dispatch import choices
+from flexattn.runtime.launch import Lists, prepare
+from flexattn.tune.search import Axes
+from tests.launches import Recorded
+from tests.problems import problem
+from tests.records import prefill_record
+
+
+@pytest.fixture(autouse=True)
+def a_triton_that_keeps_registers(monkeypatch):
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+
+
+explain = importlib.import_module("flexattn.frontend.explain")
+H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
+PLAIN = GluonPrefillConfig(2, 128, 2, 240)
+STRIDED = Layout(False, True, True, True)
+FORCED = parse({"BACKEND": "GLUON"})
+
+
+def test_one_switch_decides_what_serves_untuned(monkeypatch):
+    wanted, other = problem(), problem(D=80)
+    for language in ("triton", "gluon"):
+        monkeypatch.setattr(defaults, "HOPPER_PREFILL", language)
+        assert language_of(default(wanted, H200)) == language
+        assert language_of(default(other, H200)) == "triton"
+        assert language_of(default(wanted, A100)) == "triton"
+        assert language_of(default(problem("decode"), H200)) == "triton"
+        offered = [choice.config for choice in choices(wanted, H200, NONE)]
+        assert language_of(offered[-1]) == "triton", "the last to fall back to serves all"
+
+
+def test_backends_are_forced():
+    wanted = problem()
+    for options, language in ((FORCED, "gluon"), (parse({"BACKEND": "TRITON"}), "triton")):
+        assert {language_of(each.config) for each in choices(wanted, H200, options)} == {language}
+    (found,) = choices(wanted, H200, parse({"BACKEND": "GLUON", "BLOCK_M": 192, "BLOCK_N": 64}))
+    assert (found.config.consumers, found.config.registers) == (3, CONSUMER_REGISTERS[3])
+    assert found.how == "forced" and found.source.language == "gluon"
+    (found,) = choices(wanted, H200, parse({"BLOCK_M": 64, "num_warps": 4}))
+    assert language_of(found.config) == "triton", "numbers alone are those that torch documents"
+    with pytest.raises(ConfigError, match="64 rows"):
+        list(choices(wanted, H200, parse({"BACKEND": "GLUON", "BLOCK_M": 96})))
+    with pytest.raises(ConfigError, match="inner stride 1"):
+        list(choices(problem(layout=STRIDED), H200, FORCED))
+    assert for_torch({"BACKEND": "GLUON", "num_warps": 4}) == {"num_warps": 4}
+
+
+def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
+    record = SimpleNamespace(config=PLAIN, how="hit", origin="tuned", differing=())
+    monkeypatch.setattr("flexattn.runtime.dispatch.find", lambda problem, device: record)
+    assert next(choices(problem(), H200, NONE)).config == PLAIN
+    assert next(choices(problem(), H200, FORCED)).config == PLAIN
+    triton = next(choices(problem(), H200, parse({"BACKEND": "TRITON"})))
+    assert language_of(triton.config) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("about", "options", "how", "words"),
+    [
+        ({}, FORCED, "default", "forced"),
+        ({}, NONE, "default", "static default"),
+        ({"layout": STRIDED}, NONE, "default", "inner stride 1"),
+        ({"D": 80, "Dv": 80}, NONE, "default", "not one of 64, 96"),
+        ({"D": 512, "Dv": 512}, NONE, "default", "cannot run"),
+        ({}, Options(BLOCK_M=64), "forced", "without BACKEND"),
+        ({}, NONE, "hit", "record"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_explain_says_why_this_language(about, options, how, words):
+    wanted = problem(**about)
+    for device in (H200, A100):
+        choice = SimpleNamespace(
+            attempts=(), problem=wanted, device=device, how=how, config=PrefillConfig(64, 64, 4, 2)
+        )
+        said = explain._why_this_language(choice, options)
+        assert (said is None) if device is A100 else (words in said)
+
+
+def test_records_with_both_languages_are_kept_and_read():
+    record = prefill_record(provenance="measured")
+    config = replace(PLAIN, ping_pong=True, schedule="static", order="sections", section=16)
+    trials = [*record.trials]
+    trials[3] = replace(trials[3], config=config)
+    record = replace(record, trials=tuple(trials), key=key_of(problem()))
+    record = replace(record, sizes=tuple(sizes_of(problem())))
+    text = encode_record(record)
+    assert decode_record(text.encode()) == record
+    with pytest.raises(CacheError):
+        decode_record(text.replace('"order": "sections"', '"order": "sideways"').encode())
+    names = axes(record)
+    assert names[0] == "template" and {"BLOCK_N", "num_warps", "consumers"} <= set(names)
+    assert on_axis(config, "use_tma") == "none" and on_axis(config, "template") == "gluon"
+    assert {effect.axis for effect in effects(record)} == set(names)
+
+
+def test_a_search_has_axes_for_both_languages():
+    found = space(problem(mask_mod=causal, score_mod=alibi(32, "cpu")), H200)
+    points = Axes(found)
+    assert len(set(points.points)) == len(found) and "template" in points.choices
+
+
+def test_its_names():
+    config = replace(PLAIN, ping_pong=True, schedule="static", order="sections", section=16)
+    assert short(config) == "128x128 c2 s2 turns static sections16"
+    assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 registers=240"
+    forced = parse(kernel_options(PLAIN))
+    assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"
+
+
+@pytest.mark.parametrize("schedule", ["grid", "static", "dynamic"])
+@pytest.mark.parametrize(
+    ("mask", "runs"),
+    [(None, False), (causal, False), (causal, True)],
+    ids=["full", "lists", "runs"],
+)
+def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
+    """Every argument by name: sizes are fixed, tensors and scale are each call's."""
+    wanted = problem(mask_mod=mask, group=2, lse=False, runs=runs)
+    config = replace(PLAIN, schedule=schedule)
+    choice = next(choices(wanted, H200, Options(exact=config)))
+    kernel = Recorded(choice.source)
+    kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
+    q = torch.empty(2, 4096, 16, 128, dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.empty(2, 8, 8192, 128, dtype=torch.bfloat16)
+    lists = None
+    if mask is not None:
+        lists = Lists.of(create_block_mask(mask, None, None, 4096, 8192, "cpu"))
+        lists = lists._replace(runs=torch.zeros(1, 1, 32, 4, dtype=torch.int32) if runs else None)
+    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
+    given, boxes = kernel.fixed, kernel.boxes
+    assert kernel.programs == launch.geometry.programs == (1024 if schedule == "grid" else 132)
+    assert (given["num_tiles"], given["num_units"], given["Hq"], given["group"]) == (
+        32,
+        1024,
+        16,
+        2,
+    )
+    assert all(given[name] is None for name in ("Q", "K", "V", "OUT", "sm_scale"))
+    assert ("COUNTER" in given) is launch.counts is (schedule == "dynamic")
+    assert given.get("COUNTER") is None
+    assert ("RUNS" in given, "KV_NUM" in given) == (runs, mask is not None and not runs)
+    if mask is not None:
+        assert given["stride_mask_b"] == given["stride_mask_h"] == 0, "the lists are all heads'"
+    shapes = {name: box.shape for name, box in boxes.items()}
+    assert shapes == {"Q": q.shape, "K": k.shape, "V": k.shape, "OUT": q.shape}
+    assert boxes["Q"].strides == boxes["OUT"].strides == q.stride(), "it lies as the queries do"
+    described = [each for each in choice.source.arguments if each.type.startswith("tensordesc<")]
+    assert len(described) == len(boxes)

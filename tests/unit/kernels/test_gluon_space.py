@@ -1,0 +1,274 @@
+"""The Gluon template's configs: rules that break alone, where it serves, what is said of it."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexattn.catalogue import alibi, causal, head_bias, softcap
+from flexattn.device import KNOWN, named
+from flexattn.errors import ConfigError
+from flexattn.kernels.render.gluon.arguments import arguments
+from flexattn.kernels.render.gluon.tiles import shared_memory
+from flexattn.kernels.render.kernel import render
+from flexattn.kernels.space import gluon
+from flexattn.kernels.space.config import GluonPrefillConfig, language_of
+from flexattn.kernels.space.defaults import default, gluon_refused, preferences
+from flexattn.kernels.space.estimates import estimates
+from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
+from flexattn.kernels.space.rules import GLUON, reasons, unpromising, violated
+from flexattn.kernels.space.stated import gluon as stated
+from flexattn.kernels.space.terms import numbers, skips_far
+from flexattn.kernels.space.tiles import geometry, suited
+from flexattn.kernels.space.triton import space, survey
+from flexattn.problem import Layout
+from tests.problems import problem
+
+
+@pytest.fixture(autouse=True)
+def a_triton_that_keeps_registers(monkeypatch):
+    monkeypatch.setattr(gluon, "offered", lambda: True)
+
+
+H200, A100, B200 = (named(f"nvidia-{name}") for name in ("h200", "a100", "b200"))
+PLAIN = GluonPrefillConfig(2, 128, 2, 240)
+STRIDED = Layout(False, True, True, True)
+
+BREAKS = [
+    ("consumers", replace(PLAIN, consumers=0), {}, H200),
+    ("consumers", replace(PLAIN, consumers=4, registers=112), {}, H200),
+    ("power of two", replace(PLAIN, BLOCK_N=96), {}, H200),
+    ("power of two", replace(PLAIN, BLOCK_N=0), {}, H200),
+    ("stages", replace(PLAIN, num_stages=0), {}, H200),
+    ("register split", replace(PLAIN, registers=236), {}, H200),
+    ("register split", replace(PLAIN, consumers=3, registers=168), {}, H200),
+    ("ping pong", replace(PLAIN, consumers=1, ping_pong=True), {}, H200),
+    ("barriers", replace(PLAIN, num_stages=6), {}, H200),
+    ("barriers", replace(PLAIN, num_stages=5, ping_pong=True), {}, H200),
+    ("order", replace(PLAIN, order="sideways"), {}, H200),
+    ("order", replace(PLAIN, schedule="never"), {}, H200),
+    ("order", replace(PLAIN, section=0), {}, H200),
+    ("arch", PLAIN, {}, B200),
+    ("prefill", PLAIN, {"kind": "decode"}, H200),
+    ("dtype", PLAIN, {"dtype": "float32", "D": 64}, H200),
+    ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 64, "Dv": 128}, H200),
+    ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 192, "Dv": 128}, H200),
+    ("fp8", replace(PLAIN, q_registers=64), {"dtype": "float8_e4m3fn"}, H200),
+    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=64), {}, H200),
+    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
+    ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
+    ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
+    ("tma", PLAIN, {"layout": STRIDED}, H200),
+    ("q registers", replace(PLAIN, q_registers=32), {}, H200),
+    ("q registers", replace(PLAIN, q_registers=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
+    ("mask block", PLAIN, {"mask_mod": causal, "block": (64, 128)}, H200),
+    ("mask block", PLAIN, {"mask_mod": causal, "block": (128, 192)}, H200),
+    ("packed", replace(PLAIN, packed=True), {"mask_mod": causal, "per_head": True}, H200),
+    ("shared memory", replace(PLAIN, num_stages=4), {}, H200),
+    ("registers", replace(PLAIN, BLOCK_N=256, num_stages=1), {"D": 64, "Dv": 128}, H200),
+]
+configs = st.builds(
+    GluonPrefillConfig,
+    st.integers(1, 3),
+    st.sampled_from([32, 64, 128, 256]),
+    st.integers(1, 4),
+    st.sampled_from([160, 240]),
+    st.booleans(),
+    st.sampled_from(["grid", "static", "dynamic"]),
+    q_registers=st.sampled_from([0, 64, 128]),
+    watched=st.booleans(),
+    narrow=st.booleans(),
+    packed=st.booleans(),
+)
+cases = st.builds(
+    problem,
+    st.sampled_from(["prefill", "decode"]),
+    D=st.sampled_from([64, 80, 96, 128, 192, 256]),
+    Dv=st.sampled_from([64, 128, 256]),
+    dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+    score_mod=st.sampled_from([None, softcap(50.0)]),
+    mask_mod=st.sampled_from([None, causal]),
+    block=st.sampled_from([(128, 128), (48, 80), (192, 64)]),
+    layout=st.sampled_from([STRIDED, Layout(True, True, True, True)]),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "about", "device"),
+    BREAKS,
+    ids=[f"{case[0]}-{i}" for i, case in enumerate(BREAKS)],
+)
+def test_each_rule_breaks_alone(name, config, about, device):
+    structure = problem(**about).structure
+    assert [rule.name for rule in violated(config, structure, device)] == [name]
+    (said,) = reasons(config, structure, device)
+    assert "{" not in said
+
+
+def test_every_rule_has_a_case():
+    rules = {rule.name for rule in (*GLUON.shape, *GLUON.fit)}
+    assert {name for name, *_ in BREAKS} == rules
+    one = replace(PLAIN, num_stages=1)
+    worth = [rule.name for rule in unpromising(one, problem().structure, H200)]
+    assert worth == [rule.name for rule in GLUON.worth]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, configs, st.sampled_from([*KNOWN.values()]))
+def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
+    structure = case.structure
+    known = dict(zip(stated.SYMBOLS, numbers(config, structure, device), strict=True))
+    taken = int(stated.SHARED_MEMORY.subs(known)), int(stated.REGISTERS.subs(known))
+    assert estimates(config, structure, device) == taken
+    known |= dict(zip(stated.ESTIMATED, taken, strict=True))
+
+    def broken(rules, group):
+        held = [each.holds.subs(known) for each in group]
+        return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
+
+    unfit = broken(GLUON.shape, stated.SHAPE) or broken(GLUON.fit, stated.FIT)
+    assert violated(config, structure, device) == unfit
+    assert unpromising(config, structure, device) == broken(GLUON.worth, stated.WORTH)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, configs)
+def test_the_space_and_the_kernel_count_the_same_shared_memory(case, config):
+    if not violated(config, case.structure, H200):
+        counted = shared_memory(case.structure, config, H200)
+        assert estimates(config, case.structure, H200)[0] == counted
+
+
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
+    """It takes one for all, one to hand out work, and one for each program beside the first."""
+    wanted = problem(D=64, mask_mod=mask, runs=mask is not None)
+    found = {
+        (each.consumers, each.num_stages, each.ping_pong, each.schedule): each
+        for each in space(wanted, H200, "exhaustive")
+        if isinstance(each, GluonPrefillConfig)
+    }
+    assert found
+    for config in found.values():
+        text = render(wanted.structure, config, H200, "test").text
+        taken = re.findall(r"(?m)^FREE_[KVQ] = gl\.constexpr\((\d+)\)", text)
+        lowest = min(map(int, taken + re.findall(r"add\.u32 turn, \$1, (\d+);", text)))
+        assert lowest >= 2 + config.consumers, config
+
+
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_each_size_has_a_config_to_start_from(D, Dv, mask):
+    wanted = problem(D=D, Dv=Dv, mask_mod=mask)
+    config = default(wanted, H200, "gluon")
+    assert language_of(config) == "gluon" and not gluon_refused(wanted, H200)
+    assert not reasons(config, wanted.structure, H200)
+    assert config == next(preferences(wanted, H200, "gluon"))
+
+
+@pytest.mark.parametrize(("q_len", "tiles"), [(1, 1), (64, 1), (65, 2)])
+def test_heads_of_a_group_share_tiles(q_len, tiles):
+    """Of two consumers each has 64 rows of a head, where 64 are all that there are."""
+    wanted = problem(q_len=q_len, group=6)
+    found = geometry(wanted, replace(PLAIN, packed=True), H200)
+    assert (found.programs, found.num_tiles) == (2 * 48 // 2 * tiles, tiles)
+    packed = {each.consumers for each in space(wanted, H200) if getattr(each, "packed", False)}
+    assert packed == {2}
+
+
+def test_heads_of_other_groups_share_no_tile():
+    wanted = problem(group=3)
+    with pytest.raises(ConfigError, match="packed: 2 heads in a tile of groups of 3"):
+        geometry(wanted, replace(PLAIN, packed=True), H200)
+    assert not any(getattr(each, "packed", False) for each in space(wanted, H200, "exhaustive"))
+
+
+def test_far_keys_are_kept_where_heads_need_others():
+    wanted = problem(score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True)
+    assert skips_far(wanted.structure, PLAIN)
+    assert not skips_far(wanted.structure, replace(PLAIN, packed=True))
+
+
+@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, packed=True)], ids=["own", "packed"])
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_kernel_takes_reaches_where_a_launch_gives_them(runs, config):
+    """Packed ones took them and were given none: every launch of ALiBi had one value too few."""
+    mods = {"score_mod": alibi(32, "cpu")} | ({"mask_mod": causal, "runs": True} if runs else {})
+    wanted = problem(**mods)
+    names = [each.name for each in arguments(wanted.structure, config)]
+    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.packed)
+
+
+def test_blocks_of_a_heads_64_rows_suit_heads_that_share_a_tile():
+    """They were cut to one consumer first, which is the kernel of one head once more."""
+    wanted = problem(mask_mod=causal, block=(64, 128), q_len=64, group=4)
+    packed = [each for each in space(wanted, H200) if getattr(each, "packed", False)]
+    assert packed and {each.consumers for each in packed} == {2}
+    assert len({replace(each, packed=False) for each in packed}) == len(packed)
+
+
+def test_no_other_device_ever_sees_it():
+    for device in KNOWN.values():
+        for kind in ("prefill", "decode"):
+            offered = space(problem(kind), device, "exhaustive")
+            found = {language_of(config) for config in offered}
+            assert ("gluon" in found) is (device.arch == "sm_90" and kind == "prefill")
+    with pytest.raises(ConfigError, match="no wgmma"):
+        default(problem(), A100, "gluon")
+
+
+@pytest.mark.parametrize("effort", ["quick", "full", "exhaustive"])
+def test_every_effort_tries_both_languages(effort):
+    found = survey(problem(mask_mod=causal), H200, effort).configs
+    gluon_ones = [each for each in found if language_of(each) == "gluon"]
+    assert gluon_ones and len(gluon_ones) < len(found)
+
+
+def test_tiles_are_cut_to_a_masks_blocks():
+    three = GluonPrefillConfig(3, 128, 2, 160)
+    for block, rows, width in (((128, 128), 128, 128), ((192, 64), 192, 64), ((64, 96), 64, 32)):
+        found = suited(three, problem(mask_mod=causal, block=block).structure)
+        assert (found.BLOCK_M, found.BLOCK_N) == (rows, width)
+        assert found.registers == CONSUMER_REGISTERS[found.consumers]
+    assert suited(three, problem(mask_mod=causal, block=(100, 128)).structure).consumers == 3
+
+
+def test_a_static_schedule_has_a_block_for_each_sm_at_most():
+    long, short_one = problem(), problem(q_len=100)
+    for wanted, programs in ((long, 132), (short_one, 64)):
+        grid = geometry(wanted, replace(PLAIN, schedule="static"), H200)
+        assert grid.programs == programs
+    assert geometry(long, PLAIN, H200).programs == 64 * 32
+
+
+def test_sections_hold_whole_groups_in_the_cache():
+    for kv_len in (1024, 8192, 16384, 2**20):
+        wanted = problem(kv_len=kv_len)
+        section = gluon.section_of(wanted)
+        group = wanted.Hq // wanted.Hkv
+        assert section % group == 0 and 1 <= section // group <= wanted.B * wanted.Hkv
+        assert section == group or section // group * kv_len * 512 <= gluon.L2_BYTES
+
+
+def test_early_loads_are_an_axis_where_they_move_anything():
+    def offered(score_mod):
+        return {each.early_loads for each in gluon.grid(problem(score_mod=score_mod), False)}
+
+    keys = torch.zeros(8192)
+    assert offered(None) == {True}
+    assert offered(lambda score, b, h, q_idx, kv_idx: score + keys[kv_idx]) == {True, False}
+    # A value for every score would take registers before the scores are there.
+    assert offered(head_bias(torch.zeros(2, 32, 64, 64))) == {False}
+
+
+def test_a_triton_without_gluon_is_offered_none(monkeypatch):
+    """Its release alone once decided: 3.9 was offered none, whatever it makes of a kernel."""
+    monkeypatch.setattr(gluon, "offered", lambda: False)
+    wanted = problem(mask_mod=causal)
+    assert {language_of(each) for each in survey(wanted, H200, "full").configs} == {"triton"}
+    assert "no Gluon" in gluon_refused(wanted, H200)
+    forced = default(wanted, H200, "gluon")
+    assert language_of(forced) == "gluon" and not reasons(forced, wanted.structure, H200)

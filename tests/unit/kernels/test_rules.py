@@ -1,0 +1,243 @@
+"""Feasibility: each rule breaks alone, the compiled form says what the inequalities say."""
+
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexattn.catalogue import causal, relative_bias, softcap
+from flexattn.device import INTERPRETER, KNOWN, named
+from flexattn.kernels.space.axes import grid, orders, split_counts
+from flexattn.kernels.space.config import ORDERS, DecodeConfig, PrefillConfig, language_of
+from flexattn.kernels.space.defaults import default
+from flexattn.kernels.space.estimates import estimates
+from flexattn.kernels.space.rules import GLUON, TRITON, reasons, unpromising, violated
+from flexattn.kernels.space.stated import inequalities
+from flexattn.kernels.space.stated.formulas import REGISTERS, SHARED_MEMORY
+from flexattn.kernels.space.stated.symbols import ESTIMATED, SYMBOLS
+from flexattn.kernels.space.terms import loads_early, numbers
+from flexattn.kernels.space.tiles import geometry, power_above
+from flexattn.kernels.space.triton import LEFT_OUT, QUICK, space, survey
+from flexattn.problem import Layout
+from tests.problems import problem
+
+H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-5090"))
+STRIDED = Layout(False, False, False, False)
+BIAS = relative_bias(torch.zeros(32, 64), 32)
+MODS = {"noop": {}, "causal": {"mask_mod": causal, "score_mod": softcap(50.0)}}
+EFFORTS = ("quick", "full", "exhaustive")
+
+BREAKS = [
+    ("power of two", PrefillConfig(48, 64, 4, 2), {}, H200),
+    ("power of two", PrefillConfig(64, 8, 4, 2), {}, H200),
+    ("power of two", PrefillConfig(64, 0, 4, 2), {}, H200),
+    ("power of two", PrefillConfig(2**17, 64, 4, 2), {}, H200),
+    ("warps", PrefillConfig(64, 64, 3, 2), {}, H200),
+    ("warps", PrefillConfig(64, 64, 0, 2), {}, H200),
+    ("stages", PrefillConfig(64, 64, 4, 9), {}, H200),
+    ("stages", PrefillConfig(64, 64, 4, 0), {}, H200),
+    ("splits", DecodeConfig(16, 64, 4, 2, -1), {"kind": "decode"}, H200),
+    ("order", PrefillConfig(64, 64, 4, 2, order="sideways"), {}, H200),
+    ("dtype", PrefillConfig(64, 64, 4, 2), {"dtype": "float8_e4m3fn"}, H200),
+    ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (32, 64)}, H200),
+    ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (64, 32)}, H200),
+    ("tma", PrefillConfig(64, 64, 4, 2, True), {}, A100),
+    ("tma", PrefillConfig(64, 64, 4, 2, True), {"layout": STRIDED}, H200),
+    ("tma", PrefillConfig(64, 32, 4, 2, True), {"D": 192, "Dv": 128}, H200),
+    ("tma", PrefillConfig(64, 32, 4, 2, True), {"D": 128, "Dv": 192}, H200),
+    ("tma", PrefillConfig(16, 16, 8, 1, True), {"D": 512, "Dv": 16}, H200),
+    ("shared memory", PrefillConfig(64, 64, 4, 5), {}, RTX),
+    ("registers", PrefillConfig(128, 128, 4, 2), {}, H200),
+    ("occupancy", PrefillConfig(32, 64, 16, 2), {"D": 256}, H200),
+]
+UNPROMISING = [
+    ("headroom", PrefillConfig(128, 64, 4, 2, True)),
+    ("idle warps", PrefillConfig(64, 64, 8, 2, True)),
+    ("slower loads", PrefillConfig(64, 64, 4, 2)),
+]
+
+devices = st.sampled_from([*KNOWN.values(), INTERPRETER])
+cases = st.builds(
+    problem,
+    st.just("prefill"),
+    D=st.sampled_from([16, 64, 80, 128, 192, 256, 576]),
+    Dv=st.sampled_from([16, 64, 128, 512]),
+    dtype=st.sampled_from(["bfloat16", "float32", "float8_e4m3fn"]),
+    score_mod=st.sampled_from([None, softcap(50.0), BIAS]),
+    mask_mod=st.sampled_from([None, causal]),
+    block=st.sampled_from([(128, 128), (48, 80), (16, 512)]),
+    layout=st.sampled_from([STRIDED, Layout(True, True, True, True)]),
+)
+configs = st.builds(
+    PrefillConfig,
+    st.sampled_from([16, 64, 128, 256]),
+    st.sampled_from([16, 32, 128]),
+    st.sampled_from([1, 4, 8, 16]),
+    st.integers(1, 5),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "about", "device"),
+    BREAKS,
+    ids=[f"{name}-{device.arch}-{number}" for number, (name, _, _, device) in enumerate(BREAKS)],
+)
+def test_each_rule_breaks_alone(name, config, about, device):
+    structure = problem(**about).structure
+    assert [rule.name for rule in violated(config, structure, device)] == [name]
+    (said,) = reasons(config, structure, device)
+    assert "{" not in said
+
+
+@pytest.mark.parametrize(("name", "config"), UNPROMISING, ids=str)
+def test_what_can_run_and_is_left_to_an_exhaustive_search(name, config):
+    structure = problem().structure
+    assert violated(config, structure, H200) == []
+    assert [rule.name for rule in unpromising(config, structure, H200)] == [name]
+
+
+def test_every_rule_has_a_case():
+    assert {name for name, *_ in BREAKS} == {rule.name for rule in (*TRITON.shape, *TRITON.fit)}
+    assert [name for name, _ in UNPROMISING] == [rule.name for rule in TRITON.worth]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases, configs, devices)
+def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
+    """sympy's own exact arithmetic against the Python function that dispatch calls."""
+    structure = case.structure
+    known = dict(zip(SYMBOLS, numbers(config, structure, device), strict=True))
+    taken = int(SHARED_MEMORY.subs(known)), int(REGISTERS.subs(known))
+    assert estimates(config, structure, device) == taken
+    known |= dict(zip(ESTIMATED, taken, strict=True))
+
+    def broken(rules, stated):
+        held = [each.holds.subs(known) for each in stated]
+        return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
+
+    assert all(each.holds.subs(known) for each in inequalities.SHAPE)
+    unfit = broken(TRITON.fit, inequalities.FIT)
+    assert violated(config, structure, device) == unfit
+    assert bool(reasons(config, structure, device)) is bool(unfit)
+    assert unpromising(config, structure, device) == broken(TRITON.worth, inequalities.WORTH)
+
+
+WITHOUT_SYMPY = """
+import sys
+import torch
+torchs = "sympy" in sys.modules  # a torch that imports it by itself costs us nothing more
+import flexattn
+from flexattn.kernels.space.defaults import default
+from flexattn.kernels.space.rules import reasons
+from flexattn.device import named
+from tests.problems import problem
+wanted, h200 = problem(), named("nvidia-h200")
+assert not reasons(default(wanted, h200), wanted.structure, h200)
+assert ("sympy" in sys.modules) == torchs, "a server that starts would wait for it"
+"""
+
+
+def test_neither_an_import_nor_a_first_call_needs_sympy():
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SYMPY], cwd=root, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("device", [H200, A100, named("amd-mi300x")], ids=lambda d: d.arch)
+def test_a_survey_adds_up(device, kind, mods, effort):
+    wanted = problem(kind, **MODS[mods])
+    found = survey(wanted, device, effort)
+    everything = {default(wanted, device), *grid(wanted, device, effort)}
+    assert len(everything) == len(found.configs) + sum(count for _, count in found.rejected)
+    assert set(found.configs) <= everything and len(set(found.configs)) == len(found.configs)
+    counts = Counter(dict(found.rejected))
+    for config in everything - set(found.configs):
+        broken = violated(config, wanted.structure, device)
+        counts[broken[0].name if broken else "other"] -= 1
+    rules = (*TRITON.shape, *TRITON.fit, *GLUON.shape, *GLUON.fit)
+    assert not any(counts[rule.name] for rule in rules), "every infeasible config is counted"
+    if effort == "exhaustive":
+        assert not counts["other"], "in the space exactly where there are no reasons"
+    assert (LEFT_OUT in dict(found.rejected)) <= (effort == "quick")
+
+
+@pytest.mark.parametrize("mods", MODS)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_efforts_contain_each_other(kind, mods):
+    wanted = problem(kind, **MODS[mods])
+    quick, full, every = (space(wanted, H200, effort) for effort in EFFORTS)
+    assert set(quick) < set(full) < set(every)
+    assert 4 < len(quick) <= QUICK and len(every) <= 900  # of both templates for prefill
+    assert quick[0] == full[0] == every[0] == default(wanted, H200)
+
+
+def test_quick_varies_what_decode_depends_on_most():
+    splits = {config.num_splits for config in space(problem("decode"), H200, "quick")}
+    assert 0 in splits and len(splits) >= 4
+
+
+@given(B=st.integers(1, 300), kv_len=st.integers(0, 2**18), width=st.sampled_from([32, 128]))
+def test_splits_differ_and_have_keys(B, kv_len, width):
+    wanted = replace(problem("decode", kv_len=kv_len), B=B)
+    config = DecodeConfig(16, width, 4, 2)
+    for every in (False, True):
+        found = split_counts(wanted, config, H200, every)
+        real = [geometry(wanted, replace(config, num_splits=n), H200).num_splits for n in found]
+        assert found[0] == 0 and len(set(real)) == len(real)
+        assert all(1 <= n <= max(1, -(-kv_len // width)) for n in real)
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({}, {"last", "group"}),
+        ({"group": 1}, {"last"}),
+        ({"mask_mod": causal}, {"last", "group", "heads"}),
+        ({"mask_mod": causal, "group": 1}, {"last", "heads"}),
+        ({"mask_mod": causal, "q_len": 64}, {"last"}),
+    ],
+    ids=["dense", "one_head_a_group", "masked", "masked_one_head_a_group", "one_tile"],
+)
+def test_orders_are_tried_where_they_differ(about, expected):
+    wanted = problem(**about)
+    assert set(orders(wanted, PrefillConfig(64, 64, 4, 2), every=False)) == expected
+    if "mask_mod" in about and "q_len" not in about and "group" not in about:
+        assert orders(wanted, PrefillConfig(64, 64, 4, 2), every=True) == ORDERS
+
+
+def test_loads_are_moved_only_where_a_score_mod_reads_by_key():
+    per_key, per_head = torch.zeros(64), torch.zeros(32, 64)
+
+    def by_key(score, b, h, q_idx, kv_idx):
+        return score + per_key[kv_idx]
+
+    def by_head_and_key(score, b, h, q_idx, kv_idx):
+        return score + per_head[h, kv_idx]
+
+    # A table by distance is read as one strip of diagonals, where a tile has one head.
+    expected = {by_key: (True, True), by_head_and_key: (True, False), BIAS: (True, False)}
+    for score_mod, moves in expected.items():
+        for kind, moved in zip(("prefill", "decode"), moves, strict=True):
+            wanted = problem(kind, score_mod=score_mod)
+            assert loads_early(wanted.structure) is moved
+            triton = (each for each in space(wanted, H200) if language_of(each) == "triton")
+            offered = {config.early_loads for config in triton}
+            assert offered == ({True, False} if moved else {True})
+
+
+@given(st.integers(1, 2**16))
+def test_power_above(block):
+    cover = power_above(block)
+    assert cover >= block and (cover == 16 or cover < 2 * block) and cover & (cover - 1) == 0

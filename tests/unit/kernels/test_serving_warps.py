@@ -1,0 +1,144 @@
+"""Where warps walk alone: which plans start so, what cannot, and where each word lies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal
+from flexattn.device import KNOWN, named
+from flexattn.kernels.render.serving import render_serving
+from flexattn.kernels.render.serving_layouts import serving_layouts
+from flexattn.kernels.space.serving import ServingConfig, reasons, serving_candidates, space
+from flexattn.mods import bind
+from flexattn.serving.request import Maxima, form_of
+
+H200, BF16 = named("nvidia-h200"), torch.bfloat16
+WARPS = ServingConfig(8, 128, 4, 1, combine="await", deal="heads")
+
+
+def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
+    dtype = torch.float32 if kv == torch.float32 else BF16
+    maxima = Maxima(B, q_len, total_q, 8192, *heads, *D, dtype, kv, page, "NHD")
+    mask = bind(options.pop("mask", None), "mask")
+    return form_of(maxima, None, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("about", "walk", "deal", "rows"),
+    [
+        ({}, "warp", "heads", 8),
+        ({"B": 1}, "warp", "round", 8),
+        ({"B": 1, "mask": causal}, "warp", "heads", 8),
+        ({"heads": (8, 1)}, "warp", "heads", 8),
+        ({"q_len": 2}, "warp", "heads", 8),
+        ({"q_len": 4}, "program", "even", 16),
+        ({"q_len": 8}, "program", "even", 32),
+        ({"total_q": 512}, "program", "even", 64),
+        ({"kv": torch.float8_e4m3fn}, "warp", "heads", 8),
+        ({"kv": torch.float32}, "program", "even", 16),
+        ({"D": (80, 80)}, "program", "even", 16),
+        ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, "program", "even", 64),
+        ({"B": 2048}, "program", "even", 16),
+        # Of 264 programs 24 would be idle, or 64.
+        ({"heads": (40, 40)}, "warp", "heads", 8),
+        ({"heads": (100, 100)}, "program", "even", 16),
+    ],
+    # A function's name holds its address: two workers would collect different tests.
+    ids=range(15),
+)
+def test_the_default(about, walk, deal, rows):
+    found = next(serving_candidates(form(**about), H200))
+    assert (found.walk, found.deal, found.BLOCK_M) == (walk, deal, rows)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_devices(name):
+    """An A100 may; nothing but Hopper, where it was measured, starts so."""
+    device = KNOWN[name]
+    found = [each for each in space(form(), device) if each.walk == "warp"]
+    assert bool(found) is (80 <= device.capability <= 90)
+    first = next(serving_candidates(form(), device))
+    assert (first.walk == "warp") is (device.capability == 90)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"BLOCK_M": 32}, "8 or 16"),
+        ({"BLOCK_N": 32}, "each warp has 8"),
+        ({"BLOCK_N": 256, "per_sm": 2}, "registers"),
+        ({"num_warps": 8, "per_sm": 2}, "registers"),
+        ({"deal": "round"}, "one request"),
+        ({"combine": "last"}, "parts are awaited"),
+        ({"combine": "launch"}, "parts are awaited"),
+        ({"num_stages": 2}, "num_stages"),
+        ({"deal": "warp"}, "is heads or round"),
+        ({"BLOCK_M": 16, "num_warps": 2, "BLOCK_N": 64}, "to merge 16 rows"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_says_why(change, word):
+    found = reasons(replace(WARPS, **change), form(), H200)
+    assert found and any(word in each for each in found)
+    assert not reasons(WARPS, form(), H200)
+
+
+def test_what_each_walk_takes():
+    program = ServingConfig(16, 64, 4, 3)
+    for change in ({"deal": "round"}, {"deal": "heads"}, {"combine": "await"}):
+        assert reasons(replace(program, **change), form(1), H200)
+    assert not reasons(replace(program, combine="launch"), form(1), H200)
+    for deal in ("heads", "round"):
+        assert not reasons(replace(WARPS, deal=deal), form(1), H200)
+        assert reasons(replace(WARPS, deal=deal, combine="last"), form(1), H200)
+    many = form(heads=(300, 300))
+    assert any("300 KV heads" in each for each in reasons(WARPS, many, H200))
+    assert not reasons(replace(WARPS, BLOCK_N=64, per_sm=3), many, H200)
+
+
+def test_the_tuner_is_offered_the_neighbours():
+    """BLOCK_N, warps and programs of an SM; what no registers hold is left out."""
+    sizes = lambda about: {  # noqa: E731
+        (each.BLOCK_N, each.num_warps, each.per_sm, each.deal)
+        for each in space(about, H200)
+        if each.walk == "warp"
+    }
+    near = [(128, 4, 2), (64, 4, 3), (64, 4, 2), (64, 2, 4), (32, 1, 8), (256, 8, 1), (128, 8, 1)]
+    assert sizes(form()) >= {(*each, "heads") for each in near}
+    assert not sizes(form()) & {(64, 4, 4, "heads"), (128, 2, 4, "heads")}
+    assert sizes(form(1)) >= {(*each, deal) for each in near for deal in ("heads", "round")}
+    assert {deal for *_, deal in sizes(form())} == {"heads"}
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 16, 24, 256])
+@pytest.mark.parametrize("D", [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("warps", "own", "rows"), [(1, 64, 8), (4, 32, 8), (8, 16, 16)])
+def test_each_word_has_one_place(warps, own, rows, D, page):
+    """The bases of a layout are all bits of its shape, each once; lanes may read alike."""
+    config = ServingConfig(rows, warps * own, warps, 1, 1, 1, "await", "heads")
+    layouts = dict(serving_layouts(form(D=D, page=page), config)["layouts"])
+    about = {"tl": _Recorder()}
+    for name in ("K_LOAD", "V_LOAD", "Q_LOAD", "K_PAGES", "V_PAGES"):
+        registers, lanes, warp, _, shape = eval(layouts[name], about)
+        bases = [tuple(each) for each in (*registers, *lanes, *warp) if any(each)]
+        wanted = [
+            tuple(1 << bit if axis == at else 0 for axis in range(3))
+            for at, size in enumerate(shape)
+            for bit in range(size.bit_length() - 1)
+        ]
+        assert sorted(bases) == sorted(wanted), name
+        assert len(lanes) == 5
+
+
+class _Recorder:
+    @staticmethod
+    def DistributedLinearLayout(*about):
+        return about
+
+
+def test_older_kernels_are_what_they_were():
+    """A plan whose program walks together names nothing of the warps that walk alone."""
+    config = ServingConfig(16, 64, 4, 3)
+    text = render_serving(form(), config, H200, "").text
+    assert "gluon" not in text and "OWN" not in text and "deal=even" in text

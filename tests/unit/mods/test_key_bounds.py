@@ -1,0 +1,198 @@
+"""Bounds on kv_idx out of a mask_mod: sound for every row, exact where they say so."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import and_masks
+
+from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
+from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.render.triton_printer import INDEX_RANGES
+from flexattn.mods import Mod, bind
+from flexattn.mods.expr import const, fingerprint, pretty
+from flexattn.mods.key_bounds import key_bounds, numbers_of
+from flexattn.mods.simplify import make
+
+SIZES = {"b": 2, "h": 3, "q_idx": 37, "kv_idx": 53}
+GRID = {
+    name: torch.arange(size).view([-1 if name == other else 1 for other in SIZES])
+    for name, size in SIZES.items()
+}
+KEYS, PARTS = GRID["kv_idx"], ("below", "above", "rest")
+
+
+def values(mod, expr, tensors=(), scalars=()):
+    """An Expr over a mod's captures at every (b, h, q_idx, kv_idx)."""
+    inner = Mod(
+        "mask", expr, mod.buffers, mod.scalars,
+        fingerprint("mask", expr, mod.buffers, mod.scalars),
+    )  # fmt: skip
+    found = evaluate(inner, GRID, tensors, scalars)
+    return found.expand(tuple(SIZES.values()))
+
+
+def hold(mod, tensors=(), scalars=()):
+    """What KeyBounds promises, looked at element by element; returns them."""
+    found = key_bounds(mod.expr, INDEX_RANGES)
+    if found is None:
+        return None
+    kept = values(mod, mod.expr, tensors, scalars)
+    joined = torch.ones_like(kept)
+    for name in PARTS:
+        part = getattr(found, name)
+        if part is not None:
+            joined &= values(mod, part, tensors, scalars)
+    assert joined.equal(kept)
+    sides = (("low", lambda x: KEYS < x, found.below), ("high", lambda x: KEYS >= x, found.above))
+    for name, outside, part in sides:
+        bound = getattr(found, name)
+        if bound is None:
+            assert part is None
+            continue
+        number = values(mod, bound, tensors, scalars)
+        assert (number.diff(dim=2) >= 0).all() and number.abs().max() <= 2**30
+        assert not (kept & outside(number)).any()
+        if part is not None:
+            assert (outside(number) | values(mod, part, tensors, scalars)).all()
+    return found
+
+
+@pytest.mark.parametrize("entry", [e for e in CASES if e.make(2, 3, 3, 37, 53).mask_mod], ids=str)
+def test_the_catalogue(entry):
+    bound = bind(entry.make(2, 3, 3, 37, 53).mask_mod, "mask")
+    hold(bound.mod, bound.tensors, bound.scalars)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (causal, ("None", "(q_idx + 1)", "None", "(kv_idx <= q_idx)", "None")),
+        (
+            sliding_window(9),
+            ("(q_idx + -9)", "(q_idx + 1)", "((q_idx - kv_idx) <= 9)", "(kv_idx <= q_idx)",
+             "None"),
+        ),
+        (
+            lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < 5,
+            ("(q_idx + -4)", "(q_idx + 5)", "((q_idx + -4) <= kv_idx)", "(kv_idx < (q_idx + 5))",
+             "None"),
+        ),
+        (
+            lambda b, h, q_idx, kv_idx: (kv_idx < 3) | (q_idx >= kv_idx),
+            ("None", "maximum(3, (q_idx + 1))", "None", "((kv_idx < 3) | (kv_idx <= q_idx))",
+             "None"),
+        ),
+        (
+            lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx % 3 == q_idx % 3),
+            ("None", "(q_idx + 1)", "None", "(kv_idx <= q_idx)",
+             "((q_idx % 3) == (kv_idx % 3))"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_found(mask_mod, expected):
+    found = hold(bind(mask_mod, "mask").mod)
+    shown = [getattr(found, name) for name in ("low", "high", *PARTS)]
+    assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+
+
+IDS = torch.arange(53) // 7
+ONCE = torch.tensor(2)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "expected"),
+    [
+        (document(IDS), ("buf0[q_idx]", "buf0[kv_idx]", "None")),
+        (and_masks(causal, document(IDS)), ("buf0[q_idx]", "buf0[kv_idx]", "(kv_idx <= q_idx)")),
+        (lambda b, h, q_idx, kv_idx: IDS[kv_idx] + b == IDS[q_idx + 1] * ONCE,
+         ("(buf0[(q_idx + 1)] * buf1[])", "(b + buf0[kv_idx])", "None")),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == IDS[q_idx - kv_idx]), ()),
+        (lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (IDS[kv_idx] == 3), ()),
+        (lambda b, h, q_idx, kv_idx: (IDS[kv_idx] == IDS[q_idx]) | (kv_idx < 2), ()),
+        (lambda b, h, q_idx, kv_idx: kv_idx % 3 == q_idx % 3, ()),
+    ],
+)  # fmt: skip
+def test_numbers_that_must_be_equal(mask_mod, expected):
+    bound = bind(mask_mod, "mask")
+    mod, captured = bound.mod, (bound.tensors, bound.scalars)
+    found = numbers_of(mod.expr)
+    if found is None:
+        assert not expected
+        return
+    shown = [found.row, found.key, found.rest]
+    assert tuple("None" if each is None else pretty(each) for each in shown) == expected
+    row, key = values(mod, found.row, *captured), values(mod, found.key, *captured)
+    assert (row == row[..., :1]).all() and (key == key[:, :, :1]).all()
+    rest = True if found.rest is None else values(mod, found.rest, *captured)
+    assert ((row == key) & rest).equal(values(mod, mod.expr, *captured))
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q_idx, kv_idx: (q_idx + kv_idx) % 2 == 0,
+        lambda b, h, q_idx, kv_idx: kv_idx >= 40 - q_idx,  # it falls as q_idx grows
+        lambda b, h, q_idx, kv_idx: 2 * kv_idx < q_idx,
+        lambda b, h, q_idx, kv_idx: kv_idx.to(torch.int8) < q_idx,  # it wraps
+        lambda b, h, q_idx, kv_idx: kv_idx.float() < q_idx,
+        lambda b, h, q_idx, kv_idx: q_idx < 9,
+        lambda b, h, q_idx, kv_idx: (kv_idx < 5) | (q_idx % 2 == 0),
+    ],
+)
+def test_what_gives_no_bound(mask_mod):
+    assert hold(bind(mask_mod, "mask").mod) is None
+
+
+@pytest.mark.parametrize("lengths", [[0, 53], [-5, 2**62], [-(2**63), 2**63 - 1]])
+def test_lengths_of_64_bits(lengths):
+    """The largest number means "no limit" to many, and one more wraps to the smallest."""
+    lengths = torch.tensor(lengths)
+    mods = [
+        prefix_lm(lengths),
+        lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= lengths[b],
+        lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() < lengths[b],
+        lambda b, h, q_idx, kv_idx: kv_idx >= lengths[b],
+    ]
+    for mask_mod in mods:
+        bound = bind(mask_mod, "mask")
+        assert hold(bound.mod, bound.tensors, bound.scalars) is not None
+    wrapping = bind(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx + lengths[b], "mask")
+    assert hold(wrapping.mod, wrapping.tensors, wrapping.scalars) is None
+
+
+Q, KV, B = (make("var", "int64", (), name) for name in ("q_idx", "kv_idx", "b"))
+leaves = st.sampled_from([Q, KV, B]) | st.integers(-40, 40).map(lambda n: const(n, "int64"))
+integers = st.recursive(
+    leaves,
+    lambda inner: st.builds(
+        lambda op, x, y: make(op, "int64", (x, y)),
+        st.sampled_from(["add", "sub", "mul", "minimum", "maximum"]), inner, inner,
+    )
+    | st.builds(
+        lambda op, x, n: make(op, "int64", (x, const(n, "int64"))),
+        st.sampled_from(["floor_div", "floor_mod"]), inner, st.integers(1, 9),
+    )
+    | st.builds(lambda op, x: make(op, "int64", (x,)), st.sampled_from(["neg", "abs"]), inner),
+    max_leaves=5,
+)  # fmt: skip
+comparisons = st.builds(
+    lambda op, x, y: make(op, "bool", (x, y)),
+    st.sampled_from(["lt", "le", "gt", "ge", "eq"]), integers, integers,
+)  # fmt: skip
+masks = st.recursive(
+    comparisons,
+    lambda inner: (
+        st.builds(
+            lambda op, x, y: make(op, "bool", (x, y)), st.sampled_from(["and", "or"]), inner, inner
+        )
+        | inner.map(lambda x: make("not", "bool", (x,)))
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(masks)
+def test_any_mask(expr):
+    hold(Mod("mask", expr, (), (), "any"))

@@ -1,0 +1,410 @@
+"""bind() traces once, sees every change, and keeps nothing of the user's alive."""
+
+import functools
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.mods import bind
+from flexattn.mods.bind import clear, stats
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+@pytest.fixture
+def fresh():
+    clear()
+
+
+def value(fn, kind="score", **env):
+    bound = bind(fn, kind)
+    names = ("score", "b", "h", "q_idx", "kv_idx")
+    env = {name: torch.tensor(env.get(name, 0)) for name in names} | {
+        "score": torch.tensor(float(env.get("score", 1.0)))
+    }
+    return evaluate(bound.mod, env, bound.tensors, bound.scalars).item()
+
+
+FIRST = """
+import torch
+from flexattn.mods import bind
+from flexattn.mods.bind import stats
+from flexattn.mods.digest import digest
+from flexattn.mods.identity import identify
+
+def mod(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx > kv_idx, torch.abs(score), score)
+
+found = [digest(identify(mod, "score"))]
+for _ in range(2):
+    bind(mod, "score")
+    found.append(digest(identify(mod, "score")))
+assert stats().traces == 1, stats()
+assert found[0] is not None and len(set(found)) == 1, found
+"""
+
+
+def test_the_first_mod_of_a_process_is_traced_once():
+    """A library met for the first time was told once for each of its names that the code reads,
+    and later once: the second call had another key, and another digest than a recorder's."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_values_that_come_back_find_the_mod_they_had():
+    """The first value's mod was forgotten when its number became an argument."""
+
+    def windowed(lo, hi):
+        return lambda b, h, q, k: (q - k > lo) & (q - k < hi)
+
+    calls = [(0, 4), (0, 5), (1, 5), (2, 9), (0, 7), (0, 4)]
+    mods = [bind(windowed(*each), "mask").mod for each in calls]
+    traces = stats().traces
+    assert [bind(windowed(*each), "mask").mod for each in calls] == mods
+    assert mods[-1] is mods[0] and len(set(mods)) == 3 and stats().traces == traces
+
+
+def biased(t, w=1):
+    return lambda s, b, h, q, k: s + t[h] * w
+
+
+def test_none_is_none():
+    assert bind(None, "score") is None
+
+
+def test_same_code_with_other_tensors_traces_once():
+    tables = [torch.full((n + 1,), float(n)) for n in range(300)]
+    mods = {bind(biased(t), "score").mod for t in tables}
+    assert len(mods) == 1 and stats().traces == 1
+    assert bind(biased(tables[7]), "score").tensors[0] is tables[7]
+
+
+def test_in_place_change_needs_no_trace():
+    t = torch.zeros(3)
+    fn = biased(t)
+    assert value(fn) == 1
+    t.fill_(5)
+    assert value(fn) == 6 and stats().traces == 1
+
+
+def test_moving_offset_gives_two_mods():
+    offset = torch.zeros(1)
+    mods = set()
+    for w in range(12):
+        bound = bind(biased(offset, w), "score")
+        mods.add(bound.mod)
+        assert w == 0 or bound.scalars == (w,)
+    assert len(mods) == 2
+
+
+def test_two_scalars_become_arguments_on_their_own():
+    def window(lo, hi):
+        return lambda b, h, q, k: (q - k > lo) & (q - k < hi)
+
+    for lo, hi in [(0, 4), (0, 5), (1, 5), (2, 9), (3, 10)]:
+        assert value(window(lo, hi), "mask", q_idx=4) == (lo < 4 < hi)
+    assert bind(window(7, 9), "mask").scalars in [(7, 9), (9, 7)]
+
+
+def test_float_arguments_compute_as_constants_did():
+    def capped(c):
+        return lambda s, b, h, q, k: (1.0 / c) * torch.tanh(s * c) + q / c
+
+    for c in (0.1, 0.2, 0.7):
+        got = value(capped(c), score=0.3, q_idx=5)
+        score, q = torch.tensor(0.3), torch.tensor(5)
+        assert got == capped(c)(score, None, None, q, None).item()
+    assert bind(capped(0.9), "score").scalars == (0.9,)
+
+
+def test_a_number_that_steers_python_stays_a_constant():
+    def repeated(n):
+        def mod(s, b, h, q, k):
+            for _ in range(n):
+                s = s + 1
+            return s if n < 4 else -s
+
+        return mod
+
+    for n in (1, 2, 3, 5, 2):
+        assert value(repeated(n)) == (1 + n if n < 4 else -(1 + n))
+        assert bind(repeated(n), "score").scalars == ()
+
+
+def test_an_argument_beside_a_constant():
+    def mod(n, w):
+        def inner(s, b, h, q, k):
+            for _ in range(n):
+                s = s + w * q
+            return s
+
+        return inner
+
+    for n, w in [(1, 1), (2, 1), (2, 3), (3, 5), (1, 7), (3, 2)]:
+        assert value(mod(n, w), q_idx=2) == 1 + n * w * 2
+
+
+def test_bools_and_zeros_are_told_apart():
+    def mod(c):
+        return lambda s, b, h, q, k: s * 0 + c
+
+    for c in (True, 1, 1.0, 0.0, -0.0, False):
+        got = value(mod(c), score=1.0)
+        assert got == float(c)
+
+
+def test_redefined_global_and_helper():
+    scope = {"torch": torch}
+    exec("W = 2\ndef helper(x): return x * W\ndef mod(s, b, h, q, k): return helper(s)", scope)
+    assert value(scope["mod"]) == 2
+    scope["W"] = 3
+    assert value(scope["mod"]) == 3
+    exec("def helper(x): return x + 10", scope)
+    assert value(scope["mod"]) == 11
+
+
+def test_attributes_containers_and_defaults():
+    @dataclass(frozen=True)
+    class Config:
+        window: int
+        flag: bool
+
+    class Owner:
+        level = 1
+
+        def __init__(self):
+            self.config, self.table = Config(2, True), {"w": [1, 2]}
+
+        def scaled(self, x):
+            return x * self.config.window
+
+        def mod(self, s, b, h, q, k, extra=(1, 2)):
+            s = self.scaled(s) + self.table["w"][1] + self.level + extra[0]
+            return s if self.config.flag else -s
+
+    owner = Owner()
+    assert value(owner.mod) == 2 + 2 + 1 + 1
+    owner.config = Config(5, True)
+    assert value(owner.mod) == 5 + 2 + 1 + 1
+    owner.table["w"][1] = 7
+    assert value(owner.mod) == 5 + 7 + 1 + 1
+    Owner.level = 4
+    assert value(owner.mod) == 5 + 7 + 4 + 1
+    owner.config = Config(6, False)
+    assert value(owner.mod) == -(6 + 7 + 4 + 1)
+    Owner.scaled = lambda self, x: x
+    assert value(owner.mod) == -(1 + 7 + 4 + 1)
+
+
+def test_objects_handed_on_are_looked_into():
+    class Box:
+        __slots__ = ("inner",)
+
+    def peek(box, name):
+        return getattr(box, name)["x"]
+
+    box = Box()
+    box.inner = {"x": 2.0}
+
+    def mod(s, b, h, q, k):
+        return s * peek(box, "inner")
+
+    assert [value(mod), box.inner.update(x=3.0), value(mod)] == [2, None, 3]
+
+
+def test_partial_arguments_and_shared_cells():
+    def base(w, s, b, h, q, k, extra=0):
+        return s * w + extra
+
+    got = [value(functools.partial(base, w, extra=e)) for w, e in [(1, 0), (2, 5), (3, 6)]]
+    assert got == [1, 7, 9]
+
+    def twice(w):
+        def helper(x):
+            return x * w
+
+        return lambda s, b, h, q, k: helper(s) + helper(s) + w
+
+    assert [value(twice(w)) for w in (1, 2, 5)] == [3, 6, 15]
+
+
+def test_an_object_reached_twice_is_never_half_replaced():
+    class Holder:
+        def __init__(self, w):
+            self.w = w
+
+    def make(w):
+        one = Holder(w)
+        both = [one, one]
+        return lambda s, b, h, q, k: s * both[0].w + both[1].w
+
+    assert [value(make(w), score=2.0) for w in (1, 2, 3, 4)] == [3, 6, 9, 12]
+
+
+def test_a_number_inside_an_object_becomes_an_argument():
+    class Scale:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return x * self.w
+
+    pair = namedtuple("pair", "left right")
+
+    def by_object(scale):
+        return lambda s, b, h, q, k: scale(s)
+
+    def by_tuple(both):
+        return lambda s, b, h, q, k: s * both.left
+
+    for make, wrap in [(by_object, Scale), (by_tuple, lambda w: pair(w, "x"))]:
+        clear()
+        assert [value(make(wrap(w))) for w in (2, 3, 4, 5)] == [2, 3, 4, 5]
+        assert stats().traces == 2 and bind(make(wrap(6)), "score").scalars == (6,)
+
+
+def test_modules_submodules_and_mode():
+    class Gate(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(2)])
+
+        def forward(self, s, b, h, q, k):
+            x = s.view(1)
+            for layer in self.layers:
+                x = layer(x)
+            return x[0] if self.training else -x[0]
+
+    gate = Gate()
+    expected = gate(torch.tensor(1.0), 0, 0, 0, 0).item()
+    assert value(gate) == pytest.approx(expected)
+    gate.eval()
+    assert value(gate) == pytest.approx(-expected)
+    assert stats().traces == 2
+    with torch.no_grad():
+        gate.layers[0].weight.mul_(2)
+    assert value(gate) == pytest.approx(gate(torch.tensor(1.0), 0, 0, 0, 0).item())
+
+
+def test_opaque_state_is_traced_every_time():
+    numbers = iter([1.0, 2.0, 3.0])
+
+    def mod(s, b, h, q, k):
+        return s * next(numbers)
+
+    assert [value(mod), value(mod), value(mod)] == [1, 2, 3]
+
+
+def test_hidden_tensors_are_found_by_the_trace():
+    class Hidden:
+        def __call__(self, s, b, h, q, k):
+            return s + self.table()[h]
+
+        def table(self):
+            return tables[-1] * 1
+
+    tables = [torch.ones(3)]
+    hidden = Hidden()
+    assert value(hidden) == 2
+    tables.append(torch.full((3,), 5.0))
+    assert value(hidden) == 6
+
+
+def test_sizes_matter_only_where_the_code_asks_for_them():
+    def indexed(t):
+        return lambda s, b, h, q, k: s + t[h][0] + t[-1, q]
+
+    def flat(t):
+        return lambda s, b, h, q, k: s + t.view(-1)[q]
+
+    def summed(t):
+        return lambda s, b, h, q, k: s + t[h].sum() / t.shape[0]
+
+    for make, traces in [(indexed, 1), (flat, 3), (summed, 3)]:
+        clear()
+        for n in (2, 3, 4):
+            t = torch.arange(float(n * n)).view(n, n)
+            expected = make(t)(torch.tensor(1.0), 0, 1, 1, 0).item()
+            assert value(make(t), h=1, q_idx=1) == pytest.approx(expected)
+        assert stats().traces == traces
+
+
+def test_dtype_rank_and_aliasing_are_part_of_the_identity():
+    def mod(x, y):
+        return lambda s, b, h, q, k: s + x[h] * y[h]
+
+    t, u = torch.ones(2), torch.ones(2)
+    assert len(bind(mod(t, u), "score").tensors) == 2
+    assert len(bind(mod(t, t), "score").tensors) == 1
+    assert bind(mod(t, u.double()), "score").mod.buffers[0].dtype == "float64"
+    assert stats().traces == 3
+
+
+def test_buffers_are_numbered_as_they_appear_and_vanish_unused():
+    x, y, z = torch.ones(2), torch.ones(2, 2), torch.ones(2, 2, 2)
+
+    def mod(s, b, h, q, k):
+        unused = x[h]
+        return s + z[b, h, q] + y[q, k] + unused * 0 if False else s + z[b, h, q] + y[q, k]
+
+    bound = bind(mod, "score")
+    assert {id(t) for t in bound.tensors} == {id(y), id(z)}
+    assert [b.rank for b in bound.mod.buffers] == [t.dim() for t in bound.tensors]
+
+
+def test_no_tensor_is_kept_alive():
+    t = torch.ones(3)
+    watch = weakref.ref(t)
+    bind(biased(t), "score")
+    del t
+    gc.collect()
+    assert watch() is None
+
+
+def test_threads_agree():
+    mods, errors = [], []
+    barrier = threading.Barrier(4)
+
+    def work(i):
+        try:
+            barrier.wait()
+            for n in range(5):
+                mods.append(bind(biased(torch.ones(2), n + i), "score"))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors and len({m.mod.fingerprint for m in mods}) <= 6
+
+
+def test_a_function_without_source():
+    scope = {}
+    exec("def mod(s, b, h, q, k):\n    return s * 2 + q", scope)
+    assert value(scope["mod"], q_idx=3) == 5
+
+
+def test_a_recursive_helper_and_a_cycle():
+    def double(x, n):
+        return x if n == 0 else double(x + x, n - 1)
+
+    ring = {}
+    ring["self"] = ring
+
+    def mod(s, b, h, q, k):
+        return double(s, 3) + len(ring)
+
+    assert value(mod) == 9
+    ring["other"] = 1
+    assert value(mod) == 10

@@ -1,0 +1,152 @@
+"""The NKI kernels in the strict interpreter, held to the float64 oracle by the gate."""
+
+import pytest
+import torch
+
+from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
+from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.neuron.run import prepare
+from flexattn.problem import Shape
+from tests.nki import TARGETS, check, problem_of
+from tests.support import inputs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL = {"prefill": NkiPrefillConfig(128, 128, 256), "decode": NkiDecodeConfig(128, 128, 3, 48)}
+each_target = pytest.mark.parametrize("target", TARGETS)
+each_kind = pytest.mark.parametrize("kind", SMALL)
+
+
+def on(target, config):
+    """The config with masks as the target can apply them."""
+    if target != "trn1":
+        return config
+    return type(config)(
+        **{name: getattr(config, name) for name in config.__slots__} | {"mask": "affine"}
+    )
+
+
+@each_target
+@each_kind
+@pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
+def test_the_catalogue(entry, kind, target):
+    """fp32 and bf16 take turns over the targets; both run on trn2 elsewhere in this file."""
+    dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
+    built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
+    check(
+        2, 3, 1, 37, 53, dtype=dtype, kind=kind, target=target, config=on(target, SMALL[kind]),
+        score_mod=built.score_mod, mask_mod=built.mask_mod, block=16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mods", ["noop", "causal", "softcap", "alibi"])
+def test_several_tiles_and_sections(mods, dtype):
+    masks = {"causal": causal}
+    scores = {"softcap": softcap(30.0), "alibi": alibi(4, "cpu")}
+    check(
+        1, 4, 2, 301, 429, 64, dtype=DTYPES[dtype], config=NkiPrefillConfig(64, 256, 256),
+        mask_mod=masks.get(mods), score_mod=scores.get(mods),
+    )  # fmt: skip
+
+
+@each_target
+@each_kind
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (40, 600)])
+def test_head_dimensions(kind, target, dims):
+    dtype = torch.bfloat16 if target == "trn2" else torch.float32
+    check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target)
+
+
+@each_kind
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (8, 2), (3, 3)])
+def test_query_heads_share_key_heads(kind, heads):
+    Hq, Hkv = heads
+    check(2, Hq, Hkv, 5, 133, dtype=torch.bfloat16, kind=kind, mask_mod=causal)
+
+
+@each_kind
+@pytest.mark.parametrize("block", [16, (96, 40), (160, 257), (1, 1), 128, (64, 512)])
+def test_blocks_that_no_tile_divides(kind, block):
+    check(1, 2, 1, 77, 301, kind=kind, mask_mod=sliding_window(40), block=block)
+
+
+@each_kind
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 129), (129, 1), (128, 128), (200, 3)])
+def test_lengths(kind, lengths):
+    check(1, 2, 2, *lengths, kind=kind)
+
+
+@pytest.mark.parametrize("form", ["range", "affine", "select"])
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi_causal_document", "padding"])
+def test_forms_of_a_mask(name, form):
+    built = case(name).make(1, 2, 2, 141, 173)
+    check(
+        1, 2, 2, 141, 173, config=NkiPrefillConfig(128, 256, mask=form), block=64,
+        score_mod=built.score_mod, mask_mod=built.mask_mod,
+    )  # fmt: skip
+
+
+VARIANTS = [
+    NkiPrefillConfig(32, 128, 128, 1, buffers=1),
+    NkiPrefillConfig(128, 2048, 4096, 1),
+    NkiPrefillConfig(128, 512, 256, value_buffers=2, buffers=3, kv_buffers=2),
+    NkiPrefillConfig(128, 512, transpose="dma"),
+    NkiPrefillConfig(128, 512, evict="scalar"),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_variants_of_prefill(config):
+    check(1, 2, 1, 141, 600, 64, dtype=torch.bfloat16, config=config, mask_mod=causal)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("section", [128, 4096])
+def test_splits_of_decode(splits, section):
+    config = NkiDecodeConfig(64, 256, splits, section)
+    check(2, 8, 2, 3, 700, 64, dtype=torch.bfloat16, kind="decode", config=config, mask_mod=causal)
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [-0.3, 2.0])
+def test_scales(kind, scale):
+    check(1, 1, 1, 37, 131, kind=kind, scale=scale, mask_mod=causal)
+
+
+@each_kind
+def test_keys_that_all_batches_share(kind):
+    check(3, 2, 1, 9, 131, Bkv=1, kind=kind)
+
+
+def test_rows_without_keys_are_zero_and_minus_infinity():
+    got = check(1, 1, 1, 200, 130, mask_mod=lambda b, h, q, k: (k < 3) & (q > 150), block=64)
+    assert got.out[0, 0, :151].eq(0).all() and got.lse[0, 0, :151].isneginf().all()
+    assert got.out[0, 0, 151:].ne(0).all()
+
+
+def test_captured_values_are_read_when_the_call_is_prepared():
+    bias = torch.zeros(64)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[kv_idx]
+
+    before = check(1, 1, 1, 9, 64, score_mod=score_mod)
+    bias[::2] = 3.0
+    assert not check(1, 1, 1, 9, 64, score_mod=score_mod).out.equal(before.out)
+
+
+@each_kind
+@pytest.mark.parametrize("name", ["noop", "natten_2d", "half_precision_bias", "relative_bias"])
+def test_memory_is_what_the_interpreter_counts(kind, name):
+    """The formula that decides feasibility and the kernel's allocations agree to the byte."""
+    built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)
+    problem, score, mask = problem_of(
+        kind, Shape(1, 4, 2, 131, 259, 192, 64), score_mod=built.score_mod, mask_mod=built.mask_mod
+    )
+    for config in (SMALL[kind], *(VARIANTS if kind == "prefill" else ())):
+        given = {"scale": 1.0, "score": score, "mask": mask}
+        prepared = prepare(problem, config, "trn2", **given)
+        q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
+        run = prepared.interpret(q, k, v, numerics=False).runs[0]
+        found = memory_of(problem, config, dict(prepared.source.tiles))
+        assert found == (run.sbuf_bytes, run.psum_banks)

@@ -1,0 +1,212 @@
+"""Kernels with keys on the partitions, S^T = K Q^T, held to the oracle like the others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
+from flexattn.errors import ConfigError, KernelError
+from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.measure.task import Task
+from flexattn.neuron.feasible import reasons, survey
+from flexattn.neuron.model import estimate
+from flexattn.neuron.run import prepare
+from flexattn.problem import Shape
+from tests.nki import TARGETS, check, problem_of
+from tests.support import inputs
+from tests.unit.neuron.test_nki_model import task_of
+
+PREFILL = NkiPrefillConfig(128, 256, 256, mask="affine", form="st")
+DECODE = NkiDecodeConfig(32, 256, 3, 48, mask="affine", form="st")
+SMALL = {"prefill": PREFILL, "decode": DECODE}
+each_kind = pytest.mark.parametrize("kind", SMALL)
+each_target = pytest.mark.parametrize("target", TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [*((target, "prefill") for target in TARGETS), ("trn2", "decode")],
+)
+@pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
+def test_the_catalogue(entry, kind, target):
+    """fp32 and bf16 take turns over the targets, as where queries lie on the partitions."""
+    dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
+    built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
+    check(
+        2, 3, 1, 37, 53, dtype=dtype, kind=kind, target=target, config=SMALL[kind],
+        score_mod=built.score_mod, mask_mod=built.mask_mod, block=16,
+    )  # fmt: skip
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("statistics", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("mods", ["causal", "softcap"])
+def test_statistics_decide_what_is_rounded(kind, dtype, statistics, mods):
+    """Without max_scores a maximum in bfloat16 serves; with lse P is summed before rounding."""
+    masks, scores = {"causal": causal}, {"softcap": softcap(20.0)}
+    check(
+        1, 4, 2, 141, 429, 64, dtype=dtype, kind=kind, config=SMALL[kind], statistics=statistics,
+        mask_mod=masks.get(mods), score_mod=scores.get(mods),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1e-4, 3.0, -0.3])
+@each_kind
+def test_scales(kind, scale):
+    """Scores that hardly differ, and scores far above what exp can take."""
+    check(
+        1, 2, 1, 67, 301, dtype=torch.bfloat16, kind=kind, config=SMALL[kind], scale=scale,
+        statistics=(True, False),
+    )  # fmt: skip
+
+
+def test_a_row_whose_maximum_grows_from_tile_to_tile_is_rescaled():
+    def rising(score, b, h, q_idx, kv_idx):
+        return score + kv_idx * 0.7
+
+    for dtype in (torch.float32, torch.bfloat16):
+        check(1, 1, 1, 40, 700, dtype=dtype, config=PREFILL, score_mod=rising)
+
+
+def test_scores_that_a_score_mod_makes_infinite_spread_to_no_other_row():
+    """trn1 turns by products, in which minus infinity would become NaN."""
+
+    def masked(score, b, h, q_idx, kv_idx):
+        return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+    for target in TARGETS:
+        check(1, 1, 1, 200, 200, config=PREFILL, score_mod=masked, target=target)
+
+
+@each_target
+@each_kind
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (40, 600)])
+def test_head_dimensions(kind, target, dims):
+    dtype = torch.bfloat16 if target == "trn2" else torch.float32
+    check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target, config=SMALL[kind])
+
+
+@each_kind
+@pytest.mark.parametrize("block", [16, (96, 40), (160, 257), (64, 512)])
+def test_blocks_that_no_tile_divides(kind, block):
+    check(1, 2, 1, 77, 301, kind=kind, mask_mod=sliding_window(40), block=block,
+          config=SMALL[kind])  # fmt: skip
+
+
+@each_kind
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 129), (129, 1), (128, 128), (200, 3)])
+def test_lengths(kind, lengths):
+    check(1, 2, 2, *lengths, kind=kind, config=SMALL[kind])
+
+
+@pytest.mark.parametrize("form", ["affine", "select"])
+@pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi_causal_document", "padding"])
+def test_forms_of_a_mask(name, form):
+    built = case(name).make(1, 2, 2, 141, 173)
+    check(
+        1, 2, 2, 141, 173, config=replace(PREFILL, mask=form), block=64,
+        score_mod=built.score_mod, mask_mod=built.mask_mod,
+    )  # fmt: skip
+
+
+VARIANTS = [
+    replace(PREFILL, BLOCK_M=32, BLOCK_N=128, score_buffers=1, buffers=1),
+    replace(PREFILL, BLOCK_N=2048, section=4096, score_buffers=1),
+    replace(PREFILL, BLOCK_N=512, value_buffers=2, buffers=3, kv_buffers=2),
+    replace(PREFILL, BLOCK_M=64, BLOCK_N=1024, evict="scalar"),
+    replace(DECODE, BLOCK_N=2048, num_splits=1, section=4096, score_buffers=1),
+    replace(DECODE, num_splits=7, evict="scalar"),
+]
+
+
+@pytest.mark.parametrize("config", VARIANTS)
+def test_variants(config):
+    kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
+    check(1, 4, 2, 14, 700, 64, dtype=torch.bfloat16, kind=kind, config=config, mask_mod=causal)
+
+
+def test_rows_without_keys_are_zero_and_minus_infinity():
+    got = check(
+        1, 1, 1, 200, 130, config=PREFILL, block=64,
+        mask_mod=lambda b, h, q, k: (k < 3) & (q > 150),
+    )  # fmt: skip
+    assert got.out[0, 0, :151].eq(0).all() and got.lse[0, 0, :151].isneginf().all()
+
+
+@pytest.mark.parametrize("config", [*SMALL.values(), *VARIANTS])
+@pytest.mark.parametrize("name", ["half_precision_bias", "relative_bias"])
+def test_memory_is_what_the_interpreter_counts(config, name):
+    kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
+    built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)
+    for statistics in ({}, {"lse": True}, {"lse": True, "max_scores": True}):
+        problem, score, mask = problem_of(
+            kind, Shape(1, 4, 2, 131, 259, 192, 64), score_mod=built.score_mod,
+            mask_mod=built.mask_mod, **statistics,
+        )  # fmt: skip
+        prepared = prepare(problem, config, "trn2", scale=1.0, score=score, mask=mask)
+        q, k, v = inputs(1, 4, 2, 131, 259, 192, 64, dtype=torch.bfloat16)
+        run = prepared.interpret(q, k, v, numerics=False).runs[0]
+        found = memory_of(problem, config, dict(prepared.source.tiles))
+        assert found == (run.sbuf_bytes, run.psum_banks)
+
+
+# By the rule that is broken, and no other: a config, and what mends it.
+BROKEN = {
+    "range": (replace(PREFILL, mask="range"), {"mask": "select"}),
+    "a bank's end": (replace(PREFILL, BLOCK_M=96, BLOCK_N=1024, section=1024), {"BLOCK_M": 64}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_reason_is_confirmed_by_force(name):
+    config, mended = BROKEN[name]
+    problem, score, mask = problem_of("prefill", Shape(1, 1, 1, 200, 900, 64, 64), mask_mod=causal)
+    mods = {"score": score, "mask": mask, "scale": 1.0}
+    tensors = inputs(1, 1, 1, 200, 900, 64, 64, dtype=torch.bfloat16)
+    assert len(reasons(config, problem, "trn2")) == 1
+    with pytest.raises(ConfigError, match="form=st"):
+        prepare(problem, config, "trn2", **mods)
+    with pytest.raises(KernelError):
+        prepare(problem, config, "trn2", force=True, **mods).interpret(*tensors, numerics=False)
+    prepare(problem, replace(config, **mended), "trn2", **mods).interpret(*tensors, numerics=False)
+
+
+def test_a_tile_may_cross_banks_on_trn3():
+    config = BROKEN["a bank's end"][0]
+    check(1, 1, 1, 200, 900, 64, dtype=torch.bfloat16, config=config, target="trn3")
+
+
+@each_kind
+@each_target
+def test_the_space_offers_both_forms(kind, target):
+    problem, *_ = problem_of(kind, Shape(1, 8, 2, 200, 9000, 128, 128), mask_mod=causal, lse=True)
+    for effort in ("quick", "full"):
+        found = survey(problem, target, effort).configs
+        assert {config.form for config in found} == {"s", "st"}
+        turned = [config for config in found if config.form == "st"]
+        assert all(each.mask != "range" and each.transpose == "tensor" for each in turned)
+        assert {each.evict for each in turned} == {"vector", "scalar"}, "P is cast by one of them"
+
+
+@each_target
+def test_by_the_model_it_takes_work_from_the_vector_engine(target):
+    """Prefill: no P^T to move. Decode: few rows fill the free dimension, not the partitions."""
+    long: Task = task_of("prefill", Shape(1, 1, 1, 4096, 4096, 64, 64), target)
+    rows, keys = (
+        NkiPrefillConfig(128, 2048, 4096, 1),
+        NkiPrefillConfig(128, 2048, 4096, 1, form="st"),
+    )
+    assert estimate(long, keys, target).bound < 0.97 * estimate(long, rows, target).bound
+    short: Task = task_of("decode", Shape(1, 8, 2, 1, 8192, 128, 128), target)
+    rows, keys = (
+        NkiDecodeConfig(128, 2048, 1, 4096, 1),
+        NkiDecodeConfig(32, 2048, 1, 4096, 1, form="st"),
+    )
+    assert estimate(short, keys, target).time < 0.9 * estimate(short, rows, target).time
+
+
+def test_several_tiles_and_sections_with_a_bias_for_each_head():
+    for mods in ({"score_mod": alibi(4, "cpu")}, {"mask_mod": causal}):
+        check(1, 4, 2, 301, 429, 64, dtype=torch.bfloat16, config=PREFILL, **mods)

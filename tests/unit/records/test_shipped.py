@@ -1,0 +1,142 @@
+"""Shipped records: each is sound, replays, can run, and serves the preset it was made for."""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexattn.device import KNOWN, named
+from flexattn.kernels.space.serving import reasons as plan_reasons
+from flexattn.kernels.space.triton import reasons
+from flexattn.presets import files
+from flexattn.records import layers
+from flexattn.records.codec import decode_record
+from flexattn.records.environment import serving_policy
+from flexattn.records.key import Sizes, key_of
+from flexattn.records.record import SCHEMA, slug
+from flexattn.records.store import REAL, Store
+from flexattn.serving import tuned as serving_tuned
+from flexattn.serving.tuned import ServingProblem, tuned
+from flexattn.settings import override
+from flexattn.tune.decide import replay_study
+from flexattn.tune.tasks import plan_task, task_of
+from flexattn.tune.workload import read
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+# Of every folder but the studies', which are no records.
+FOLDERS = sorted(p for p in CONFIGS.iterdir() if p.is_dir() and p.name != "studies")
+SHIPPED = [(folder.name, path) for folder in FOLDERS for path in Store(folder).paths()]
+each = pytest.mark.parametrize(
+    ("device", "path"), SHIPPED, ids=[f"{path.parent.name[:6]}-{path.stem}" for _, path in SHIPPED]
+)
+
+
+@lru_cache(maxsize=1)
+def rows():
+    return [row for path in files().values() for row in read(path).rows]
+
+
+def made(row, target):
+    return plan_task(row, target) if row.served else task_of(row, target, torch.device("cpu"))
+
+
+def why_not(config, problem, target):
+    if isinstance(problem, ServingProblem):
+        return plan_reasons(config, problem.form, target)
+    return reasons(config, problem.structure, target)
+
+
+def looked_up(problem, target):
+    if isinstance(problem, ServingProblem):
+        found = tuned(problem.form, problem.maxima, target, problem.lengths)
+        return found and found.stored
+    found = layers.find(problem, target)
+    return found and found.stored
+
+
+@lru_cache(maxsize=1024)
+def claimed(device, path):
+    """The preset rows whose problem has the record's key, as (title, problem)."""
+    record = decode_record(path.read_bytes())
+    key, target = record.key, named(device)
+    found = []
+    for row in rows():
+        shape = row.shape
+        sizes = Sizes(shape.B, shape.q_len, shape.kv_len)
+        near = (shape.Hq, shape.Hkv, shape.D) == (key.Hq, key.Hkv, key.head_dim_qk)
+        near = near and (row.served is not None) == (key.kind == "serving")
+        # The rows of a mixed batch are counted together.
+        near = near and (row.served is not None or sizes.rounded() == key.sizes)
+        if near and row.dtype == key.dtype and bool(row.mask) == bool(key.mask):
+            task = made(row, target)
+            if key_of(task.problem) == key:
+                found.append((row.title, task.problem))
+    return tuple(found)
+
+
+@pytest.fixture
+def only_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "configs_folder", lambda: CONFIGS)
+    layers._layers.cache_clear()
+    layers._memory.clear()
+    with override(cache=(), cache_dir=tmp_path):
+        yield
+    layers._layers.cache_clear()
+    layers._memory.clear()
+
+
+def test_each_folder_is_a_device_and_holds_records_alone():
+    assert [folder.name for folder in FOLDERS] == sorted({device for device, _ in SHIPPED})
+    assert {folder.name for folder in FOLDERS} <= {slug(name) for name in KNOWN}
+    for folder in FOLDERS:
+        (version,) = (path for path in folder.iterdir() if path.name != "journals")
+        kept = {path for path in version.rglob("*") if path.is_file() and path.name != ".lock"}
+        manifests = {path / "manifest.json" for path in version.iterdir()}
+        assert version.name == f"v{SCHEMA}" and kept == manifests | set(Store(folder).paths())
+
+
+@each
+def test_it_loads_and_stands_where_its_key_says(device, path):
+    record = decode_record(path.read_bytes())
+    store = Store(CONFIGS / device)
+    assert store.path(record.environment, record.key) == path
+    assert store.read(record.environment, record.key) == record
+    assert record.provenance in REAL and slug(record.environment.device) == device
+    policy = record.policy.graph, record.policy.cold_l2
+    assert policy == (record.environment.graph, record.environment.cold_l2)
+    assert policy == serving_policy(record.key.kind, named(device)), "dispatch looks for another"
+
+
+@each
+def test_its_decision_replays(device, path):
+    record = decode_record(path.read_bytes())
+    assert replay_study(record) == record.decision
+    winner = record.trials[record.decision.winner]
+    assert winner.failed is None and winner.gate is not None and winner.gate.passed
+
+
+@each
+def test_a_preset_claims_it_and_it_can_run_there(device, path):
+    record = decode_record(path.read_bytes())
+    problems = claimed(device, path)
+    assert record.title in [title for title, _ in problems], "no preset has this problem: remake"
+    for _, problem in problems:
+        assert why_not(record.config, problem, named(device)) == []
+
+
+@each
+@pytest.mark.parametrize("changed", ["", "template", "triton", "torch", "driver"])
+def test_its_own_problem_hits_it(device, path, changed, only_shipped, monkeypatch):
+    """Exactly in the environment it was made in, as a hint in one that differs in any field."""
+    here = decode_record(path.read_bytes()).environment
+    if changed:
+        here = replace(here, **{changed: "another"})
+    for module in (layers, serving_tuned):
+        monkeypatch.setattr(module, "environment", lambda kind, device: here)
+    for _, problem in claimed(device, path):
+        found = looked_up(problem, named(device))
+        assert found.path == path
+        expected = ("hint", (changed,)) if changed else ("hit", ())
+        assert (found.how, found.differing) == expected

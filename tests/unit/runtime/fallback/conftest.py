@@ -1,0 +1,32 @@
+"""What tests of a failing build share."""
+
+import logging
+
+import pytest
+
+from flexattn.runtime.fallback import chain
+from flexattn.runtime.fallback.memory import memory
+from flexattn.settings import override, say_once
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A user's directory of this test's own, no records, and nothing that an earlier test knew."""
+    say_once.cache_clear()
+    memory.cache_clear()
+    monkeypatch.setattr("flexattn.kernels.space.gluon.offered", lambda: True)
+    with override(cache_dir=tmp_path, cache=(), mode="off", strict=False):
+        yield tmp_path
+    memory.cache_clear()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, "flexattn")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def spills_are_told(monkeypatch):
+    """A stand-in's machine code is what its loops spill."""
+    monkeypatch.setattr(chain, "loop_spills", lambda code: (code[0], 0, code[1]))

@@ -1,0 +1,142 @@
+"""What is remembered of builds on disk, where it holds, and what damages it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexattn.device import INTERPRETER, named
+from flexattn.kernels.options import NONE
+from flexattn.kernels.space.config import language_of
+from flexattn.runtime.dispatch import candidates_of
+from flexattn.runtime.fallback import environment
+from flexattn.runtime.fallback import memory as memory_module
+from flexattn.runtime.fallback.chain import told
+from flexattn.runtime.fallback.memory import Memory, memory
+from flexattn.runtime.fallback.outcome import Outcome
+from tests.failing_builds import H200, LASTING, WANTED, Builder, gluon, served
+from tests.problems import problem
+
+A100 = named("nvidia-a100")
+ROOT = Path(__file__).parents[4]
+
+
+SOURCE = next(candidates_of(problem("decode"), H200, NONE)).sources()[0]
+REFUSED = Outcome("compiler", "NameError('sigmoid is not defined')")
+
+
+def test_a_memory_is_one_of_its_environment(monkeypatch, place):
+    known = Memory()
+    known.note(SOURCE, H200, REFUSED, "a problem")
+    assert Memory().find(SOURCE, H200) == REFUSED
+    assert Memory().find(SOURCE, A100) is None
+    assert Memory().find(replace(SOURCE, hash="f" * 64), H200) is None
+    for name, other in (
+        ("compiler_of", lambda device: "Triton 3.9.0, ptxas 12.9.86 at /other"),
+        ("_code", lambda: "changed"),
+    ):
+        with monkeypatch.context() as here:
+            here.setattr(environment, name, other)
+            assert Memory().find(SOURCE, H200) is None, name
+            assert known.find(SOURCE, H200) is None, name
+    (noted,) = Memory().entries(H200)
+    assert (noted.outcome, noted.title, noted.source) == (REFUSED, "a problem", SOURCE.hash)
+    assert "ptxas" in noted.compiler and Memory().entries(A100) == []
+    assert known.clear() == 1 and known.find(SOURCE, H200) is None
+    assert not list(place.glob("outcomes/*"))
+
+
+@pytest.mark.parametrize("fault", ["bytes", "schema", "kind", "another source", "a link"])
+def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
+    Memory().note(SOURCE, H200, REFUSED, "a problem")
+    (path,) = place.glob("outcomes/*/*.json")
+    from flexattn.util.files import sealed, unsealed
+
+    data = unsealed(path.read_bytes())
+    match fault:
+        case "bytes":
+            path.write_bytes(path.read_bytes()[:50])
+        case "schema":
+            path.write_text(sealed(data | {"schema": 99}))
+        case "kind":
+            path.write_text(sealed(data | {"kind": "miracle"}))
+        case "another source":
+            path.write_text(sealed(data | {"source": "0" * 64}))
+        case "a link":
+            moved = place / "elsewhere.json"
+            path.rename(moved)
+            path.symlink_to(moved)
+    known = Memory()
+    assert known.find(SOURCE, H200) is None and known.find(SOURCE, H200) is None
+    assert len(said()) == (fault != "another source")
+
+
+def test_a_directory_that_cannot_be_written_stops_no_call(place, said):
+    (place / "outcomes").write_text("a file")
+    found = served(Builder(gluon(LASTING["the compiler"][0])))
+    assert language_of(found.config) == "triton"
+    assert len(said()) == 2 and any("not kept" in each for each in said())
+
+
+def test_a_memory_has_an_end(monkeypatch, place):
+    monkeypatch.setattr(memory_module, "MAX_FILES", 3)
+    known = Memory()
+    for number in range(5):
+        source = replace(SOURCE, hash=f"{number:064}"[::-1])
+        known.note(source, H200, REFUSED, "a problem")
+        (path,) = place.glob(f"outcomes/*/{source.hash[:32]}.json")
+        os.utime(path, (number, number))
+    kept = {each.stem[0] for each in place.glob("outcomes/*/*.json")}
+    assert kept == {"2", "3", "4"}
+
+
+def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch, place):
+    def missing(device):
+        raise RuntimeError("Cannot find ptxas")
+
+    monkeypatch.setattr(environment, "compiler_of", missing)
+    known = Memory()
+    known.note(SOURCE, H200, REFUSED, "a problem")
+    assert known.find(SOURCE, H200) is None and not list(place.iterdir())
+    known.note(SOURCE, INTERPRETER, REFUSED, "a problem")
+
+
+CHILD = """
+from flexattn.runtime.fallback import chain
+from flexattn.kernels.space.config import language_of
+from tests import failing_builds as here
+
+chain.loop_spills = lambda code: (code[0], 0, code[1])
+builder = here.Builder(here.gluon(here.LASTING["the compiler"][0]))
+choice = here.served(builder)
+print(" ".join(builder.languages), language_of(choice.config), choice.attempts[0].remembered)
+"""
+
+
+def test_a_second_process_does_not_compile_what_the_first_was_refused(place):
+    told_environment = dict(os.environ) | {
+        "FLEXATTN_CACHE_DIR": str(place), "FLEXATTN_MODE": "off", "FLEXATTN_STRICT": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    told_environment.pop("TRITON_INTERPRET", None)
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", CHILD], cwd=ROOT, env=told_environment, text=True,
+            capture_output=True, check=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert [each.stdout.split() for each in said] == [
+        ["gluon", "triton", "triton", "False"],
+        ["triton", "triton", "True"],
+    ]
+
+
+def test_what_is_known_is_told_without_compiling():
+    served(Builder(gluon(LASTING["the compiler"][0])))
+    found = told(candidates_of(WANTED, H200, NONE), H200, memory())
+    assert found[0].remembered and "sigmoid" in str(found[0])
+    assert found[1].outcome is None and str(found[1]).endswith("not tried")

@@ -1,0 +1,218 @@
+"""Several worker processes on one study, in SQLite and in a real PostgreSQL; one is killed."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import optuna
+import pytest
+
+from flexattn.errors import InputError
+from flexattn.tune.board import Board, Heart, Pulse, connect
+from flexattn.tune.decide import replay_study
+from flexattn.tune.method import Method
+from flexattn.tune.replay import ReplayMeasurer
+from flexattn.tune.shared import study_name, tune_shared_subject
+from flexattn.tune.studies import save
+from tests import postgres
+from tests.fleet_worker import METHOD, PULSE
+from tests.studies import decode_configs, study
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[3]
+SMALL = study(2, decode_configs()[:30], batch=7)
+# Two held at once: what dies with a worker is at most that.
+HELD = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    if postgres.found() is None:
+        pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
+    pytest.importorskip("psycopg", reason="pip install 'psycopg[binary]'")
+    with postgres.server(tmp_path_factory.mktemp("postgres")) as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/study.db"
+    return request.getfixturevalue("server")
+
+
+def start(url, tmp_path, name, stored):
+    path = tmp_path / "study.json"
+    if not path.exists():
+        save(stored, path)
+    command = [sys.executable, "-m", "tests.fleet_worker", url, tmp_path / "log", name, path, HELD]
+    return subprocess.Popen(
+        [str(each) for each in command], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def lines(tmp_path, what):
+    log = tmp_path / "log"
+    found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [(name, config) for name, done, config in found if done == what]
+
+
+def titled(title):
+    """Studies of one server are told apart by their subjects."""
+    key = dataclasses.replace(SMALL.key, score=title)
+    return dataclasses.replace(SMALL, key=key)
+
+
+def test_workers_share_a_study_and_one_is_killed(url, tmp_path):
+    stored = titled(f"killed {tmp_path}")
+    workers = [start(url, tmp_path, f"w{i}", stored) for i in range(3)]
+    begun = time.monotonic()
+    while not (mine := [c for n, c in lines(tmp_path, "screen") if n == "w0"])[HELD:]:
+        assert time.monotonic() - begun < 60, [w.poll() for w in workers]
+        time.sleep(0.01)
+    workers[0].send_signal(signal.SIGKILL)
+    told = []
+    for worker in workers[1:]:
+        out, err = worker.communicate(timeout=90)
+        assert worker.returncode == 0, err
+        told.append(json.loads(out))
+    workers[0].communicate()
+    assert workers[0].returncode == -signal.SIGKILL and mine
+    # Nothing lost: both have one record of all configs.
+    assert told[0][1:] == told[1][1:] and told[0][2] == len(stored.trials)
+    # Nothing measured twice but what was in flight when the worker died.
+    default = repr(stored.trials[stored.default].config)
+    counts = Counter(c for _, c in lines(tmp_path, "screen") if c != default)
+    twice = {config for config, count in counts.items() if count > 1}
+    whose = [line for line in lines(tmp_path, "screen") if line[1] in twice]
+    assert len(twice) <= HELD and max(counts.values()) <= 2, whose
+    healthy = {repr(t.config) for t in stored.trials if t.failed is None}
+    assert set(counts) | {default} == healthy
+    assert len({name for name, _ in lines(tmp_path, "screen")}) == 3, "all of them worked"
+    assert len({name for name, _ in lines(tmp_path, "final")}) == 1, "finalists race on one GPU"
+
+
+def test_a_late_worker_takes_the_record_and_measures_nothing(url, tmp_path):
+    stored = titled(f"late {tmp_path}")
+    first, late = ReplayMeasurer(stored, 1), ReplayMeasurer(stored, 2)
+    records = [
+        tune_shared_subject(stored.subject, each, each.build, url, METHOD, pulse=PULSE)
+        for each in (first, late)
+    ]
+    assert records[0] == records[1] and replay_study(records[0]) == records[0].decision
+    assert first.measured and not late.measured
+    assert len(records[0].trials) == len(stored.trials)
+
+
+def test_a_guided_search_is_shared(url, tmp_path):
+    stored = titled(f"guided {tmp_path}")
+    method = Method(provenance="replay", rounds=3, all_up_to=0, limit=12)
+    measurer = ReplayMeasurer(stored, 1)
+    record = tune_shared_subject(
+        stored.subject, measurer, measurer.build, url, method,
+        seeds=[stored.trials[7].config], pulse=PULSE,
+    )  # fmt: skip
+    tried = [t for t in record.trials if t.screening or t.failed]
+    assert 12 <= len(tried) <= 13 and stored.trials[7].config in {t.config for t in tried}
+
+
+def test_an_interrupted_worker_gives_its_points_back_at_once(url, tmp_path):
+    stored = titled(f"interrupted {tmp_path}")
+
+    class Interrupted(ReplayMeasurer):
+        def sample(self, *args):
+            if len(self.measured) > 20:
+                raise KeyboardInterrupt
+            return super().sample(*args)
+
+    slow = Pulse(beat_s=30, grace_s=600)
+    first, second = Interrupted(stored, 1), ReplayMeasurer(stored, 2)
+    with pytest.raises(KeyboardInterrupt):
+        tune_shared_subject(stored.subject, first, first.build, url, METHOD, pulse=slow)
+    begun = time.monotonic()
+    record = tune_shared_subject(stored.subject, second, second.build, url, METHOD, pulse=slow)
+    assert time.monotonic() - begun < 60 and len(record.trials) == len(stored.trials)
+    default = stored.trials[stored.default].config
+    again = {c for c in set(first.gated) & set(second.gated) if c != default}
+    assert len(again) <= 4
+
+
+def board(url, name, pulse):
+    """A board of five points, with the heart that its worker keeps beating."""
+    numbers = {"n": optuna.distributions.CategoricalDistribution(list(range(5)))}
+    storage = connect(url, pulse)
+    heart = Heart(storage)
+    return heart, Board(storage, heart, name, lambda p: {"n": p}, lambda got: got["n"], numbers)
+
+
+def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
+    (heart, one), (_, two) = (board(url, f"owner {tmp_path}", Pulse(1, 3)) for _ in range(2))
+    with heart:
+        held = one.take(3)
+        assert held.point == 3 and two.take(3) is None
+        time.sleep(4.5)
+        assert two.known() == {3: "RUNNING"} and two.take(3) is None, "it beats"
+    time.sleep(5)
+    assert two.known() == {3: "FAIL"}
+    taken = two.take(3)
+    assert taken.point == 3 and one.take(3) is None
+    assert not one.tell(held, 1.0, "late"), "its result is void"
+    assert two.tell(taken, 1.0, "good") and one.results() == {3: "good"}
+    assert one.take(3) is None and one.known() == {3: "COMPLETE"}
+
+
+def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
+    """Optuna's own queue gives one trial to two workers on SQLite, which then both measure it."""
+    name = f"many {tmp_path}"
+
+    def all_five(_):
+        _, mine = board(url, name, Pulse(30, 600))
+        return [held.point for point in range(5) if (held := mine.take(point))]
+
+    with ThreadPoolExecutor(6) as pool:
+        owned = [point for points in pool.map(all_five, range(6)) for point in points]
+    assert sorted(owned) == [0, 1, 2, 3, 4]
+
+
+def test_a_finished_study_is_measured_again_when_asked_to(url, tmp_path):
+    """--again once gave back what the study had: whoever asks shares one new round."""
+    stored = titled(f"again {tmp_path}")
+
+    def worker(seed, again_since=None):
+        measurer = ReplayMeasurer(stored, seed)
+        record = tune_shared_subject(
+            stored.subject, measurer, measurer.build, url, METHOD, pulse=PULSE,
+            again_since=again_since,
+        )  # fmt: skip
+        return record, len(measurer.measured)
+
+    first, count = worker(1)
+    asked = time.time()
+    assert count and worker(2) == (first, 0)
+    again, count = worker(3, asked)
+    assert count and again != first
+    assert worker(4, asked) == (again, 0), "another host that was asked at the same time"
+    assert worker(5) == (again, 0), "the newest round is the study"
+    assert worker(6, time.time())[1], "and it can be measured a third time"
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "oracle9://x", "sqlite:////no/such/folder/x.db"])
+def test_a_url_that_is_no_database_is_an_input_error(wrong):
+    with pytest.raises(InputError, match="storage"):
+        connect(wrong, PULSE)
+
+
+def test_studies_of_other_spaces_and_policies_are_apart():
+    subject = SMALL.subject
+    other = dataclasses.replace(subject, policy=dataclasses.replace(subject.policy, graph=False))
+    fewer = dataclasses.replace(subject, configs=subject.configs[:-1])
+    names = {study_name(s, METHOD) for s in (subject, other, fewer)}
+    names.add(study_name(subject, dataclasses.replace(METHOD, provenance="untuned")))
+    assert len(names) == 4 and all(len(name) <= 128 for name in names)

@@ -1,0 +1,125 @@
+"""`flexattn tune` as a whole but for its processes: every GPU works, and nobody builds twice."""
+
+import math
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from flexattn.cli import tuning
+from flexattn.device import named
+from flexattn.records.record import Gated
+from flexattn.records.store import Store
+from flexattn.tune import builds, crew
+from flexattn.tune.method import method_for
+from flexattn.tune.tasks import plan_task, task_of
+from flexattn.tune.workload import parse
+
+H200 = named("nvidia-h200")
+TAKEN = builds.Resources(100, 0, 0, 4096, 4, 0)
+
+
+class Worker:
+    """Times by a rule, and notes which GPU measured which problem."""
+
+    measured: list = []
+
+    def __init__(self, gpu, say):
+        self.gpu, self.title = gpu, ""
+
+    def start(self):
+        pass
+
+    def open(self, task):
+        self.title = task.title
+        time.sleep(0.05)
+        self.measured.append((self.gpu, task.title))
+
+    def gate(self, config):
+        return Gated("out max", 1e-4, 1e-3, 1e-4, True)
+
+    def sample(self, configs, rounds, min_ms, limit_us=math.inf):
+        return [tuple(10 + each.BLOCK_N / 64 + i / 99 for i in range(rounds)) for each in configs]
+
+    def close(self):
+        pass
+
+
+class Compilers:
+    """A pool that compiles at once, in the thread that asks for what ended."""
+
+    compiled: Counter = Counter()
+
+    def __init__(self, jobs):
+        self.left = []
+        self.free = True
+
+    def start(self, number, order):
+        self.compiled[order.name] += 1
+        self.left.append((number, (TAKEN, f"{self.compiled.total():064}", 0.1)))
+
+    def ended(self, patience=math.inf):
+        found, self.left = self.left, []
+        yield from found
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Two GPUs, and no process that measures or compiles."""
+    monkeypatch.setattr(tuning, "gpus_like", lambda device: [0, 1])
+    monkeypatch.setattr(tuning, "compilers", Compilers)
+    monkeypatch.setattr(crew, "Worker", Worker)
+    monkeypatch.setattr(Worker, "measured", [])
+    monkeypatch.setattr(Compilers, "compiled", Counter())
+
+
+def rows(*calls):
+    layer = {"heads": [4, 2], "head_dim": 64, "calls": list(calls)}
+    return parse({"layers": [layer]}, "x", "x").rows
+
+
+def test_every_gpu_measures_and_no_kernel_is_built_twice(host, tmp_path):
+    decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
+    tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
+    ran = tuning.run(tasks, Store(tmp_path), method_for("quick"), 2, False, None)
+    assert [each.status for each in ran.outcomes] == ["tuned"] * 6
+    assert {gpu for gpu, _ in Worker.measured} == {0, 1}
+    assert Counter(title for _, title in Worker.measured) == Counter(t.title for t in tasks)
+    assert Compilers.compiled and set(Compilers.compiled.values()) == {1}
+    assert threading.active_count() < 20
+
+
+def test_plans_and_calls_are_tuned_side_by_side(host, tmp_path):
+    found = rows(
+        {"name": "call", "mixes": [[8, 1, 300]]},
+        {
+            "name": "plan",
+            "mixes": [[8, 1, 300]],
+            "page_size": 16,
+            "lengths": ["uniform", "ragged"],
+        },
+    )
+    tasks = [
+        plan_task(row, H200) if row.served else task_of(row, H200, torch.device("cpu"))
+        for row in found
+    ]
+    store = Store(tmp_path)
+    ran = tuning.run(tasks, store, method_for("quick"), 2, False, None)
+    assert [each.status for each in ran.outcomes] == ["tuned"] * 3, ran.outcomes
+    kinds = Counter(record.key.kind for _, record in store.entries())
+    assert kinds == {"decode": 1, "serving": 2}
+    assert len(store.folders("nvidia-h200")) == 2, "each kind has templates of its own"
+    again = tuning.run(tasks, store, method_for("quick"), 2, False, None)
+    assert [each.status for each in again.outcomes] == ["kept"] * 3
+
+
+def test_no_problem_begins_when_the_time_is_over(host, tmp_path):
+    decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
+    tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
+    ran = tuning.run(tasks, Store(tmp_path), method_for("quick"), 2, False, None, time_s=0.0)
+    assert ran.outcomes == () and not Worker.measured
