@@ -81,14 +81,7 @@ def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillCo
     """Rows are a number of consumers; its warps and its loads are no choice."""
     for name in ("num_splits", "use_tma", "num_warps"):
         forced.pop(name, None)
-    rows = forced.pop("BLOCK_M", config.all_rows)
-    if rows % CONSUMER_ROWS:
-        raise ConfigError(
-            f"BLOCK_M={rows} with the Gluon template",
-            f"each of its consumers has {CONSUMER_ROWS} rows",
-            f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
-        )
-    count = rows // CONSUMER_ROWS
+    count = forced.pop("BLOCK_M", config.all_rows) // CONSUMER_ROWS
     if count != config.consumers:
         forced["consumers"] = count
         forced["registers"] = CONSUMER_REGISTERS.get(count, config.registers)
@@ -117,11 +110,12 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
             chosen[names[key]] = kernel_options[key]
         else:
             log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
+    language = _language(chosen)
     return Options(
         kind=_kind(chosen),
-        language=_language(chosen),
-        BLOCK_M=_integer(chosen, "BLOCK_M"),
-        BLOCK_N=_integer(chosen, "BLOCK_N"),
+        language=language,
+        BLOCK_M=_rows(chosen, language),
+        BLOCK_N=_power(chosen, "BLOCK_N"),
         num_warps=_integer(chosen, "num_warps"),
         num_stages=_integer(chosen, "num_stages"),
         num_splits=_integer(chosen, "SPLIT_KV"),
@@ -132,6 +126,29 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         tanh=_tanh(chosen.get("TANH", "auto")),
         tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
     )
+
+
+def _rows(chosen: Mapping[str, Any], language: Language | None) -> int | None:
+    """Rows of a tile; those of the Gluon template are a number of consumers."""
+    if language != "gluon":
+        return _power(chosen, "BLOCK_M")
+    rows = _integer(chosen, "BLOCK_M")
+    if rows is not None and (rows < CONSUMER_ROWS or rows % CONSUMER_ROWS):
+        raise ConfigError(
+            f"kernel_options['BLOCK_M']={rows} with the Gluon template",
+            f"each of its consumers has {CONSUMER_ROWS} rows",
+            f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
+        )
+    return rows
+
+
+def _power(chosen: Mapping[str, Any], name: str) -> int | None:
+    size = _integer(chosen, name)
+    if size is not None and (size < 16 or size & (size - 1)):
+        raise ConfigError(
+            f"kernel_options[{name!r}]={size}", f"{name} is a power of two of at least 16"
+        )
+    return size
 
 
 def check_mapping(kernel_options: object) -> None:

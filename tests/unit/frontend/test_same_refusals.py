@@ -5,7 +5,7 @@ import torch
 
 from flexattn import create_block_mask, explain, flex_attention
 from flexattn.catalogue import causal
-from flexattn.errors import InputError
+from flexattn.errors import ConfigError, InputError
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
 from flexattn.problem.checks import check_devices
@@ -47,9 +47,24 @@ def test_both_paths_say_the_same(name):
     assert len(set(said)) == 1
 
 
-def kernel(q, k, v, enable_gqa):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"BLOCK_M": 63}, "BLOCK_M.*=63.*power of two of at least 16"),
+        ({"fwd_BLOCK_N": 8}, "BLOCK_N.*=8.*power of two"),
+        ({"BACKEND": "GLUON", "BLOCK_M": 96}, "BLOCK_M.*=96.*64 rows.*use 64, 128 or 192"),
+    ],
+)
+def test_both_paths_refuse_the_same_tiles(options, words):
+    """Plain torch took tiles that no kernel has."""
+    for path in (flex_attention, explain, kernel):
+        with pytest.raises(ConfigError, match=f"(?s){words}"):
+            path(*square(), enable_gqa=False, kernel_options=options)
+
+
+def kernel(q, k, v, enable_gqa, kernel_options=None):
     """The way to a kernel, which the interpreter goes too; it ends before anything is built."""
-    plan(make_call(q, k, v, None, None, None, enable_gqa, False, None, None))
+    plan(make_call(q, k, v, None, None, None, enable_gqa, False, kernel_options, None))
 
 
 def test_float64_is_for_the_cpu():
