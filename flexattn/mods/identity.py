@@ -8,7 +8,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -190,7 +190,7 @@ def _function(
                 self.key.append(value)  # once, however many of its names the code reads
                 continue
             if value is MISSING:
-                builtins = fn.__builtins__  # type: ignore[attr-defined]
+                builtins = cast(Any, fn).__builtins__
                 value = builtins.get(name, MISSING)
                 self.read(builtins, name, value)
                 self.reads = None if value is MISSING else self.reads
