@@ -113,7 +113,7 @@ def test_render_compiles_for_a_device_that_is_not_here(flexattn):
         (["causal", "--kind", "both"], ["--kind both", "prefill or decode"]),
         (["causal", "--dtype", "int8"], ["dtype 'int8'", "bfloat16"]),
         (["causal", "--Hq", "7", "--Hkv", "2"], ["7 query heads and 2 key heads"]),
-        (["causal", "--block-m", "24"], ["BLOCK_M=24 is not a power of two"]),
+        (["causal", "--block-m", "24"], ["BLOCK_M is a power of two of at least 16"]),
     ],
     ids=lambda value: "-".join(value) if value[0][0] != "d" else None,
 )

@@ -140,6 +140,10 @@ def test_its_own_problem_hits_it(device, path, elsewhere, only_shipped, monkeypa
         monkeypatch.setattr(module, "environment", lambda kind, device: here)
     for _, problem in claimed(device, path):
         found = looked_up(problem, named(device))
-        assert found.path == path
+        # For a Triton that is neither's, records of two releases are as near.
+        assert found.path == path or (changed, found.path.parts[-2:]) == (
+            "triton",
+            path.parts[-2:],
+        )
         expected = ("hint", (changed,)) if changed else ("hit", ())
         assert (found.how, found.differing) == expected
