@@ -9,11 +9,6 @@ from flexattn import explain, flex_attention
 from flexattn.errors import UnsupportedError
 from flexattn.frontend import attention
 
-# torch scripts decompositions of its own for forward mode.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
-)
-
 
 def call(x):
     return flex_attention(x, x, x)
