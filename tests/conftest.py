@@ -1,6 +1,7 @@
 """What every folder of tests shares."""
 
 import os
+from contextlib import suppress
 
 # Read once, when flexattn is imported: batches, and what mods read, are checked in every test.
 os.environ.setdefault("FLEXATTN_CHECK", "1")
@@ -11,6 +12,13 @@ import pytest
 
 from flexattn.mods.bind import clear
 from tests.support import poison
+
+with suppress(ImportError):  # the tests of a GPU run without it
+    from hypothesis import settings
+
+    # Of one revision every run says the same; `--hypothesis-profile=default` draws new examples.
+    settings.register_profile("repeatable", derandomize=True, database=None)
+    settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser):

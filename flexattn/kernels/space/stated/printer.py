@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from math import lcm
 
-from sympy import Basic, Symbol, pycode
+from sympy import Add, Basic, Expr, Symbol
+from sympy.printing.pycode import PythonCodePrinter
 
 from flexattn.kernels.space.stated import formulas, gluon, inequalities
 from flexattn.kernels.space.stated.inequalities import Inequality
@@ -25,6 +27,26 @@ _HEAD = '''"""What space/stated says, printed by sympy as Python; `make golden` 
 from collections.abc import Sequence
 from math import floor
 '''
+
+
+class _Exact(PythonCodePrinter):  # type: ignore[misc]  # sympy ships no types
+    """Prints a floor that a double gets right: a sum of thirds that is whole must not end below.
+
+    Halves and quarters are exact; other denominators are divided by once, after the sum.
+    """
+
+    def _print_floor(self, expr: Expr) -> str:
+        (summed,) = expr.args
+        denominators = [term.as_coeff_Mul()[0].q for term in Add.make_args(summed)]
+        common = lcm(*denominators)
+        odd = common // (common & -common)
+        if odd == 1:
+            return f"floor({self._print(summed)})"
+        whole = Add(*(odd * term for term in Add.make_args(summed)))
+        return f"floor(({self._print(whole)})/{odd})"
+
+
+_EXACT = _Exact({"fully_qualified_modules": False})
 
 
 def text() -> str:
@@ -78,7 +100,7 @@ def _function(
     yield f"    {', '.join(_taken(symbols, used))} = values"
     yield "    return ("
     for each in values:
-        yield f"        {pycode(each, fully_qualified_modules=False)},"
+        yield f"        {_EXACT.doprint(each)},"
     yield "    )"
 
 
