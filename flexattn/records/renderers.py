@@ -53,6 +53,8 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.render.gluon.source", "kernels.render.narrow_values"),
         ("gluon/prefill.py.jinja", "triton/narrow_values.py.jinja"),
     ),
+    # Beside those of prefill and decode, on devices whose compiler takes hints.
+    "amd": Renderer(("kernels.render.hinted", "kernels.space.amd_config"), ()),
     "nki": Renderer(("kernels.render.nki.source",), ()),
 }  # fmt: skip
 
@@ -72,7 +74,11 @@ def source_hash(kind: RecordKind, device: Device) -> str:
 
     Comments and docstrings do not count.
     """
-    names = [kind, "hopper"] if kind == "prefill" and device.has_wgmma else [kind]
+    names: list[str] = [kind]
+    if kind == "prefill" and device.has_wgmma:
+        names.append("hopper")
+    if kind in ("prefill", "decode") and device.backend == "hip":
+        names.append("amd")
     parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
     parts += [template_hash(name) for each in names for name in RENDERERS[each].templates]
     parts.append(_facts(device))

@@ -13,7 +13,7 @@ from flexattn.records.environment import environment, serving_policy, source_has
 from flexattn.records.record import SCHEMA, Policy, slug
 from flexattn.records.renderers import RENDERERS
 
-A100, H200 = named("nvidia-a100"), named("nvidia-h200")
+A100, H200, MI300X = (named(name) for name in ("nvidia-a100", "nvidia-h200", "amd-mi300x"))
 
 
 def test_the_fields_are_this_processs():
@@ -133,7 +133,7 @@ def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
     source_hash.cache_clear()
 
 
-EVERY = {"prefill", "decode", "serving", "hopper"}
+EVERY = {"prefill", "decode", "serving", "hopper", "amd"}
 
 
 def changed_by(monkeypatch, name):
@@ -144,7 +144,9 @@ def changed_by(monkeypatch, name):
         closure._read.cache_clear()
         closure.home.cache_clear()
         found = {kind: source_hash(kind, A100) for kind in ("prefill", "decode", "serving")}
-        return found | {"hopper": source_hash("prefill", H200)}
+        return found | {
+            "hopper": source_hash("prefill", H200), "amd": source_hash("decode", MI300X)
+        }  # fmt: skip
 
     plain, read = hashes(), Path.read_text
 
@@ -172,6 +174,8 @@ def changed_by(monkeypatch, name):
         ("kernels/render/reach.py", {"prefill", "hopper"}),
         ("kernels/render/gluon/tiles.py", {"hopper"}),
         ("kernels/ptx/merge_consumers.py", {"hopper"}),
+        ("kernels/render/hinted.py", {"amd"}),
+        ("kernels/space/amd_config.py", {"amd"}),
         ("kernels/space/serving_config.py", {"serving"}),
         ("runtime/launch.py", set()),
     ],
