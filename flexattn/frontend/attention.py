@@ -105,10 +105,9 @@ def _serve(given: Arguments) -> Outputs:
             outputs = planned.run()
             remember(given, planned)
             return outputs
-    check_call(call)
+    mask = check_call(call)
     if current().check and route != "empty":
-        mask = call.block_mask
-        _check_reads(call, None if mask is None else bind_on(mask.mask_mod, "mask", call.q))
+        _check_reads(call, mask)
     if route == "reference":
         return _reference(call)
     if route == "torch":
@@ -228,28 +227,23 @@ def _wants_grad(call: Call) -> str:
     return ""
 
 
-def check_call(call: Call) -> None:
-    """The rules that a plan checks, for the paths that make none."""
+def check_call(call: Call) -> Bound | None:
+    """The rules that a plan checks, for the paths that make none; what mask_mod is bound to."""
     checks.check_tensors(call.q, call.k, call.v, call.enable_gqa)
     checks.check_input(call.q, call.v, float64=True)
     checks.check_sinks(call.sinks, call.q)
     options.parse(call.kernel_options)
-    if call.block_mask is not None:
-        checks.check_block_mask(call.block_mask, call.q, call.k)
-        bind_on(call.block_mask.mask_mod, "mask", call.q)
+    if call.block_mask is None:
+        return None
+    checks.check_block_mask(call.block_mask, call.q, call.k)
+    return bind_on(call.block_mask.mask_mod, "mask", call.q)
 
 
 def _check_reads(call: Call, mask: Bound | None) -> None:
     check_reads(
-        call.q,
-        call.k,
-        call.scale,
-        call.descales,
-        call.score_mod,
-        call.score,
-        call.block_mask,
+        call.q, call.k, call.scale, call.descales, call.score_mod, call.score, call.block_mask,
         mask,
-    )
+    )  # fmt: skip
 
 
 def _empty(call: Call) -> Outputs:

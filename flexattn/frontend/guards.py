@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.frontend.plan import Plan, bind_on
+from flexattn.frontend.transforms import in_forward_mode
 from flexattn.mods import Bound, Witness, watch
 from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES, Descales
@@ -133,7 +133,7 @@ def _holds(found: _Seen, given: Arguments) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
     # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
-    if torch.is_autocast_enabled(found.where) or forward_ad._current_level >= 0:
+    if torch.is_autocast_enabled(found.where) or in_forward_mode():
         return False
     if torch.is_grad_enabled() and _wants_grad(found, given):
         return False

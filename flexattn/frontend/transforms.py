@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,18 @@ __all__ = ["check_transforms", "in_forward_mode", "tangent"]
 functorch: Any = torch._C._functorch
 
 
-def check_transforms(tensors: Iterable[Tensor | None]) -> None:
+def check_transforms(tensors: Sequence[Tensor | None]) -> None:
     """That tensors have values to read: raises UnsupportedError for those of torch.vmap, export.
 
     What torch.func differentiates is no matter of this check: plain torch can.
     """
+    if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
+        raise UnsupportedError(
+            "flex_attention is traced, as by torch.export or make_fx",
+            "flexattn launches kernels of its own, which no graph of torch's holds",
+            "export torch.nn.attention.flex_attention, which takes the same arguments",
+        )
     for tensor in tensors:
-        if isinstance(tensor, FakeTensor) or get_proxy_mode() is not None:
-            raise UnsupportedError(
-                "flex_attention is traced, as by torch.export or make_fx",
-                "flexattn launches kernels of its own, which no graph of torch's holds",
-                "export torch.nn.attention.flex_attention, which takes the same arguments",
-            )
         while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
             if functorch.is_batchedtensor(tensor):
                 raise UnsupportedError(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexattn.mods.refusal import Refusal
 
-__all__ = ["ASKED", "Asked", "asked", "looked_up"]
+__all__ = ["WORDS", "Asked", "asked", "looked_up"]
 
 _RULE = "a mod is run once, for all positions together: there is no single value to look at"
 _CHOICE = "use torch.where for a choice, and & | ~ for conditions"
@@ -39,7 +39,7 @@ _ARRAY = (
     "use torch's function of that name, and capture arrays as torch.from_numpy(array)",
 )
 # The method that was called: what that means in the user's code, and what to write instead.
-ASKED: dict[Any, tuple[str, str]] = {
+WORDS: dict[Any, tuple[str, str]] = {
     Tensor.__float__: _FLOAT,
     Tensor.__int__: _INT,
     Tensor.__index__: _INDEX,
@@ -53,9 +53,9 @@ _NUMPY = "a mod is read as torch's operations, and numpy computes at once with v
 
 def asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What a method of a tensor returns; raises Refusal, with words for it, where it cannot."""
-    got, do = ASKED[func]
+    got, do = WORDS[func]
     # Of a captured tensor it would take the values of this moment for good.
-    if ASKED[func] is _ARRAY:
+    if WORDS[func] is _ARRAY:
         raise Refusal(got, _NUMPY, do)
     try:
         return func(*args, **kwargs)

@@ -19,9 +19,9 @@ from flexattn.mods.expr import Buffer
 from flexattn.mods.identity import Identity, identify
 from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
-from flexattn.mods.refusal import Refusal, line_of_definition
+from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import plug, renumber
-from flexattn.mods.site import Bound, Layout, Site, Variant, interned
+from flexattn.mods.site import SIZES, Bound, Layout, Site, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
@@ -85,7 +85,7 @@ def watch(fn: Callable[..., Any], kind: str, bound: Bound) -> Witness | None:
     found = site.find(identity) if site else None
     if site is None or found is None or found.mod is not bound.mod:
         return None
-    if not recorded.ASKED.issuperset(site.asked):  # a witness looks at sizes alone
+    if not SIZES.issuperset(site.asked):  # a witness looks at sizes alone
         return None
     pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
     return witness(fn, identity) if all(one is other for one, other in pairs) else None
@@ -114,7 +114,7 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
         plain = _run(fn, kind, identity)
     if plain.volatile or not identity.trusted:
         return False
-    if set(plain.asked) - recorded.ASKED:
+    if set(plain.asked) - SIZES:
         return False
     site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
     site.layout.add(identity, _variant(kind, plain))
@@ -164,7 +164,7 @@ def _chosen(
 ) -> tuple[Layout, Trace]:
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
     divisors = arguments & reaching_divisors(result.expr)
-    asked = tuple(sorted({*site.layout.asked, *result.asked}))
+    asked = tuple(sorted({*site.asked, *result.asked}))
     values = tuple(identity.scalars[i] for i in sorted(divisors))
     if divisors and not site.specialises(values):
         general = site.general
@@ -234,7 +234,7 @@ def _run(fn: Callable[..., Any], kind: str, identity: Identity) -> Trace:
     try:
         chance.check()
     except Refusal as refusal:
-        raise refusal.error(fn, kind, None) from None
+        raise refusal.error(fn, kind) from None
     return found
 
 
@@ -275,7 +275,7 @@ def _check_device(fn: Callable[..., Any], kind: str, bound: Bound, device: torch
             f"captures {captured(fn, tensor)}, and is called on {device}",
             "captured tensors are on the device of the query; 0-d ones may be on the CPU",
             f"move it there: tensor.to('{device}')",
-        ).error(fn, kind, line_of_definition(fn))
+        ).error(fn, kind)
 
 
 def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -287,7 +287,7 @@ def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.T
             f"captures {captured(fn, rows[0])}, and {captured(fn, apart[0])}",
             "captured tensors are on the device of the query; 0-d ones may be on the CPU",
             f"move them there, as by tensor.to('{rows[0].device}')",
-        ).error(fn, kind, line_of_definition(fn))
+        ).error(fn, kind)
     for tensor in tensors:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise Refusal(
@@ -296,4 +296,4 @@ def _check_captures(fn: Callable[..., Any], kind: str, tensors: Sequence[torch.T
                 "give a mapped tensor a dimension that is indexed by b; torch.autograd.grad "
                 "differentiates in what a score_mod captures",
                 raises=UnsupportedError,
-            ).error(fn, kind, line_of_definition(fn))
+            ).error(fn, kind)

@@ -22,6 +22,7 @@ import torch
 
 from flexattn.mods.identity import Identity
 from flexattn.mods.reads import LIBRARIES, Reads
+from flexattn.mods.registered import taught
 
 __all__ = ["digest"]
 
@@ -66,6 +67,8 @@ def digest(identity: Identity) -> str | None:
     except _Unknown:
         return None
     if "cuda" in names:  # torch.cuda: whether there is a GPU, and which
+        return None
+    if "ops" in names and taught():  # torch.ops: what an operator computes is not in its name
         return None
     if names & _OF_DEVICES:
         parts += devices

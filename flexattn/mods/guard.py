@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn.errors import UnsupportedError
-from flexattn.mods.asked import ASKED, Asked, asked
+from flexattn.mods.asked import WORDS, Asked, asked
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
@@ -42,7 +42,7 @@ _UNKEPT = frozenset(
         ),
     )
 )  # fmt: skip
-_LEARNS: Any = torch.Tensor.requires_grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 def op_name(op: Any) -> str:
@@ -75,11 +75,11 @@ class Indexing(TorchFunctionMode):
             return _getitem(*args)
         if func is torch.Tensor.__setitem__:
             raise _writes(args[0], "x[...] = ...")
-        if func in ASKED:
+        if func in WORDS:
             return asked(func, *args, **(kwargs or {}))
         if func in _SIZES and args[0].dim() > 0:
             self.asked.add("shape")
-        elif func == _LEARNS.__get__:
+        elif func == _REQUIRES_GRAD.__get__:
             self.asked.add("requires_grad")
         elif func in _UNKEPT:
             self.volatile = True

@@ -22,7 +22,7 @@ from flexattn.mods.objects import (
 )
 from flexattn.mods.reads import SWITCHES, Attributes, is_library, reads_of
 
-__all__ = ["MISSING", "Identity", "Path", "identify"]
+__all__ = ["Identity", "Path", "identify"]
 
 # (path of the owner, how the owner holds it): substitute.py walks the same steps back.
 Path = tuple[Any, ...]
@@ -341,9 +341,11 @@ def _other(self: Identity, value: Any, path: Path) -> None:
     elif not self.again(value, path):
         if isinstance(value, random.Random) or cls.__module__.startswith("numpy.random"):
             self.sources.append(value)
-            if cls.__module__.startswith(("random", "numpy.random")):
+            if cls.__module__ == "random" or cls.__module__.startswith("numpy.random"):
                 # Where it stands is no part of the key: a mod that draws from it is refused.
                 self.key.append(weakref.ref(cls))
+                if getattr(value, "__dict__", None):
+                    self.bearers.append((value, path))
                 return
         visit_object(self, value, cls, path)
 

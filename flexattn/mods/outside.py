@@ -12,7 +12,7 @@ from flexattn.mods.bounds import Range, all_bounds
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, dtype_of
 
-__all__ = ["Evaluated", "buffer_of", "evaluated", "unproven"]
+__all__ = ["Evaluated", "buffer_of", "evaluated", "read", "unproven"]
 
 
 def unproven(
@@ -61,7 +61,7 @@ def evaluated(
         for arg in args:
             unsure = unsure | arg.unsure
         if node.op == "load":
-            value, outside = _read(buffer_of(node, tensors), values)
+            value, outside = read(buffer_of(node, tensors), values)
             found[node] = Evaluated(value, unsure | outside)
         elif node.op in ("and", "or") and node.dtype == "bool":
             value = OPS[node.op].function(*values)
@@ -95,18 +95,18 @@ def _settled(args: Sequence[Evaluated], by: bool) -> Tensor:
     return one | other
 
 
-def _read(buffer: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def read(buffer: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The elements, 0 where an index is outside, and where that is; negative indices wrap."""
     outside = torch.zeros((), dtype=torch.bool, device=buffer.device)
     inside = []
-    for place, size in zip(places, buffer.shape, strict=True):
-        outside = outside | (place < -size) | (place >= size)
-        inside.append(place.long().clamp(-size, max(size - 1, 0)))
     if not places:
         return buffer, outside
+    for place, size in zip(places, buffer.shape, strict=True):
+        index = place.to(buffer.device)
+        outside = outside | (index < -size) | (index >= size)
+        inside.append(index.long().clamp(-size, max(size - 1, 0)))
     if buffer.numel() == 0:
         return torch.zeros(outside.shape, dtype=buffer.dtype, device=buffer.device), outside
-    value = buffer[torch.broadcast_tensors(*inside)]
-    return torch.where(
-        outside, torch.zeros((), dtype=value.dtype, device=value.device), value
-    ), outside
+    # Not buffer[...]: torch reads an index without dimensions on the host, where vmap has none.
+    value: Tensor = torch.ops.aten.index.Tensor(buffer, torch.broadcast_tensors(*inside))
+    return value.masked_fill(outside, 0), outside

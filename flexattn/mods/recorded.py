@@ -21,11 +21,9 @@ from flexattn.mods.site import Layout, Site, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-__all__ = ["ASKED", "read", "write"]
+__all__ = ["read", "write"]
 
 SCHEMA = 1
-# What a trace that is written here may have asked of tensors.
-ASKED = frozenset(("shape",))
 MAX_BYTES = 2**21
 MAX_VARIANTS = 64
 _FIELDS = {"schema", "first", "fixed", "arguments", "sized", "variants"}

@@ -42,8 +42,8 @@ class Refusal(Exception):
         self.got, self.rule, self.do = got, rule, do
         self.raises = raises
 
-    def error(self, fn: Callable[..., Any], kind: str, line: Line | None) -> Exception:
-        """The exception that a user sees."""
+    def error(self, fn: Callable[..., Any], kind: str, line: Line | None = None) -> Exception:
+        """The exception that a user sees; the line is the definition's where None."""
         return self.raises(f"{named(fn, kind, line)} {self.got}", self.rule, self.do)
 
 

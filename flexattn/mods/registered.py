@@ -11,11 +11,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from flexattn.errors import InputError
 
-__all__ = ["meaning_of", "register_op"]
+__all__ = ["meaning_of", "register_op", "taught"]
 
 _TORCHS = ("aten", "prim", "prims")
 # By the operator's name as torch prints it. The first is attention-gym's, for soft-capping.
-_meanings: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}
+_KNOWN: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}
+_meanings = dict(_KNOWN)
 
 
 def register_op(name: str, meaning: Callable[..., Any]) -> None:
@@ -44,3 +45,8 @@ def meaning_of(op: object) -> Callable[..., Any] | None:
     """What a registered operator, or one of its overloads, is known to compute."""
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
     return _meanings.get(str(packet)) if isinstance(packet, OpOverloadPacket) else None
+
+
+def taught() -> bool:
+    """Whether this process was told what other operators compute, or what known ones do."""
+    return _meanings != _KNOWN

@@ -14,12 +14,15 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.lru import Lru
 
-__all__ = ["MAX_CONSTANT_DIVISORS", "Bound", "Layout", "Site", "Variant", "interned"]
+__all__ = ["MAX_CONSTANT_DIVISORS", "SIZES", "Bound", "Layout", "Site", "Variant", "interned"]
 
 # How many values of a site's divisors are constants, each of a kernel. Canvases, tiles, blocks of
 # a program are few, and what a compiler knows of a divisor saves instructions and registers for
 # each key; a kernel more costs a compile of a second, which is remembered.
 MAX_CONSTANT_DIVISORS = 8
+# What a record and a witness tell of captured tensors, beside their dtypes and numbers of
+# dimensions: a trace that asked for more is found by bind alone.
+SIZES = frozenset(("shape",))
 _VARIANTS = 64
 _mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
 

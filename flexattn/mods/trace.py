@@ -132,7 +132,7 @@ def check_arity(fn: Any, kind: str) -> None:
         f"a {kind}_mod takes {len(names)}: ({', '.join(names)})",
         "bind the others with functools.partial or a closure",
         raises=SignatureError,
-    ).error(fn, kind, None)
+    ).error(fn, kind)
 
 
 class _Reader:

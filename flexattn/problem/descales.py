@@ -22,12 +22,9 @@ class Descales(NamedTuple):
             None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self
         )
 
-    def requires_grad(self) -> str:
-        """The name of the first that requires grad, or nothing."""
-        named = zip(self._fields, self, strict=True)
-        return next(
-            (f"{name}_descale" for name, x in named if x is not None and x.requires_grad), ""
-        )
+    def requires_grad(self) -> bool:
+        """Whether one of them requires grad."""
+        return any(x is not None and x.requires_grad for x in self)
 
     def strides(self) -> dict[str, int]:
         """Between batches and heads, 0 where there is one of them, by kernels' names for them."""

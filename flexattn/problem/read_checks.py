@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.errors import CaptureError
 from flexattn.mods import Bound
-from flexattn.mods.capture_names import capture_name
+from flexattn.mods.captured import capture_name
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
 from flexattn.mods.refusal import named
@@ -190,23 +190,29 @@ class _Check:
         roots = (expr,) if self.reader.kind == "mask" else loads
         asked = {str(node.value) for node in walk(*roots) if node.op == "var"}
         # An index that no position moves is looked at once; where it counts, only if it is wrong.
-        few = self.sizes if "score" in asked else _only(self.sizes, asked)
-        seen = self._seen(few, None, roots, loads)
+        scores = self.scores if "score" in asked else None
+        few = _only(self.sizes, asked) if scores is None else self.sizes
+        seen = self._seen(few, None, scores, roots, loads)
         if self.kept is not None and any(each.first for each in seen.values()):
-            seen = self._seen(self.sizes, self.kept, roots, loads)
+            seen = self._seen(self.sizes, self.kept, scores, roots, loads)
         for (load, dim), each in seen.items():
             if each.first:
                 raise self._error(load, dim, each)
 
     def _seen(
-        self, sizes: Sizes, kept: Kept | None, roots: Sequence[Expr], loads: Sequence[Expr]
+        self,
+        sizes: Sizes,
+        kept: Kept | None,
+        scores: _Scores | None,
+        roots: Sequence[Expr],
+        loads: Sequence[Expr],
     ) -> dict[tuple[Expr, int], _Seen]:
         """What each dimension of each load reads, where the mod counts."""
         seen = {(load, dim): _Seen() for load in loads for dim in range(len(load.args))}
         for lanes in _chunks(sizes, self.device):
             env = _env(lanes)
-            if self.scores is not None and sizes == self.sizes:
-                env["score"] = self.scores.at(lanes)
+            if scores is not None:
+                env["score"] = scores.at(lanes)
             found = evaluated(roots, self.reader.tensors, env)
             counts = self._counts(found, lanes, kept)
             for (load, dim), each in seen.items():
@@ -229,7 +235,7 @@ class _Check:
         tensor = buffer_of(load, self.reader.tensors)
         size = tensor.shape[dim]
         about = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        name = f"{capture_name(self.reader.fn, tensor)}, {about},"
+        name = f"{capture_name(self.reader.fn, tensor) or 'a captured tensor'}, {about},"
         place = ", ".join(f"{x}={at}" for x, at in zip(_NAMES, seen.first, strict=True))
         return CaptureError(
             f"{named(self.reader.fn, self.reader.kind)} reads {name} "

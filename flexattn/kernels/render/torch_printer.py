@@ -10,6 +10,7 @@ import torch
 
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import OPS
+from flexattn.mods.outside import read
 from flexattn.util.lru import Lru
 
 __all__ = ["evaluate", "to_torch"]
@@ -67,19 +68,7 @@ def evaluate(
 
 
 def _load(buffer: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-    if not index:
-        return buffer
-    inside = torch.ones((), dtype=torch.bool, device=buffer.device)
-    safe = []
-    for position, size in zip(index, buffer.shape, strict=True):
-        wrapped = torch.where(position < 0, position + size, position).to(buffer.device)
-        inside = inside & (wrapped >= 0) & (wrapped < size)
-        safe.append(wrapped.clamp(0, max(size - 1, 0)))
-    if buffer.numel() == 0:
-        return torch.zeros(inside.shape, dtype=buffer.dtype, device=buffer.device)
-    # Not buffer[...]: torch reads an index without dimensions on the host, where vmap has none.
-    value: torch.Tensor = torch.ops.aten.index.Tensor(buffer, torch.broadcast_tensors(*safe))
-    return value.masked_fill(~inside, 0)
+    return read(buffer, index)[0]
 
 
 def _text(node: Expr, args: list[str]) -> str:

@@ -189,8 +189,34 @@ def named_mod(bias):
     return lambda s, b, h, q, k: s + bias[k]
 
 
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, device="meta"), requires_grad=False)
+
+    def mod(self, s, b, h, q, k):
+        return s + self.weight[k]
+
+    def added(self, bias, s, b, h, q, k):
+        return s + bias[k]
+
+
+def emptied():
+    gone, far = 1.0, torch.zeros(8, device="meta")
+
+    def mod(s, b, h, q, k):
+        return s + (far[k] if k is not None else gone)
+
+    cell = mod.__closure__[mod.__code__.co_freevars.index("gone")]
+    del cell.cell_contents
+    return mod
+
+
 FAR = torch.zeros(8, device="meta")
 CAPTURES = {
+    "a method's argument": (functools.partial(Module().added, FAR), "captures `bias`"),
+    "a parameter": (Module().mod, "captures `self.weight`"),
+    "an empty cell": (emptied(), "captures `far`"),
     "a closure": (named_mod(FAR), "captures `bias`, of shape [8] on meta, and is called on cpu"),
     "an inner function": (lambda *args: named_mod(FAR)(*args), "captures `FAR`"),
     "an object": (Holder().mod, "captures `self.tables['far']`, of shape [8] on meta"),

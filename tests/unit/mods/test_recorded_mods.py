@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexattn.kernels.render.torch_printer import evaluate
-from flexattn.mods import bind
+from flexattn.mods import bind, registered
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.digest import digest
 from flexattn.mods.identity import identify
@@ -200,6 +200,17 @@ def test_what_asks_for_a_gpu_gets_no_digest():
         return score * 2 if torch.cuda.is_available() else score
 
     assert digest(identify(mod, "score")) is None
+
+
+def test_what_operators_were_taught_gets_no_digest(monkeypatch):
+    """Another process may have taught them otherwise: it took this one's expression."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.ops.approx.tanh(score)
+
+    known = digest(identify(mod, "score"))
+    monkeypatch.setattr(registered, "_meanings", registered._meanings | {"my.op": torch.exp})
+    assert known is not None and digest(identify(mod, "score")) is None
 
 
 def test_the_default_dtype_counts():

@@ -4,6 +4,7 @@ import builtins
 import enum
 import functools
 import math
+import random
 import types
 
 import pytest
@@ -224,3 +225,15 @@ def test_a_look_at_a_usual_mod_notes_no_more_than_before():
     found = identify(lambda s, b, h, q, k: s + table[h] * 2, "score")
     assert (found.bearers, found.sources, found.grad) == ([], [], False)
     assert found.reads is not None and found.trusted
+
+
+def test_a_generator_may_have_attributes():
+    """One of a module whose name begins as random's was taken for a library's, state and all."""
+    walk = type("Walk", (random.Random,), {"__module__": "random_walks"})()
+    plain = random.Random(1)
+    for generator in (walk, plain):
+        generator.x = 2.0
+        call = Calls(lambda s, b, h, q, k, g=generator: s + peek(g))
+        assert call() == 3.0
+        generator.x = 5.0
+        assert call() == 6.0
