@@ -210,7 +210,8 @@ class DecodePlan:
             # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
             key = (
                 q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(),
-                (q.requires_grad or cache.learned) and torch.is_grad_enabled(), cache.facts,
+                (q.requires_grad or k.requires_grad or (v is not None and v.requires_grad))
+                and torch.is_grad_enabled(), cache.facts,
                 batch.facts, seq_lens.shape, seq_lens.stride(),
                 None if table is None else (table.shape, table.stride()), extras,
             )  # fmt: skip

@@ -18,12 +18,11 @@ _KNOWN = 256
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Two tensors, not kept alive, their facts, and whether one of them requires grad."""
+    """Two tensors, not kept alive, and their facts."""
 
     first: Callable[[], Tensor | None]
     second: Callable[[], Tensor | None]
     facts: tuple[Any, ...]
-    learned: bool = False
 
 
 def _nothing() -> None:
@@ -43,8 +42,7 @@ def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
             found = Seen(weakref.ref(first), _nothing, facts(first))
         else:
             both = facts(first) + facts(second)
-            learned = first.requires_grad or second.requires_grad
-            found = Seen(weakref.ref(first), weakref.ref(second), both, learned)
+            found = Seen(weakref.ref(first), weakref.ref(second), both)
         known[id(first)] = found
     return found
 

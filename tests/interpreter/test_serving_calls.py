@@ -184,6 +184,18 @@ def test_a_run_that_would_drop_a_gradient(name):
         plan.run(*arguments, seq_lens=lengths)
 
 
+def test_a_cache_that_comes_to_require_grad_is_seen():
+    """What a plan had seen before was remembered as it was, and the gradient was dropped."""
+    each = batch([1], [9], 2, 1)
+    k, v = poisoned_cache(each, 60)
+    plan, lengths = plan_for(each), each.numbers([9])
+    for _ in range(2):
+        plan.run(each.q[:, None], (k, v), seq_lens=lengths)
+    v.requires_grad_()
+    with pytest.raises(UnsupportedError, match="V requires grad"):
+        plan.run(each.q[:, None], (k, v), seq_lens=lengths)
+
+
 def test_a_run_looks_at_what_another_run_was_given_in_its_place():
     """Of the same shape, and after a run that fitted: it is refused as in a first run."""
     each = batch([1] * 2, [30, 3], 2, 1)
