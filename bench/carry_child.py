@@ -115,7 +115,7 @@ def _facts(source: Any) -> list[Any]:
 
 def _module(name: str) -> str:
     """A module's syntax tree without docstrings; nothing where there is no such module."""
-    spec = importlib.util.find_spec(found_here(name) or "flexattn.none_such")
+    spec = importlib.util.find_spec(place) if (place := found_here(name)) else None
     if spec is None or spec.origin is None:
         return ""
     return ast.dump(_unnamed(Path(spec.origin).read_text(encoding="utf-8")))

@@ -75,7 +75,7 @@ class Kernel:
 
         fixed: their values by name. given: the names of what each call passes, in order. boxes:
         how each tensor that is read through a descriptor lies in memory, by name. spare: names
-        that this kernel may lack. Raises ArgumentError; see render.binding.bind.
+        that this kernel may lack. Raises ArgumentError; see flexattn.kernels.render.binding.bind.
         """
         bound = bind(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:

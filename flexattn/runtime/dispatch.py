@@ -209,7 +209,7 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
         config = suited(config, problem.structure)
     if options.exact is None:
-        config = _copied(config, problem.structure, device)
+        config = _without_useless_tma(config, problem.structure, device)
     found = reasons(config, problem.structure, device)
     if found:
         raise ConfigError(
@@ -220,13 +220,13 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     return config
 
 
-def _copied(config: Config, structure: Structure, device: Device) -> Config:
+def _without_useless_tma(config: Config, structure: Structure, device: Device) -> Config:
     """The config without the copy engine where that cannot serve: as for torch, it is a hint."""
     if not isinstance(config, PrefillConfig) or not config.use_tma:
         return config
-    plain = replace(config, use_tma=False)
     if all(rule.name != "tma" for rule in violated(config, structure, device)):
         return config
+    plain = replace(config, use_tma=False)
     lost = set(reasons(config, structure, device)) - set(reasons(plain, structure, device))
     log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
     return plain

@@ -14,7 +14,7 @@ BLOCK_N, KEYS = 128, 16
 
 
 def render_narrow_values(head_dim: int, device: Device) -> Source:
-    """The kernel for one head dimension; see narrow_values.NarrowValues."""
+    """The kernel for one head dimension; see flexattn.runtime.narrow_values.NarrowValues."""
     settings = {
         "BLOCK_N": BLOCK_N,
         "HEAD_DIM_V": head_dim,

@@ -33,7 +33,7 @@ def rows_of_part(head_dim: int) -> int:
 
 
 def render_norms(structure: Structure, device: Device) -> Source:
-    """The kernel that finds the longest rows of q and of k; see reach.Reach."""
+    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.reach.Reach."""
     head_dim = structure.head_dim_qk
     settings = {
         "ROWS": rows_of_part(head_dim),

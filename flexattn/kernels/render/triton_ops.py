@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-# Computed in float32; those that numpy lacks.
+# Computed in float32.
 HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+# Of these, what numpy has no dtype for.
 NARROW = HALVES[1:]
 
 INFIX = {

@@ -110,9 +110,9 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
         here.setattr("flexattn.runtime.source_store.source_hash", lambda kind, hopper: "changed")
         assert found(tmp_path, wanted, choice.config) is None
     assert found(tmp_path, wanted, choice.config) is not None
-    # Which arguments a kernel has is decided in space/ too.
+    # Which arguments a kernel has is decided in kernels/space/ too.
     read = Path.read_text
-    for name in ("space/terms.py", "mods/rules.py", "render/arguments.py"):
+    for name in ("kernels/space/terms.py", "mods/rules.py", "kernels/render/arguments.py"):
         with monkeypatch.context() as here:
             here.setattr(
                 Path, "read_text",

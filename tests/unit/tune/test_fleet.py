@@ -153,13 +153,13 @@ def board(url, name, pulse):
 
 
 def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
-    (heart, one), (_, two) = (board(url, f"owner {tmp_path}", Pulse(1, 3)) for _ in range(2))
+    (heart, one), (_, two) = (board(url, f"owner {tmp_path}", Pulse(0.5, 2)) for _ in range(2))
     with heart:
         held = one.take(3)
         assert held.point == 3 and two.take(3) is None
-        time.sleep(4.5)
+        time.sleep(3)
         assert two.known() == {3: "RUNNING"} and two.take(3) is None, "it beats"
-    time.sleep(5)
+    time.sleep(3)
     assert two.known() == {3: "FAIL"}
     taken = two.take(3)
     assert taken.point == 3 and one.take(3) is None
