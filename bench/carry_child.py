@@ -46,9 +46,9 @@ def _import(module: str) -> Any:
     return importlib.import_module(found_here(module))
 
 
-render = _import("flexattn.kernels.render.kernel").render
-serving = _import("flexattn.kernels.render.serving")
-render_combine = _import("flexattn.kernels.render.source").render_combine
+render = _import("flexattn.kernels.choose.kernel").render
+serving = _import("flexattn.kernels.paged_decode.source")
+render_combine = _import("flexattn.kernels.base.source").render_combine
 decode_record = _import("flexattn.records.codec").decode_record
 environment = _import("flexattn.records.environment").environment
 key_of = _import("flexattn.records.key").key_of
@@ -56,7 +56,7 @@ Store = _import("flexattn.records.store").Store
 reach = _import("flexattn.runtime.reach")
 
 # What a Gluon kernel's text becomes machine code through, and what it imports.
-AFTER = ("flexattn.kernels.ptx.merge_consumers", "flexattn.gluon_api")
+AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
 
 def main(root: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from bench.rows import Row
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
-from flexattn.kernels.space.config import GluonPrefillConfig
-from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
+from flexattn.kernels.base.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
 
 __all__ = ["chosen_rows", "main", "parse_config"]
 

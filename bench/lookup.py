@@ -25,7 +25,7 @@ from bench.inputs import make
 from bench.peers import OURS, PEERS, Refusal
 from bench.tasks import task
 from flexattn.device import Device, detect, named
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.choose.space import space
 from flexattn.measure.timing import Samples
 from flexattn.problem import Problem
 from flexattn.records import key as keys

@@ -30,11 +30,11 @@ from bench.table import markdown
 from flexattn.device import Device, named
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.options import NONE, Options
+from flexattn.kernels.base.config import GluonPrefillConfig, describe, language_of
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.hopper.space import preferences
 from flexattn.kernels.ptx.assembler import PTXAS
-from flexattn.kernels.render.source import Source
-from flexattn.kernels.space.config import GluonPrefillConfig, describe, language_of
-from flexattn.kernels.space.gluon import preferences
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Shape, make_problem
 from flexattn.problem.mask_class import mask_class
@@ -119,7 +119,7 @@ def stored(root: Path) -> Peer:
 
 def _config_of(root: Path, problem: Problem, device: Device) -> GluonPrefillConfig | None:
     """Which config a directory has for a problem: any that dispatch may have taken."""
-    from flexattn.kernels.render.kernel import render
+    from flexattn.kernels.choose.kernel import render
 
     store = Binaries(root)
     for start in preferences(problem.structure):

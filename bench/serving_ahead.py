@@ -13,8 +13,8 @@ import torch
 from bench.serving_inputs import mods_of
 from bench.serving_rows import ServingRow
 from flexattn.device import Device
-from flexattn.kernels.render.serving import render_serving, render_serving_combine
-from flexattn.kernels.space.serving import serving_candidates
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of

@@ -16,7 +16,7 @@ from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
 from bench.streaming import STREAMING, streaming
 from flexattn.device import detect
-from flexattn.kernels.space.serving import space
+from flexattn.kernels.paged_decode.space import space
 from flexattn.serving import CascadePlan, DecodePlan
 
 __all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]

@@ -18,7 +18,7 @@ import torch
 from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import NEURON
-from flexattn.kernels.space.nki_config import NkiPrefillConfig, described
+from flexattn.kernels.nki.config import NkiPrefillConfig, described
 from flexattn.measure.oracle import oracle
 from flexattn.measure.task import Task
 from flexattn.mods import bind

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from flexattn.device import named
 from flexattn.errors import BuildError, DriverError, RenderError
-from flexattn.kernels.options import NONE
+from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.dispatch import Dispatcher
 from tests.problems import problem

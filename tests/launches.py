@@ -1,6 +1,6 @@
 """A stand-in for a built kernel, which says what each of its arguments was given."""
 
-from flexattn.kernels.render.binding import bind
+from flexattn.kernels.base.binding import bind
 
 
 class Recorded:

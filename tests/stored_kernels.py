@@ -3,8 +3,8 @@
 import os
 from dataclasses import replace
 
-from flexattn.kernels.render.arguments import Argument
-from flexattn.kernels.render.source import Source, digest_of
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source, digest_of
 
 TEXT = """\
 # numbers from a bound on, for eight of them

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask.kernels import BlockClassifier
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
 from flexattn.mods.expr import walk

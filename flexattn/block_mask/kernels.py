@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from flexattn.device import Device, detect
-from flexattn.kernels.render.arguments import captured_values
-from flexattn.kernels.render.block_mask import STRIP, render_block_mask
-from flexattn.kernels.render.bounds_printer import table_values
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.block_mask.bounds_printer import table_values
+from flexattn.kernels.block_mask.source import STRIP, render_block_mask
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Table, bounds_of, tables_of
 from flexattn.problem import Captures

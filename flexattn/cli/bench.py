@@ -23,7 +23,7 @@ from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import flex_attention, make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.space.triton import default
+from flexattn.kernels.choose.space import default
 from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import oracle
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved

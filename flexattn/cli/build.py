@@ -32,7 +32,7 @@ from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.cli.watch import Watch
 from flexattn.device import Device, named
 from flexattn.errors import InputError
-from flexattn.kernels.space.triton import Effort, survey
+from flexattn.kernels.choose.space import Effort, survey
 from flexattn.problem import Problem
 from flexattn.tune.builds import DEADLINE, Built, build_all, twins
 from flexattn.tune.pool import Pool

@@ -21,9 +21,9 @@ from flexattn.cli.selection import device_here, device_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
 from flexattn.errors import CacheError, FlexAttnError
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.environment import templates_folder
 from flexattn.kernels.ptx.assembler import own_ptxas, preferred
-from flexattn.kernels.render.environment import templates_folder
-from flexattn.kernels.space.config import describe
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import RecordKind, environment

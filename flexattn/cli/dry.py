@@ -14,9 +14,9 @@ from flexattn.cli.neuron import effort_there
 from flexattn.cli.offline import short
 from flexattn.cli.terminal import cell, tell
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.nki_config import NkiConfig
-from flexattn.kernels.space.triton import Effort, survey
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.space import Effort, survey
+from flexattn.kernels.nki.config import NkiConfig
 from flexattn.measure.task import AnyTask, ServingTask, call_of
 from flexattn.neuron import feasible
 from flexattn.records.key import key_of

@@ -10,7 +10,7 @@ import typer
 from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places, users
 from flexattn.cli.terminal import say, say_json
-from flexattn.kernels.space.config import describe
+from flexattn.kernels.base.config import describe
 from flexattn.records.merge import Conflict
 from flexattn.records.merge import merge as merged
 

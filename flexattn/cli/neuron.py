@@ -7,10 +7,10 @@ from dataclasses import replace
 from flexattn.cli.watch import Lane
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.render.nki.source import NkiSource, render_nki, render_nki_combine
-from flexattn.kernels.space import nki
-from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig
-from flexattn.kernels.space.triton import Effort
+from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.nki import space as nki
+from flexattn.kernels.nki.config import NkiConfig, NkiDecodeConfig
+from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.measure.task import AnyTask, call_of
 from flexattn.neuron import feasible
 from flexattn.neuron.instance import Instance, instance

@@ -12,13 +12,13 @@ import torch
 
 from flexattn.device import Device, named
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.options import Options, parse
-from flexattn.kernels.space.amd_config import hints
-from flexattn.kernels.space.config import Config, GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
-from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
-from flexattn.kernels.space.serving import ServingConfig
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import Config, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.choose.options import Options, parse
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
+from flexattn.kernels.nki.config import NkiConfig, NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.triton.amd import hints
 from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen

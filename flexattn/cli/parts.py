@@ -18,9 +18,9 @@ from flexattn.cli.trial import Trial, Variant, run
 from flexattn.cli.workloads import FULL, SMALL, Workload
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
-from flexattn.kernels import options
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.triton import default
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose import options
+from flexattn.kernels.choose.space import default
 from flexattn.problem import Problem
 from flexattn.runtime.resources import resources
 from flexattn.settings import child_environment

@@ -32,9 +32,9 @@ from flexattn.cli.rewritten import Rewrite, rewrites
 from flexattn.cli.terminal import say, say_json, say_text
 from flexattn.device import NEURON, Device, named
 from flexattn.errors import InputError
-from flexattn.kernels import options
-from flexattn.kernels.space.config import describe
-from flexattn.kernels.space.nki_config import described
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose import options
+from flexattn.kernels.nki.config import described
 from flexattn.mods.expr import pretty
 from flexattn.neuron.run import path_of
 from flexattn.problem import Captures, Problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexattn.kernels.space.terms import reaches
+from flexattn.kernels.base.features import reaches
 from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, RULES
 from flexattn.problem import Structure

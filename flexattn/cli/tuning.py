@@ -16,7 +16,7 @@ from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
-from flexattn.kernels.space.triton import Effort
+from flexattn.kernels.choose.space import Effort
 from flexattn.measure.task import AnyTask
 from flexattn.records import untuned
 from flexattn.records.environment import environment

@@ -27,8 +27,8 @@ from flexattn.cli.selection import device_of, kind_of, rows_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.options import NONE
-from flexattn.kernels.space.config import describe
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose.options import NONE
 from flexattn.measure.task import Task
 from flexattn.problem import Shape
 from flexattn.records.why import Closest, Difference, Explanation

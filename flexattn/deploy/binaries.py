@@ -15,11 +15,11 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.options import NONE
-from flexattn.kernels.render.block_mask import render_block_mask
-from flexattn.kernels.render.narrow_values import render_narrow_values
-from flexattn.kernels.render.source import Source
-from flexattn.kernels.space.gluon_config import GluonPrefillConfig
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.narrow_values import render_narrow_values
 from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.problem import Captures, Problem

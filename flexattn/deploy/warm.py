@@ -34,7 +34,7 @@ def warm(
     # Reading workloads belongs to tuning, which a plain import of flexattn does not load.
     from flexattn.device import detect
     from flexattn.errors import BuildError
-    from flexattn.kernels.options import NONE
+    from flexattn.kernels.choose.options import NONE
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.dispatch import dispatcher

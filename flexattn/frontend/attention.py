@@ -14,7 +14,7 @@ from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.frontend.guards import Arguments, recall, remember
 from flexattn.frontend.plan import Call, ScoreMod, bind_on, plan
 from flexattn.frontend.transforms import check_transforms, tangent
-from flexattn.kernels import options
+from flexattn.kernels.choose import options
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, FP8, checks, out_dtype
 from flexattn.problem.descales import Descales

@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.device import detect
 from flexattn.frontend.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.frontend.plan import Call, ScoreMod, plan
-from flexattn.kernels import options
-from flexattn.kernels.options import Options
-from flexattn.kernels.space.config import Config, Language, describe, language_of
-from flexattn.kernels.space.defaults import gluon_refused
-from flexattn.kernels.space.tiles import Geometry
+from flexattn.kernels.base.config import Config, Language, describe, language_of
+from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.choose import options
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.triton.defaults import gluon_refused
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of

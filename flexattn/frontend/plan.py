@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device, detect
 from flexattn.errors import UnsupportedError
-from flexattn.kernels import options
-from flexattn.kernels.space.defaults import gluon_refused
+from flexattn.kernels.choose import options
+from flexattn.kernels.triton.defaults import gluon_refused
 from flexattn.mods import Bound, bind
 from flexattn.problem import DTYPES, FP8, Layout, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.descales import NO_DESCALES, Descales

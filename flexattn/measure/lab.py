@@ -14,8 +14,8 @@ import torch
 
 from flexattn.device import detect
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.options import Options
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.options import Options
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.measure.gate import Triple, Verdict, judge
 from flexattn.measure.slices import MaskMod, ScoreMod, Slices
 from flexattn.mods import Bound

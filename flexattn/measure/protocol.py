@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.measure.task import AnyTask
 from flexattn.records.record import Failed, Gated
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.paged_decode.space import ServingConfig
 from flexattn.measure.gate import judge
 from flexattn.measure.oracle import Judge, mask_callable, score_callable
 from flexattn.measure.task import ServingTask

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flexattn.errors import DeviceError, FlexAttnError, MeasureError
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.measure.failures import failed
 from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess, Died

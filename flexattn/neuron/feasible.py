@@ -6,15 +6,15 @@ from functools import lru_cache
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.render.nki.source import print_mods
-from flexattn.kernels.space import nki
-from flexattn.kernels.space.nki_config import (
+from flexattn.kernels.nki import space as nki
+from flexattn.kernels.nki.config import (
     Form,
     MaskForm,
     NkiConfig,
     NkiDecodeConfig,
     NkiPrefillConfig,
 )
+from flexattn.kernels.nki.source import print_mods
 from flexattn.problem import Problem
 
 __all__ = ["default", "needs", "reasons", "survey"]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.kernels.render.nki.source import NkiSource
-from flexattn.kernels.space.nki import Effort
+from flexattn.kernels.nki.source import NkiSource
+from flexattn.kernels.nki.space import Effort
 from flexattn.measure.failures import clipped
 from flexattn.measure.inputs import make_inputs
 from flexattn.measure.lab import gated

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flexattn.device.neuroncore import CORES
-from flexattn.kernels.space.nki_config import NkiConfig
+from flexattn.kernels.nki.config import NkiConfig
 from flexattn.measure.task import Task
 from flexattn.neuron.nki.interpret import Interpreted, interpret
 from flexattn.neuron.run import Prepared, prepare

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.kernels.render.nki.printer import TABLE_LIMIT
-from flexattn.kernels.render.nki.source import NkiSource, render_nki, render_nki_combine
-from flexattn.kernels.space.nki_config import NkiConfig, NkiDecodeConfig, described
+from flexattn.kernels.nki.config import NkiConfig, NkiDecodeConfig, described
+from flexattn.kernels.nki.printer import TABLE_LIMIT
+from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.mods import Bound
 from flexattn.neuron import feasible
 from flexattn.neuron.lint import lint

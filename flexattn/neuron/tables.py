@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.render.nki.printer import TABLE_LIMIT
-from flexattn.kernels.render.nki.tables import Table
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.nki.printer import TABLE_LIMIT
+from flexattn.kernels.nki.tables import Table
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, Mod, fingerprint, walk
 from flexattn.mods.ops import is_float

@@ -12,9 +12,9 @@ import torch
 
 from flexattn import __version__
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.render.environment import template_hash
-from flexattn.kernels.space.nki import Effort
-from flexattn.kernels.space.nki_config import described
+from flexattn.kernels.base.environment import template_hash
+from flexattn.kernels.nki.config import described
+from flexattn.kernels.nki.space import Effort
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible, model
 from flexattn.neuron.model import estimate

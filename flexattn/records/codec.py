@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import CacheError
-from flexattn.kernels.space.amd_config import AmdDecodeConfig, AmdPrefillConfig
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flexattn.device import Device
-from flexattn.kernels.space.config import Config, DecodeConfig
-from flexattn.kernels.space.tiles import geometry
-from flexattn.kernels.space.triton import reasons
+from flexattn.kernels.base.config import Config, DecodeConfig
+from flexattn.kernels.base.tiles import geometry
+from flexattn.kernels.choose.space import reasons
 from flexattn.problem import Problem, Structure
 from flexattn.records.environment import environment
 from flexattn.records.files import is_closed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.errors import CacheError
-from flexattn.kernels.space.config import describe
+from flexattn.kernels.base.config import describe
 from flexattn.records.record import Record
 from flexattn.records.store import REAL, Store
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Literal
 
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.records.key import Key, Sizes
 
 __all__ = [

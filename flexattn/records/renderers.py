@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from flexattn.device import Device
-from flexattn.kernels.render.environment import template_hash, template_text
+from flexattn.kernels.base.environment import template_hash, template_text
 from flexattn.problem import Kind
 from flexattn.records.closure import closure, home, imports_of
 
@@ -32,30 +32,33 @@ class Renderer:
     templates: tuple[str, ...]
 
 
-HELPERS = "triton/helpers.jinja"
+HELPERS = "base/helpers.jinja"
 RENDERERS: dict[str, Renderer] = {
     "prefill": Renderer(
-        ("kernels.render.source", "kernels.render.reach"),
-        (HELPERS, "triton/prefill.py.jinja", "triton/norms.py.jinja", "triton/reach.py.jinja"),
+        ("kernels.base.source", "kernels.decay_skip.source"),
+        (
+            HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
+            "decay_skip/reach.py.jinja",
+        ),
     ),
     "decode": Renderer(
-        ("kernels.render.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
+        ("kernels.base.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
     ),
     "serving": Renderer(
-        ("kernels.render.serving",),
+        ("kernels.paged_decode.source",),
         (
-            HELPERS, "triton/serving.py.jinja", "triton/serving_combine.py.jinja",
-            "gluon/serving.py.jinja",
+            HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
+            "paged_decode/warp.py.jinja",
         ),
     ),
     # Beside those of prefill, on devices that have the instructions.
     "hopper": Renderer(
-        ("kernels.render.gluon.source", "kernels.render.narrow_values"),
-        ("gluon/prefill.py.jinja", "triton/narrow_values.py.jinja"),
+        ("kernels.hopper.source", "kernels.hopper.narrow_values"),
+        ("hopper/prefill.py.jinja", "hopper/narrow_values.py.jinja"),
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
-    "amd": Renderer(("kernels.render.hinted", "kernels.space.amd_config"), ()),
-    "nki": Renderer(("kernels.render.nki.source",), ()),
+    "amd": Renderer(("kernels.triton.hinted", "kernels.triton.amd"), ()),
+    "nki": Renderer(("kernels.nki.source",), ()),
 }  # fmt: skip
 
 # What renderers import that decides no kernel of a record, and why.
@@ -64,7 +67,7 @@ NO_TEXT = {
     "device.device": "what it says of a device is hashed by value",
     "mods.bind": "makes the expression that rendering begins with: its fingerprint is in the key",
     "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
-    "kernels.render.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
+    "kernels.printers.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
 }
 
 

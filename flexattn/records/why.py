@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from flexattn.device import Device
 from flexattn.errors import CacheError
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.triton import default
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.space import default
 from flexattn.problem import Problem
 from flexattn.records.environment import environment
 from flexattn.records.key import SIZES, Key, key_of

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 
-from flexattn.kernels.space.config import Config, language_of
+from flexattn.kernels.base.config import Config, language_of
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
 

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from flexattn.errors import InputError
-from flexattn.kernels.render.environment import templates_folder
+from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record
 from flexattn.report.drawing import Picture, number
 from flexattn.report.figures import pictures

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.kernels.space.serving import ITEMSIZE as SERVED
+from flexattn.kernels.paged_decode.space import ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
 from flexattn.records.key import Key
 from flexattn.records.record import Record

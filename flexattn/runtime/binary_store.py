@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.errors import CacheError
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.base.source import Source
 from flexattn.records.codec import decode
 from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.settings import say_once

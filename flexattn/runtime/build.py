@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
+from flexattn.kernels.base.binding import Binding, bind
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.hopper.merge_consumers import block_warps
 from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.hook import compiled_by
-from flexattn.kernels.ptx.merge_consumers import block_warps
-from flexattn.kernels.render.binding import Binding, bind
-from flexattn.kernels.render.hinted import HintedSource
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.triton.hinted import HintedSource
 from flexattn.runtime.binary import Binary, binary_of
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.codecache.files import text_file
@@ -75,7 +75,7 @@ class Kernel:
 
         fixed: their values by name. given: the names of what each call passes, in order. boxes:
         how each tensor that is read through a descriptor lies in memory, by name. spare: names
-        that this kernel may lack. Raises ArgumentError; see flexattn.kernels.render.binding.bind.
+        that this kernel may lack. Raises ArgumentError; see flexattn.kernels.base.binding.bind.
         """
         bound = bind(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:

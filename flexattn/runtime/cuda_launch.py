@@ -16,7 +16,7 @@ from typing import Any
 
 from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
-from flexattn.kernels.render.binding import Binding
+from flexattn.kernels.base.binding import Binding
 from flexattn.runtime.binary import Binary
 
 MAP_BYTES = 128

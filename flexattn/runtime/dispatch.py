@@ -10,11 +10,7 @@ from typing import Literal
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.options import Options
-from flexattn.kernels.ptx.assembler import preferred
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.render.source import Source, render_combine
-from flexattn.kernels.space.config import (
+from flexattn.kernels.base.config import (
     Config,
     GluonPrefillConfig,
     Language,
@@ -22,7 +18,11 @@ from flexattn.kernels.space.config import (
     describe,
     language_of,
 )
-from flexattn.kernels.space.triton import candidates, default, reasons, suited, violated
+from flexattn.kernels.base.source import Source, render_combine
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.space import candidates, default, reasons, suited, violated
+from flexattn.kernels.ptx.assembler import preferred
 from flexattn.mods.expr import pretty
 from flexattn.problem import Problem, Structure
 from flexattn.records.layers import Found, find

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device
-from flexattn.kernels.options import Options
-from flexattn.kernels.render.arguments import captured_arguments, captured_values
-from flexattn.kernels.render.binding import strides
-from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.space.terms import skips_far
-from flexattn.kernels.space.tiles import Geometry, geometry, walks_runs
+from flexattn.kernels.base.arguments import captured_arguments, captured_values
+from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.tiles import Geometry, geometry, walks_runs
+from flexattn.kernels.choose.options import Options
 from flexattn.mods import Bound
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexattn.device import Device
-from flexattn.kernels.render.binding import strides
-from flexattn.kernels.render.narrow_values import BLOCK_N, KEYS, render_narrow_values
+from flexattn.kernels.base.binding import strides
+from flexattn.kernels.hopper.narrow_values import BLOCK_N, KEYS, render_narrow_values
 from flexattn.runtime.build import Launcher, builder
 
 __all__ = ["NarrowValues"]

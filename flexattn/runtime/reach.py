@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.kernels.render.binding import strides
-from flexattn.kernels.render.reach import render_norms, render_reach, rows_of_part
-from flexattn.kernels.render.source import Source
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.terms import reaches, skips_far
+from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.features import reaches, skips_far
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.decay_skip.source import render_norms, render_reach, rows_of_part
 from flexattn.problem import Problem, Structure
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.fallback.memory import memory

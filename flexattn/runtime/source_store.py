@@ -17,10 +17,10 @@ from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.errors import CacheError
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.source import Source, digest_of
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.render.arguments import Argument
-from flexattn.kernels.render.source import Source, digest_of
-from flexattn.kernels.space.config import Config, Language
 from flexattn.problem import Captures, Structure
 from flexattn.records.codec import decode
 from flexattn.records.environment import source_hash

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.space.serving import ServingForm
+from flexattn.kernels.paged_decode.space import ServingForm
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
-from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.paged_decode.space import ServingConfig
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels.render.serving_join import join_programs, render_join
+from flexattn.kernels.paged_decode.join import join_programs, render_join
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.plan import DecodePlan
 

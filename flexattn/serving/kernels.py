@@ -10,9 +10,18 @@ import torch
 
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.kernels.render.serving import combine_rows, render_serving, render_serving_combine
-from flexattn.kernels.render.source import Source
-from flexattn.kernels.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.paged_decode.source import (
+    combine_rows,
+    render_serving,
+    render_serving_combine,
+)
+from flexattn.kernels.paged_decode.space import (
+    ServingConfig,
+    ServingForm,
+    reasons,
+    serving_candidates,
+)
 from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.fallback.chain import Attempt, serve
 from flexattn.runtime.fallback.environment import COMPILER_FIELDS

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flexattn.device import usable
 from flexattn.errors import InputError
-from flexattn.kernels.render.arguments import captured_values
-from flexattn.kernels.render.serving import tied
-from flexattn.kernels.render.serving_await import EMPTY
-from flexattn.kernels.space.serving import ServingConfig, workspace
+from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.paged_decode.awaiting import EMPTY
+from flexattn.kernels.paged_decode.source import tied
+from flexattn.kernels.paged_decode.space import ServingConfig, workspace
 from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher

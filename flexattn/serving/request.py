@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.space.serving import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.space import ITEMSIZE, ServingConfig, ServingForm
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
 from flexattn.problem.checks import MAX_HEAD_DIM

@@ -8,7 +8,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.space.serving import ServingConfig, ServingForm, reasons, serving_candidates
+from flexattn.kernels.paged_decode.space import (
+    ServingConfig,
+    ServingForm,
+    reasons,
+    serving_candidates,
+)
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
 from flexattn.records.layers import Stored, layers, origin, ranked

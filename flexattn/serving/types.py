@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.paged_decode.space import ServingConfig
 
 __all__ = ["check_choices", "pair", "refuse_types", "whole"]
 

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.render.source import Source, render_combine
-from flexattn.kernels.space.config import Config, DecodeConfig
-from flexattn.kernels.space.serving import ServingConfig
+from flexattn.kernels.base.config import Config, DecodeConfig
+from flexattn.kernels.base.source import Source, render_combine
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.paged_decode.space import ServingConfig
 from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage

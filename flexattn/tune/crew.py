@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.space.config import Config, describe
+from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.measure.worker import Worker

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.records.record import Decision, Failed, Gated, Trial, is_time, kept_us
 from flexattn.tune.decide import decide
 

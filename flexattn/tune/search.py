@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 
 __all__ = ["ALL_UP_TO", "Axes", "Everything", "Guided", "Sampler", "Search", "sampler_of"]
 

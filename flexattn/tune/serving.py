@@ -11,16 +11,16 @@ import torch
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.render.serving import render_serving, render_serving_combine
-from flexattn.kernels.render.source import Source
-from flexattn.kernels.space.axes import Effort
-from flexattn.kernels.space.serving import (
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.space import (
     ServingConfig,
     ServingForm,
     reasons,
     serving_candidates,
     space,
 )
+from flexattn.kernels.triton.axes import Effort
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape

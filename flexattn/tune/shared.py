@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flexattn.errors import CacheError, InputError
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.codec import decode, decode_record, encode, encode_record

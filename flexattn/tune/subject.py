@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexattn.kernels.space.config import Config
-from flexattn.kernels.space.triton import Effort, default, reasons, survey
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.space import Effort, default, reasons, survey
 from flexattn.measure.task import AnyTask, ServingTask
 from flexattn.records.key import Key, key_of, sizes_of
 from flexattn.records.record import Environment, Policy

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.records.record import Record
 from flexattn.tune.ledger import cost
 

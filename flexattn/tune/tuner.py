@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from flexattn.errors import MeasureError
-from flexattn.kernels.space.config import Config
+from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.environment import environment as environment_of

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.space.config import Config, describe
+from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.protocol import Measurer
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.tune.builds import Built

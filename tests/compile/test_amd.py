@@ -6,10 +6,10 @@ import pytest
 
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.amd_config import AmdPrefillConfig
-from flexattn.kernels.space.config import describe
-from flexattn.kernels.space.triton import default, space
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import default, space
+from flexattn.kernels.triton.amd import AmdPrefillConfig
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.problems import problem

@@ -5,7 +5,7 @@ import torch
 
 from flexattn.catalogue import case
 from flexattn.device import named
-from flexattn.kernels.render.block_mask import render_block_mask
+from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
 from flexattn.runtime.build import compile_source

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.choose.kernel import render
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from tests.problems import problem

@@ -10,9 +10,9 @@ from bench.releases import problem_of, rows
 from flexattn.catalogue import softcap
 from flexattn.device import named
 from flexattn.errors import BuildError
-from flexattn.kernels.options import NONE, parse
-from flexattn.kernels.render.source import digest_of
-from flexattn.kernels.space.config import language_of
+from flexattn.kernels.base.config import language_of
+from flexattn.kernels.base.source import digest_of
+from flexattn.kernels.choose.options import NONE, parse
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import candidates_of, chosen
 from flexattn.runtime.fallback.memory import Memory
@@ -39,7 +39,7 @@ def place(tmp_path):
 @pytest.fixture
 def broken(monkeypatch):
     """Hopper's template with a name that nothing defines, as a printer once wrote sigmoid."""
-    from flexattn.kernels.render.gluon import source
+    from flexattn.kernels.hopper import source
     from flexattn.runtime import dispatch
 
     make = source.make_source

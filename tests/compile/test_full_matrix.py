@@ -6,9 +6,9 @@ import pytest
 
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, describe
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, describe
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import space
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.devices import DEVICES

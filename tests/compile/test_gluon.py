@@ -16,13 +16,13 @@ from flexattn.catalogue import CASES as WHOLE
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError
-from flexattn.kernels.ptx.merge_consumers import ALONE
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.config import GluonPrefillConfig, describe, language_of
-from flexattn.kernels.space.defaults import candidates, default, gluon_refused, preferences
-from flexattn.kernels.space.estimates import estimates
-from flexattn.kernels.space.rules import reasons
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import GluonPrefillConfig, describe, language_of
+from flexattn.kernels.base.estimates import estimates
+from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.merge_consumers import ALONE
+from flexattn.kernels.triton.defaults import candidates, default, gluon_refused, preferences
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK

@@ -6,9 +6,9 @@ import pytest
 
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.kernels.ptx.merge_consumers import EVERY_WARP
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.config import GluonPrefillConfig
+from flexattn.kernels.base.config import GluonPrefillConfig
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper.merge_consumers import EVERY_WARP
 from flexattn.runtime.build import compile_source
 from tests.problems import problem
 

@@ -7,8 +7,8 @@ import torch
 
 from flexattn import catalogue
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.defaults import candidates
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.triton.defaults import candidates
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.presets.mods import last_keys, sliding_tiles

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.choose.kernel import render
 from flexattn.mods.ops import OPS
 from flexattn.runtime.build import compile_source
 from tests.printed_ops import CASES, everywhere, mod

@@ -9,11 +9,11 @@ import triton
 
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import default
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.merge_consumers import NAME
 from flexattn.kernels.ptx.assembler import assemblers
-from flexattn.kernels.ptx.merge_consumers import NAME
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.gluon_config import GluonPrefillConfig
-from flexattn.kernels.space.triton import default
 from flexattn.runtime import build
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import loop_spills, spills_too_much

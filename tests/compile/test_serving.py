@@ -12,13 +12,13 @@ import triton
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.render.serving import (
+from flexattn.kernels.paged_decode.join import join_programs, render_join
+from flexattn.kernels.paged_decode.source import (
     render_merge_states,
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.render.serving_join import join_programs, render_join
-from flexattn.kernels.space.serving import (
+from flexattn.kernels.paged_decode.space import (
     ServingConfig,
     reasons,
     serving_candidates,

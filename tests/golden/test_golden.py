@@ -21,13 +21,13 @@ from flexattn.catalogue import (
     softcap,
 )
 from flexattn.device import named
-from flexattn.kernels.render.block_mask import render_block_mask
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.render.reach import render_norms, render_reach
-from flexattn.kernels.render.serving_join import render_join
-from flexattn.kernels.render.source import render_combine
-from flexattn.kernels.space.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.space.serving import ServingConfig, ServingForm
+from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.base.source import render_combine
+from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.paged_decode.join import render_join
+from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
 from tests.problems import problem

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import sympy
 
-from flexattn.kernels.space import printed, printed_gluon
-from flexattn.kernels.space.stated.printer import gluon_text, text
+from flexattn.kernels.hopper import printed as printed_gluon
+from flexattn.kernels.stated.printer import gluon_text, text
+from flexattn.kernels.triton import printed
 
 
 @pytest.mark.parametrize(("module", "text"), [(printed, text), (printed_gluon, gluon_text)])

@@ -11,9 +11,9 @@ from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_w
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.options import Options
-from flexattn.kernels.space import gluon
-from flexattn.kernels.space.config import language_of
+from flexattn.kernels.base.config import language_of
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.hopper import space as gluon
 from flexattn.problem.descales import Descales
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder

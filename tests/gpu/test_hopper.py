@@ -21,9 +21,9 @@ from flexattn.device import detect
 from flexattn.errors import ConfigError
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.options import Options
-from flexattn.kernels.space.config import GluonPrefillConfig, language_of
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import GluonPrefillConfig, language_of
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.space import space
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher

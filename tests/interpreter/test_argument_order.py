@@ -10,7 +10,7 @@ from flexattn.block_mask import kernels as block_kernels
 from flexattn.catalogue import alibi, causal
 from flexattn.frontend import guards as repeat
 from flexattn.frontend import plan
-from flexattn.kernels.render import source
+from flexattn.kernels.base import source
 from flexattn.runtime import build, dispatch, reach
 from flexattn.serving import ServingConfig, decode, merge
 from flexattn.util.lru import Lru
@@ -72,23 +72,23 @@ CASES = {
     "decode": (lambda: attention("decode"), {"triton/decode.py.jinja", "triton/combine.py.jinja"}),
     "reach": (
         reaches.test_the_reach_of_each_head_by_hand,
-        {"triton/norms.py.jinja", "triton/reach.py.jinja"},
+        {"decay_skip/norms.py.jinja", "decay_skip/reach.py.jinja"},
     ),
-    "fp8": (lambda: narrow.test_any_strides("heads_last"), {"triton/narrow_values.py.jinja"}),
+    "fp8": (lambda: narrow.test_any_strides("heads_last"), {"hopper/narrow_values.py.jinja"}),
     "block mask": (
-        lambda: block_masks.test_every_mask("document"), {"triton/block_mask.py.jinja"}
+        lambda: block_masks.test_every_mask("document"), {"block_mask/block_mask.py.jinja"}
     ),
     "merge": (
-        lambda: calls.test_states_merge(40, torch.float32), {"triton/merge_states.py.jinja"}
+        lambda: calls.test_states_merge(40, torch.float32), {"paged_decode/merge_states.py.jinja"}
     ),
     "serving": (
         lambda: cascade(cascades.LAUNCH),
         {
-            "triton/serving.py.jinja", "triton/serving_combine.py.jinja",
-            "triton/serving_join.py.jinja",
+            "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
+            "paged_decode/join.py.jinja",
         },
     ),
-    "serving last": (lambda: cascade(LAST), {"triton/serving.py.jinja"}),
+    "serving last": (lambda: cascade(LAST), {"paged_decode/program.py.jinja"}),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def in_order(v):
-    """As in_place of templates/gluon/prefill.py.jinja has it: a thread's keys side by side."""
+    """As in_place of templates/hopper/prefill.py.jinja has it: a thread's keys side by side."""
     B, H, S, D = v.shape
     v = torch.nn.functional.pad(v, (0, 0, 0, -S % 32)).reshape(B, H, -1, 2, 2, 4, 2, D)
     return v.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(B, H, D, -1)

@@ -19,8 +19,8 @@ from flexattn.catalogue import (
 )
 from flexattn.device import detect
 from flexattn.errors import BuildError
-from flexattn.kernels.render.arguments import captured_values
-from flexattn.kernels.render.reach import ALL_KEYS
+from flexattn.kernels.base.arguments import captured_values
+from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.problem.mask_class import mask_class

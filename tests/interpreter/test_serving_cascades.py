@@ -141,7 +141,7 @@ def test_wherever_the_prefix_is_cut(name, prefix):
     assert_right(first, found.each)
     assert all(map(torch.equal, found.run(), first)), "sums are of one order"
     if prefix == 333:
-        # By the rule of triton/serving.jinja: 3 requests, positions and heads of a KV head, of 2.
+        # As paged_decode/pages.jinja has it: 3 requests, positions, heads of a KV head, of 2.
         units, count = 2 * -(-3 * 3 * 3 // config.BLOCK_M), -(-prefix // config.BLOCK_N)
         piece = max(-(-units * count // (4 * config.per_sm)), config.least)
         ends = [(u * count // piece, (u * count + count - 1) // piece) for u in range(units)]

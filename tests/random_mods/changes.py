@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Witness, bind, watch
 from flexattn.mods.site import Bound
 from tests.random_mods.mods import SIGNATURES, everywhere

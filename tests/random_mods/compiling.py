@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from flexattn.device import Device, named
-from flexattn.kernels.options import NONE
-from flexattn.kernels.render.block_mask import render_block_mask
-from flexattn.kernels.space.config import describe
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.mods.expr import walk
 from flexattn.problem import Captures, Problem, Shape, Sparsity, make_problem

@@ -40,7 +40,7 @@ EDGES = {
     "measure": {"serving", "reference"},
     # It makes a workload's BlockMasks.
     "tune": {"measure", "block_mask"},
-    # What the core needs of NKI is data and lies below (device.neuroncore, kernels.space.nki,
+    # What the core needs of NKI is data and lies below (device.neuroncore, kernels.nki.space,
     # kernels.render.nki); what is left is the place of a device: it takes a Task, interprets,
     # simulates or measures its kernels, judges them by measure's oracle, and hands the tuner's
     # loop a Measurer. Nothing of NVIDIA's path imports it.
@@ -63,8 +63,8 @@ REFERENCE_USERS = {"reference", "measure", "frontend"}
 OPTIONAL = {
     "typer": "cli/",
     "rich": "cli/",
-    "sympy": "kernels/space/stated/",  # printed as Python: no call imports it
-    "numpy": "kernels/render/interpreted_math.py",  # Triton's interpreter needs it
+    "sympy": "kernels/stated/",  # printed as Python: no call imports it
+    "numpy": "kernels/printers/interpreted_math.py",  # Triton's interpreter needs it
     **dict.fromkeys(
         (
             "matplotlib",

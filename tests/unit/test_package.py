@@ -60,7 +60,7 @@ def test_wheel_contains_code_and_data(wheel):
 
 FIND_TEMPLATES = """
 import flexattn
-from flexattn.kernels.render.environment import templates_folder
+from flexattn.kernels.base.environment import templates_folder
 print(sorted(p.name for p in templates_folder().rglob("*.jinja")))
 print(templates_folder())
 """

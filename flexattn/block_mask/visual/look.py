@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.block_mask.classify import FULL, PARTIAL, block_kinds
 from flexattn.block_mask.visual.picture import Picture
 from flexattn.errors import InputError
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound, bind
 from flexattn.mods.algebra import bounds_of, tables_of, verdicts
 from flexattn.mods.expr import pretty

@@ -13,7 +13,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from flexattn.kernels.ptx import merge_consumers
+from flexattn.kernels.hopper import merge_consumers
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 

@@ -8,7 +8,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, ConfigError, FlexAttnError, RenderError
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.base.source import Source
 from flexattn.runtime.build import Kernel
 from flexattn.runtime.fallback.memory import Memory
 from flexattn.runtime.fallback.outcome import Outcome, concerns_the_device, outcome_of, too_large

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flexattn.device import Device
 from flexattn.errors import CacheError
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.base.source import Source
 from flexattn.records.codec import decode
 from flexattn.runtime.fallback.environment import compiler_of, folder_name
 from flexattn.runtime.fallback.outcome import Kind, Outcome

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn.errors import BuildError, ConfigError
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from tests.random_mods import changes
 from tests.random_mods.checking import prepared

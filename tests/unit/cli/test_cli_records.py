@@ -7,7 +7,7 @@ import pytest
 
 from flexattn.cli.offline import problem_of
 from flexattn.device import named
-from flexattn.kernels.options import NONE
+from flexattn.kernels.choose.options import NONE
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment

@@ -11,11 +11,11 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.kernels.options import NONE, Options
-from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig, language_of
-from flexattn.kernels.space.defaults import default
-from flexattn.kernels.space.rules import reasons
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig, language_of
+from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.triton.defaults import default
 from flexattn.measure.gate import judge
 from flexattn.problem import Shape, fingerprint
 from flexattn.problem.descales import Descales

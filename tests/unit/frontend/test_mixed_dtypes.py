@@ -9,11 +9,11 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import CacheError, InputError, UnsupportedError
-from flexattn.kernels.options import NONE, Options
-from flexattn.kernels.space.config import GluonPrefillConfig, language_of
-from flexattn.kernels.space.defaults import default, gluon_refused
-from flexattn.kernels.space.rules import reasons
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import GluonPrefillConfig, language_of
+from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.triton.defaults import default, gluon_refused
 from flexattn.measure.inputs import make_inputs
 from flexattn.problem import FP8, NARROWER, fingerprint
 from flexattn.records import untuned

@@ -10,11 +10,11 @@ from flexattn.catalogue import causal
 from flexattn.cli.offline import short
 from flexattn.device import detect, is_rdna, named
 from flexattn.device import device as devices
-from flexattn.kernels.render.hinted import HintedSource
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space.amd_config import AmdDecodeConfig, AmdPrefillConfig
-from flexattn.kernels.space.config import Config, DecodeConfig, PrefillConfig, describe
-from flexattn.kernels.space.triton import default, reasons, space
+from flexattn.kernels.base.config import Config, DecodeConfig, PrefillConfig, describe
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import default, reasons, space
+from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig
+from flexattn.kernels.triton.hinted import HintedSource
 from flexattn.records.codec import decode, encode
 from tests.problems import problem
 

@@ -11,10 +11,10 @@ from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.errors import ArgumentError
-from flexattn.kernels.options import NONE, Options
-from flexattn.kernels.render.arguments import Argument
-from flexattn.kernels.render.binding import bind
-from flexattn.kernels.space.gluon_config import GluonPrefillConfig
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.binding import bind
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.mods import bind as bind_mod
 from flexattn.runtime import launch
 from flexattn.runtime.dispatch import choices

@@ -9,12 +9,12 @@ import torch
 
 from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.render.gluon.printer import print_score
-from flexattn.kernels.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.render.source import traits_of
-from flexattn.kernels.space import gluon
-from flexattn.kernels.space.defaults import default
+from flexattn.kernels.base.source import traits_of
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper.printer import print_score
+from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
+from flexattn.kernels.triton.defaults import default
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

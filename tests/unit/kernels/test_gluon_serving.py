@@ -12,12 +12,13 @@ from flexattn.catalogue import alibi, causal
 from flexattn.cli.offline import kernel_options, short
 from flexattn.device import named
 from flexattn.errors import CacheError, ConfigError
-from flexattn.kernels.options import NONE, Options, for_torch, parse
-from flexattn.kernels.space import defaults, gluon
-from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig, describe, language_of
-from flexattn.kernels.space.defaults import default
-from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
-from flexattn.kernels.space.triton import space
+from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig, describe, language_of
+from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
+from flexattn.kernels.triton import defaults
+from flexattn.kernels.triton.defaults import default
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of, sizes_of

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
-from flexattn.kernels.render.gluon.arguments import arguments
-from flexattn.kernels.render.gluon.tiles import shared_memory
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space import gluon
-from flexattn.kernels.space.config import GluonPrefillConfig, language_of
-from flexattn.kernels.space.defaults import default, gluon_refused, preferences
-from flexattn.kernels.space.estimates import estimates
-from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
-from flexattn.kernels.space.rules import GLUON, reasons, unpromising, violated
-from flexattn.kernels.space.stated import gluon as stated
-from flexattn.kernels.space.terms import numbers, skips_far
-from flexattn.kernels.space.tiles import geometry, suited
-from flexattn.kernels.space.triton import space, survey
+from flexattn.kernels.base.config import GluonPrefillConfig, language_of
+from flexattn.kernels.base.estimates import estimates
+from flexattn.kernels.base.features import numbers, skips_far
+from flexattn.kernels.base.rules import GLUON, reasons, unpromising, violated
+from flexattn.kernels.base.tiles import geometry, suited
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.space import space, survey
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper.arguments import arguments
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
+from flexattn.kernels.hopper.tiles import shared_memory
+from flexattn.kernels.stated import gluon as stated
+from flexattn.kernels.triton.defaults import default, gluon_refused, preferences
 from flexattn.problem import Layout
 from tests.problems import problem
 

@@ -8,8 +8,7 @@ import pytest
 from triton import knobs
 
 from flexattn.errors import RenderError
-from flexattn.kernels.ptx.hook import compiled_by
-from flexattn.kernels.ptx.merge_consumers import (
+from flexattn.kernels.hopper.merge_consumers import (
     ALONE,
     FORM,
     NAME,
@@ -17,6 +16,7 @@ from flexattn.kernels.ptx.merge_consumers import (
     block_warps,
     merged,
 )
+from flexattn.kernels.ptx.hook import compiled_by
 from flexattn.kernels.ptx.stages import Stages
 
 WAIT = "\tmbarrier.try_wait.parity.shared.b64 complete, [%r20], %r21;\n"

@@ -7,7 +7,7 @@ import torch
 
 from flexattn.catalogue import CASES, alibi, document, natten_2d, relative_bias, softcap
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.render.triton_printer import Traits, print_mod
+from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
 
 HARDWARE = Traits()

@@ -18,10 +18,10 @@ from flexattn.catalogue import (
 )
 from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.render.reach import render_norms, render_reach
-from flexattn.kernels.space.config import GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.space.terms import reaches, skips_far
+from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
+from flexattn.kernels.base.features import reaches, skips_far
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.decay_skip.source import render_norms, render_reach
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
 from flexattn.runtime.reach import pays

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import INTERPRETER, KNOWN, named
-from flexattn.kernels.space.axes import grid, orders, split_counts
-from flexattn.kernels.space.config import ORDERS, DecodeConfig, PrefillConfig, language_of
-from flexattn.kernels.space.defaults import default
-from flexattn.kernels.space.estimates import estimates
-from flexattn.kernels.space.rules import GLUON, TRITON, reasons, unpromising, violated
-from flexattn.kernels.space.stated import inequalities
-from flexattn.kernels.space.stated.formulas import REGISTERS, SHARED_MEMORY
-from flexattn.kernels.space.stated.symbols import ESTIMATED, SYMBOLS
-from flexattn.kernels.space.terms import loads_early, numbers
-from flexattn.kernels.space.tiles import geometry, power_above
-from flexattn.kernels.space.triton import LEFT_OUT, QUICK, space, survey
+from flexattn.kernels.base.config import ORDERS, DecodeConfig, PrefillConfig, language_of
+from flexattn.kernels.base.estimates import estimates
+from flexattn.kernels.base.features import loads_early, numbers
+from flexattn.kernels.base.rules import GLUON, TRITON, reasons, unpromising, violated
+from flexattn.kernels.base.tiles import geometry, power_above
+from flexattn.kernels.choose.space import LEFT_OUT, QUICK, space, survey
+from flexattn.kernels.stated import inequalities
+from flexattn.kernels.stated.formulas import REGISTERS, SHARED_MEMORY
+from flexattn.kernels.stated.symbols import ESTIMATED, SYMBOLS
+from flexattn.kernels.triton.axes import grid, orders, split_counts
+from flexattn.kernels.triton.defaults import default
 from flexattn.problem import Layout
 from tests.problems import problem
 
@@ -143,8 +143,8 @@ import sys
 import torch
 torchs = "sympy" in sys.modules  # a torch that imports it by itself costs us nothing more
 import flexattn
-from flexattn.kernels.space.defaults import default
-from flexattn.kernels.space.rules import reasons
+from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.base.rules import reasons
 from flexattn.device import named
 from tests.problems import problem
 wanted, h200 = problem(), named("nvidia-h200")

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from flexattn.kernels.render.serving_reads import AHEAD, fetched_ahead
+from flexattn.kernels.paged_decode.reads import AHEAD, fetched_ahead
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from flexattn.catalogue import CASES, causal, head_windows, padding, sliding_window
-from flexattn.kernels.render.span import bounds_of, free_bounds_of
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.span import bounds_of, free_bounds_of
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import Expr
 from flexattn.serving.request import KV_DTYPES

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from flexattn.catalogue import causal, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
-from flexattn.kernels.options import Options
-from flexattn.kernels.space.config import DecodeConfig, PrefillConfig, padded, pieces
-from flexattn.kernels.space.tiles import geometry
-from flexattn.kernels.space.triton import default, reasons, space, suited
+from flexattn.kernels.base.config import DecodeConfig, PrefillConfig, padded, pieces
+from flexattn.kernels.base.tiles import geometry
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.space import default, reasons, space, suited
 from flexattn.problem import Layout
 from flexattn.runtime.dispatch import choices
 from tests.problems import problem

@@ -6,10 +6,10 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import block_table, causal, document, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.render.arguments import arguments
-from flexattn.kernels.render.kernel import render
-from flexattn.kernels.space import gluon
-from flexattn.kernels.space.defaults import default
+from flexattn.kernels.base.arguments import arguments
+from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.triton.defaults import default
 from flexattn.mods import bind
 from flexattn.mods.dependence import same_in_tiles
 from tests.problems import problem

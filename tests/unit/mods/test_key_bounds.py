@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
-from flexattn.kernels.render.torch_printer import evaluate
-from flexattn.kernels.render.triton_printer import INDEX_RANGES
+from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.kernels.printers.triton_printer import INDEX_RANGES
 from flexattn.mods import Mod, bind
 from flexattn.mods.expr import const, fingerprint, pretty
 from flexattn.mods.key_bounds import key_bounds, numbers_of

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexattn.catalogue import CASES
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.algebra import TableUse, bounds_of, evaluation, lower, tables_of, verdicts
 from flexattn.mods.bind import Bound

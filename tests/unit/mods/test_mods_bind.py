@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats
 

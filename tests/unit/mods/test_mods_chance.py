@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 
 

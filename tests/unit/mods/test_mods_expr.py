@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.bounds import bounds
 from flexattn.mods.expr import VARS, Expr, Mod, const, fingerprint, walk

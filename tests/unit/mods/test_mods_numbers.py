@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexattn.catalogue import checkerboard, dilated_window, natten_2d, sliding_tile_3d
-from flexattn.kernels.render.arguments import captured_arguments, captured_values
-from flexattn.kernels.render.torch_printer import evaluate
-from flexattn.kernels.render.triton_printer import INDEX_RANGES, Traits, print_mod
+from flexattn.kernels.base.arguments import captured_arguments, captured_values
+from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.kernels.printers.triton_printer import INDEX_RANGES, Traits, print_mod
 from flexattn.mods import bind, site
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.bounds import bounds

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-from flexattn.kernels.render.torch_printer import evaluate, to_torch
+from flexattn.kernels.printers.torch_printer import evaluate, to_torch
 from flexattn.mods import bind
 
 B, H, Q, KV = 2, 3, 7, 9

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind, registered
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.digest import digest

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexattn.catalogue import CASES, alibi, causal_score, relative_bias, scaled, softcap
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.dependence import Reads, along_diagonals, slope_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod, const, fingerprint

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from flexattn.kernels.render.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind, watch
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.identity import identify

@@ -11,7 +11,7 @@ import torch
 from flexattn.catalogue import alibi
 from flexattn.cli import neuron as verbs
 from flexattn.errors import MeasureError
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron import measure
 from flexattn.neuron.instance import Instance, instance
 from flexattn.neuron.measure import NeuronMeasurer, measured

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.nki import TARGETS, check, problem_of

@@ -4,8 +4,8 @@ import pytest
 
 from flexattn.catalogue import CASES
 from flexattn.errors import KernelError
-from flexattn.kernels.render.nki.source import render_nki, render_nki_combine
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.source import render_nki, render_nki_combine
 from flexattn.neuron.lint import findings, lint
 from flexattn.problem import Shape
 from tests.nki import kernel_of, problem_of

@@ -8,7 +8,7 @@ from flexattn.catalogue import causal
 from flexattn.device import NEURON
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.measure.task import Task
 from flexattn.neuron import tune
 from flexattn.neuron.model import estimate

@@ -5,8 +5,8 @@ import torch
 
 from flexattn.catalogue import case, causal, sliding_window
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.render.nki.source import print_mods, render_nki
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.source import print_mods, render_nki
 from flexattn.mods import bind, site
 from flexattn.mods.numbers import divisors
 from flexattn.neuron.run import prepare

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import case
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron import rungs as module
 from flexattn.neuron.run import prepare
 from flexattn.neuron.rungs import real_package, rungs

@@ -9,9 +9,9 @@ import torch
 from flexattn.catalogue import causal, head_bias, sliding_window
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, KernelError, UnsupportedError
-from flexattn.kernels.render.nki.source import render_nki
-from flexattn.kernels.space.nki import violated
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
+from flexattn.kernels.nki.source import render_nki
+from flexattn.kernels.nki.space import violated
 from flexattn.neuron.feasible import default, needs, reasons, survey
 from flexattn.neuron.lint import lint
 from flexattn.neuron.nki.interpret import interpret

@@ -7,7 +7,7 @@ import torch
 
 from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, KernelError
-from flexattn.kernels.space.nki_config import NkiDecodeConfig, NkiPrefillConfig, memory_of
+from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.measure.task import Task
 from flexattn.neuron.feasible import reasons, survey
 from flexattn.neuron.model import estimate

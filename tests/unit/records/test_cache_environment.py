@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flexattn.device import cuda_driver, named
-from flexattn.kernels.render.environment import templates_folder
+from flexattn.kernels.base.environment import templates_folder
 from flexattn.records import closure, renderers
 from flexattn.records import environment as module
 from flexattn.records.environment import environment, serving_policy, source_hash
@@ -164,19 +164,19 @@ def changed_by(monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("kernels/render/serving_layouts.py", {"serving"}),
-        ("kernels/render/serving_reads.py", {"serving"}),
-        ("kernels/render/serving_join.py", set()),
-        ("kernels/render/interpreted_gluon.py", set()),
-        ("kernels/render/block_mask.py", set()),
-        ("kernels/render/torch_printer.py", set()),
-        ("kernels/render/score_printer.py", EVERY),
-        ("kernels/render/reach.py", {"prefill", "hopper"}),
-        ("kernels/render/gluon/tiles.py", {"hopper"}),
-        ("kernels/ptx/merge_consumers.py", {"hopper"}),
-        ("kernels/render/hinted.py", {"amd"}),
-        ("kernels/space/amd_config.py", {"amd"}),
-        ("kernels/space/serving_config.py", {"serving"}),
+        ("kernels/paged_decode/layouts.py", {"serving"}),
+        ("kernels/paged_decode/reads.py", {"serving"}),
+        ("kernels/paged_decode/join.py", set()),
+        ("kernels/printers/interpreted_gluon.py", set()),
+        ("kernels/block_mask/source.py", set()),
+        ("kernels/printers/torch_printer.py", set()),
+        ("kernels/printers/score_printer.py", EVERY),
+        ("kernels/decay_skip/source.py", {"prefill", "hopper"}),
+        ("kernels/hopper/tiles.py", {"hopper"}),
+        ("kernels/hopper/merge_consumers.py", {"hopper"}),
+        ("kernels/triton/hinted.py", {"amd"}),
+        ("kernels/triton/amd.py", {"amd"}),
+        ("kernels/paged_decode/config.py", {"serving"}),
         ("runtime/launch.py", set()),
     ],
 )
@@ -188,15 +188,15 @@ def test_a_change_makes_hints_of_the_records_that_it_concerns_alone(name, kinds,
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("kernels/space/terms.py", EVERY),
-        ("kernels/space/tiles.py", EVERY),
-        ("kernels/space/config.py", EVERY),
+        ("kernels/base/features.py", EVERY),
+        ("kernels/base/tiles.py", EVERY),
+        ("kernels/base/config.py", EVERY),
         ("mods/key_bounds.py", EVERY),
         ("mods/simplify.py", EVERY),
         ("problem/problem.py", EVERY),
-        ("kernels/space/serving.py", {"serving"}),
+        ("kernels/paged_decode/space.py", {"serving"}),
         ("gluon_api.py", {"hopper", "serving"}),
-        ("kernels/render/narrow_values.py", {"hopper"}),
+        ("kernels/hopper/narrow_values.py", {"hopper"}),
     ],
 )
 def test_what_a_renderer_imports_counts(name, kinds, monkeypatch):
@@ -228,7 +228,8 @@ def test_what_is_left_out_is_reached(name):
 
 # Templates that no record's kernels are rendered of.
 OF_NO_RECORD = {
-    "triton/block_mask.py.jinja", "triton/merge_states.py.jinja", "triton/serving_join.py.jinja",
+    "block_mask/block_mask.py.jinja", "paged_decode/merge_states.py.jinja",
+    "paged_decode/join.py.jinja",
     # Its environments are those of neuron/tune.py, which names its templates.
     "nki/prefill.py.jinja", "nki/decode.py.jinja", "nki/combine.py.jinja",
     "report/page.html.jinja", "report/script.js.jinja",

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexattn.device import named
-from flexattn.kernels.space.config import DecodeConfig, PrefillConfig
-from flexattn.kernels.space.nki_config import NkiPrefillConfig
-from flexattn.kernels.space.tiles import geometry
+from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.base.tiles import geometry
+from flexattn.kernels.nki.config import NkiPrefillConfig
 from flexattn.records import layers as module
 from flexattn.records.environment import environment
 from flexattn.records.key import Sizes, key_of, sizes_of

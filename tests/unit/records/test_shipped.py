@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flexattn.device import KNOWN, named
-from flexattn.kernels.space.serving import reasons as plan_reasons
-from flexattn.kernels.space.triton import reasons
+from flexattn.kernels.choose.space import reasons
+from flexattn.kernels.paged_decode.space import reasons as plan_reasons
 from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record

@@ -10,8 +10,8 @@ import pytest
 
 from flexattn.device import named
 from flexattn.errors import BuildError
-from flexattn.kernels.render.arguments import Argument
-from flexattn.kernels.render.source import Source
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source
 from flexattn.runtime import build
 from flexattn.runtime.binary import Binary, TensorMap, binary_of
 from flexattn.runtime.binary_store import Binaries

@@ -10,8 +10,8 @@ import torch
 
 from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
-from flexattn.kernels.render.arguments import Argument
-from flexattn.kernels.render.binding import bind
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.binding import bind
 from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
 from flexattn.runtime.launch import Box, _box

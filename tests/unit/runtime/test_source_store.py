@@ -8,7 +8,7 @@ import pytest
 from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
 from flexattn.errors import BuildError
-from flexattn.kernels.options import NONE
+from flexattn.kernels.choose.options import NONE
 from flexattn.records import closure
 from flexattn.records.renderers import source_hash
 from flexattn.runtime import build, dispatch
@@ -112,7 +112,7 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
     assert found(tmp_path, wanted, choice.config) is not None
     # Which arguments a kernel has is decided in kernels/space/ too.
     read = Path.read_text
-    for name in ("kernels/space/terms.py", "mods/rules.py", "kernels/render/arguments.py"):
+    for name in ("kernels/base/features.py", "mods/rules.py", "kernels/base/arguments.py"):
         with monkeypatch.context() as here:
             here.setattr(
                 Path, "read_text",

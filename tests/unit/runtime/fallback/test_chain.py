@@ -6,8 +6,8 @@ import pytest
 
 from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
-from flexattn.kernels.options import NONE, Options, parse
-from flexattn.kernels.space.config import language_of
+from flexattn.kernels.base.config import language_of
+from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.runtime.dispatch import _stored, candidates_of
 from flexattn.runtime.fallback import chain
 from flexattn.runtime.fallback.chain import MAX_SPILLED

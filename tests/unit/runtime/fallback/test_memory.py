@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flexattn.device import INTERPRETER, named
-from flexattn.kernels.options import NONE
-from flexattn.kernels.space.config import language_of
+from flexattn.kernels.base.config import language_of
+from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback import environment
 from flexattn.runtime.fallback import memory as memory_module
@@ -106,7 +106,7 @@ def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch,
 
 CHILD = """
 from flexattn.runtime.fallback import chain
-from flexattn.kernels.space.config import language_of
+from flexattn.kernels.base.config import language_of
 from tests import failing_builds as here
 
 chain.loop_spills = lambda code: (code[0], 0, code[1])

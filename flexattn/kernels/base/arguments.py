@@ -1,0 +1,193 @@
+"""The kernels' arguments: one list that templates print, the build types and a launch fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+from flexattn.kernels.base.config import Config, PrefillConfig, pieces
+from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.printers.divisions import invariant_names
+from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
+from flexattn.mods import Bound
+from flexattn.mods.numbers import divisors, invariant
+from flexattn.problem import ITEMSIZE, Captures, Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One kernel argument: its name, its type as Triton's signature spells it, what divides it."""
+
+    name: str
+    type: str
+    divisible_by: int = 1
+
+
+def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
+    """Arguments of the prefill or decode kernel, in order."""
+    prefill = isinstance(config, PrefillConfig)
+    found = [*_tensors(structure, config), *_outputs(structure)]
+    if not prefill:
+        found.append(Argument("WORKSPACE", "*fp32", 16))
+    found += _strides(structure)
+    found += [Argument(name, "i32") for name in ("Hq", "group", "q_len", "kv_len", "num_tiles")]
+    if not prefill:
+        found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
+    found.append(Argument("sm_scale", "fp32"))
+    found += _sinks(structure)
+    found += _descales(structure)
+    if skips_far(structure, config):
+        found.append(Argument("REACH", "*fp32", 4))
+    found += _sparse(structure, config)
+    for captures in (structure.score, structure.mask):
+        found += captured_arguments(captures)
+    return tuple(found)
+
+
+def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Arguments of the kernel that merges the partial results of decode's splits."""
+    return (
+        Argument("WORKSPACE", "*fp32", 16),
+        *_outputs(structure),
+        *_sinks(structure),
+        *_output_strides(structure),
+        Argument("Hq", "i32"),
+        Argument("q_len", "i32"),
+        Argument("num_splits", "i32"),
+        Argument("num_rows", "i64"),
+    )
+
+
+def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
+    """What a launch passes for `captured_arguments`, by name."""
+    if captures is None or bound is None:
+        return {}
+    values: dict[str, Any] = {}
+    kind = captures.mod.kind
+    for slot, (tensor, inner) in enumerate(zip(bound.tensors, captures.contiguous, strict=True)):
+        shape, steps = tensor.shape, tensor.stride()
+        base, sizes, strides = _captured_names(kind, slot, len(shape), inner)
+        values[base] = tensor
+        values.update(zip(sizes, shape, strict=True))
+        values.update(zip(strides, steps[:-1] if inner else steps, strict=True))
+    for slot, number in enumerate(bound.scalars):
+        values[scalar_name(kind, slot)] = number
+    for slot in divisors(captures.mod.expr) if bound.scalars else ():
+        factor, shift = invariant_names(kind, slot)
+        multiplier, places = invariant(int(bound.scalars[slot]))
+        # Its bits as a signed number: it is at least 2**31.
+        values[factor], values[shift] = multiplier - 2**32, places
+    return values
+
+
+def _tensors(structure: Structure, config: Config) -> list[Argument]:
+    if not (isinstance(config, PrefillConfig) and config.use_tma):
+        return [pointer(tensor, structure) for tensor in "qkv"]
+    boxes = (
+        ("Q", config.BLOCK_M, structure.head_dim_qk),
+        ("K", config.BLOCK_N, structure.head_dim_qk),
+        ("V", config.BLOCK_N, structure.head_dim_v),
+    )
+    return [
+        Argument(
+            name,
+            f"tensordesc<{signature_type(structure.dtype_of(name.lower()))}"
+            f"[1, 1, {rows}, {pieces(head_dim)[0][1]}]>",
+        )
+        for name, rows, head_dim in boxes
+    ]
+
+
+def pointer(tensor: str, structure: Structure) -> Argument:
+    """The address of "q", "k" or "v"."""
+    dtype = structure.dtype_of(tensor)
+    aligned = 16 if structure.layout.aligned else ITEMSIZE[dtype]
+    return Argument(tensor.upper(), f"*{signature_type(dtype)}", aligned)
+
+
+def _outputs(structure: Structure) -> list[Argument]:
+    found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
+    if structure.lse:
+        found.append(Argument("LSE", "*fp32", 16))
+    if structure.max_scores:
+        found.append(Argument("MAX", "*fp32", 16))
+    return found
+
+
+def _strides(structure: Structure) -> list[Argument]:
+    found = [each for tensor in "qkv" for each in strides_of(tensor, structure)]
+    return found + _output_strides(structure)
+
+
+def strides_of(tensor: str, structure: Structure) -> list[Argument]:
+    """Those of "q", "k" or "v": the head dimension's where it is not 1."""
+    layout = structure.layout
+    divisor = 16 // ITEMSIZE[structure.dtype_of(tensor)] if layout.aligned else 1
+    inner = {"q": layout.q_contiguous, "k": layout.k_contiguous, "v": layout.v_contiguous}
+    axes = "bhmd" if tensor == "q" else "bhnd"
+    axes = axes[:3] if inner[tensor] else axes
+    return [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
+
+
+def _output_strides(structure: Structure) -> list[Argument]:
+    """Those of a dense output, all multiples of its rows: a thread stores 16 bytes at once."""
+    divisor = gcd(16, structure.head_dim_v)
+    return [Argument(f"stride_o{axis}", "i64", divisor) for axis in "bhm"]
+
+
+def _sinks(structure: Structure) -> list[Argument]:
+    return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
+
+
+def _descales(structure: Structure) -> list[Argument]:
+    """What the heads of q, k and v are multiplied by, each tensor with its strides."""
+    if not structure.fp8:
+        return []
+    found = [Argument(f"{tensor}_DESCALE", "*fp32") for tensor in "QKV"]
+    return found + [Argument(f"{x}_descale_{axis}", "i64") for x in "qkv" for axis in "bh"]
+
+
+def _sparse(structure: Structure, config: Config) -> list[Argument]:
+    if structure.sparsity is None:
+        return []
+    strides = [Argument("stride_mask_b", "i64"), Argument("stride_mask_h", "i64")]
+    if walks_runs(structure, config):
+        return [Argument("RUNS", "*i32", 4), *strides]
+    lists = ["KV", "FULL"] if structure.sparsity.has_full else ["KV"]
+    found = [Argument(f"{name}_{what}", "*i32", 4) for name in lists for what in ("NUM", "IDX")]
+    return [*found, *strides, *(Argument(f"{name}_WIDTH", "i64") for name in lists)]
+
+
+def captured_arguments(captures: Captures | None) -> list[Argument]:
+    """What a kernel takes for a mod: its captured tensors, its numbers, what divides by them."""
+    if captures is None:
+        return []
+    mod = captures.mod
+    found = []
+    for slot, buffer in enumerate(mod.buffers):
+        inner = captures.contiguous[slot]
+        base, sizes, strides = _captured_names(mod.kind, slot, buffer.rank, inner)
+        found.append(Argument(base, f"*{signature_type(buffer.dtype)}"))
+        found += [Argument(size, "i32") for size in sizes]
+        found += [Argument(stride, "i64") for stride in strides]
+    found += [
+        Argument(scalar_name(mod.kind, slot), signature_type(dtype))
+        for slot, dtype in enumerate(mod.scalars)
+    ]
+    for slot in divisors(mod.expr):
+        multiplier, shift = invariant_names(mod.kind, slot)
+        found += [Argument(multiplier, "i32"), Argument(shift, "i32")]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _captured_names(
+    kind: str, slot: int, rank: int, inner: bool
+) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Pointer, sizes and strides of a captured tensor; inner: its last stride is 1, not told."""
+    base, sizes, strides = buffer_names(kind, slot, rank)
+    return base, sizes, strides[:-1] if inner else strides

@@ -1,0 +1,1 @@
+"""The kernel that finds which blocks a mask keeps."""

@@ -1,0 +1,1 @@
+"""The registry of families, and which of their configs serve a problem."""

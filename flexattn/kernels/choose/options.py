@@ -1,0 +1,273 @@
+"""kernel_options: torch's FlexKernelOptions as frozen choices; unknown keys are an error."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, get_args
+
+from flexattn.errors import ConfigError, InputError
+from flexattn.kernels.base.config import Config, DecodeConfig, GluonPrefillConfig, Language
+from flexattn.kernels.choose.option_names import LEGACY, OURS_ALONE, acts, bare
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS
+from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
+from flexattn.mods.rules import RULES
+from flexattn.problem import Tanh
+from flexattn.settings import log, say_once
+
+# GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
+BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
+FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
+# As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
+_QUOTE = "'"
+_TF32 = {"ieee": False, "tf32x3": False, "tf32": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller decided: a template, and numbers that override the config's.
+
+    kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
+    exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
+    whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
+    Structure has them.
+    """
+
+    kind: str | None = None
+    language: Language | None = None
+    BLOCK_M: int | None = None
+    BLOCK_N: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    num_splits: int | None = None
+    use_tma: bool | None = None
+    merge_consumers: bool | None = None
+    ptxas: Ptxas | None = None
+    exact: Config | None = None
+    rules_off: tuple[str, ...] = ()
+    tanh: Tanh = "auto"
+    tf32: bool | None = None
+
+    @property
+    def overrides(self) -> bool:
+        """Whether any number of a config is forced."""
+        return self.exact is not None or any(getattr(self, name) is not None for name in _NUMBERS)
+
+    def apply(self, config: Config) -> Config:
+        """The config with the caller's numbers in it."""
+        if self.exact is not None:
+            return self.exact
+        forced: dict[str, Any] = {
+            name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
+        }
+        if isinstance(config, GluonPrefillConfig):
+            return self.compiled(_gluon(config, forced))
+        forced.pop("use_tma" if isinstance(config, DecodeConfig) else "num_splits", None)
+        return replace(config, **forced)
+
+    def compiled(self, config: Config) -> Config:
+        """The config compiled as the caller says; only Hopper's has a choice."""
+        if not isinstance(config, GluonPrefillConfig):
+            return config
+        merge = config.merge_consumers if self.merge_consumers is None else self.merge_consumers
+        ptxas = config.ptxas if self.ptxas is None else self.ptxas
+        return replace(config, merge_consumers=merge, ptxas=ptxas)
+
+
+def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillConfig:
+    """Rows are a number of consumers; its warps and its loads are no choice."""
+    for name in ("num_splits", "use_tma", "num_warps"):
+        forced.pop(name, None)
+    count = forced.pop("BLOCK_M", config.all_rows) // CONSUMER_ROWS
+    if count != config.consumers:
+        forced["consumers"] = count
+        forced["registers"] = CONSUMER_REGISTERS.get(count, config.registers)
+        forced["ping_pong"] = config.ping_pong and count > 1
+        forced["packed"] = False
+    return replace(config, **forced)
+
+
+_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
+NONE = Options()
+
+
+def parse(kernel_options: Mapping[str, Any] | None) -> Options:
+    """Read kernel_options, with torch's prefixes.
+
+    fwd_ wins over a bare key; what only torch's kernels or a backward read has no effect. Raises
+    ConfigError for keys and backends that do not exist, InputError for values of the wrong type.
+    """
+    check_mapping(kernel_options)
+    if not kernel_options:
+        return NONE
+    chosen: dict[str, Any] = {}
+    names = {key: bare(key) for key in kernel_options}
+    for key in sorted(names, key=lambda key: key.startswith("fwd_")):
+        if acts(key):
+            chosen[names[key]] = kernel_options[key]
+        else:
+            log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
+    language = _language(chosen)
+    return Options(
+        kind=_kind(chosen),
+        language=language,
+        BLOCK_M=_rows(chosen, language),
+        BLOCK_N=_power(chosen, "BLOCK_N"),
+        num_warps=_integer(chosen, "num_warps"),
+        num_stages=_integer(chosen, "num_stages"),
+        num_splits=_integer(chosen, "SPLIT_KV"),
+        use_tma=_boolean(chosen, "USE_TMA"),
+        merge_consumers=_boolean(chosen, "MERGE_CONSUMERS"),
+        ptxas=_ptxas(chosen.get("PTXAS")),
+        rules_off=_rules(chosen.get("RULES_OFF", "")),
+        tanh=_tanh(chosen.get("TANH", "auto")),
+        tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
+    )
+
+
+def _rows(chosen: Mapping[str, Any], language: Language | None) -> int | None:
+    """Rows of a tile; those of the Gluon template are a number of consumers."""
+    if language != "gluon":
+        return _power(chosen, "BLOCK_M")
+    rows = _integer(chosen, "BLOCK_M")
+    if rows is not None and (rows < CONSUMER_ROWS or rows % CONSUMER_ROWS):
+        raise ConfigError(
+            f"kernel_options['BLOCK_M']={rows} with the Gluon template",
+            f"each of its consumers has {CONSUMER_ROWS} rows",
+            f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
+        )
+    return rows
+
+
+def _power(chosen: Mapping[str, Any], name: str) -> int | None:
+    size = _integer(chosen, name)
+    if size is not None and (size < 16 or size & (size - 1)):
+        raise ConfigError(
+            f"kernel_options[{name!r}]={size}", f"{name} is a power of two of at least 16"
+        )
+    return size
+
+
+def check_mapping(kernel_options: object) -> None:
+    """That kernel_options are a mapping, or None; raises InputError."""
+    if kernel_options is not None and not isinstance(kernel_options, Mapping):
+        raise InputError(
+            f"kernel_options is a {type(kernel_options).__name__}",
+            "it is a mapping of names to values",
+            'pass a dict such as {"BLOCK_M": 64}',
+        )
+
+
+def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
+    """Whether they name FlashAttention, which no kernel here is."""
+    given = (kernel_options or {}).items()
+    return any(bare(key) == "BACKEND" and value == "FLASH" for key, value in given)
+
+
+def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The options without the keys that torch does not have, and with values as torch has them."""
+    if kernel_options is None:
+        return None
+    found = {
+        key: _exact(value)
+        for key, value in kernel_options.items()
+        if bare(key) not in OURS_ALONE and value != "GLUON"
+    }
+    for key, value in found.items():
+        if bare(key) == "FLOAT32_PRECISION" and isinstance(value, str):
+            found[key] = f"{value.strip(_QUOTE)!r}"  # torch writes it into a kernel as it stands
+    return found
+
+
+def _exact(value: object) -> object:
+    """An integer of a class of its own as an int: a kernel's text has what a number prints."""
+    if type(value) is bool or not isinstance(value, Integral):
+        return value
+    return operator.index(value)
+
+
+def _kind(chosen: Mapping[str, Any]) -> str | None:
+    backend = chosen.get("BACKEND", "AUTO")
+    legacy = chosen.get(LEGACY, False)
+    if legacy and backend != "AUTO":
+        raise ConfigError(
+            f"kernel_options has BACKEND={backend!r} and {LEGACY}",
+            "they say the same thing and may differ",
+            'keep BACKEND: "TRITON" forces the Triton prefill kernel',
+        )
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {BACKENDS}")
+    if backend == "FLASH":
+        say_once(FLASH, logging.INFO)
+    if legacy or backend in ("TRITON", "GLUON"):
+        return "prefill"
+    return "decode" if backend == "TRITON_DECODE" else None
+
+
+def _rules(value: object) -> tuple[str, ...]:
+    """Names of rewrites, separated by commas, or "all"."""
+    names = {name.strip() for name in value.split(",")} if isinstance(value, str) else {"?"}
+    if names == {"all"}:
+        return tuple(sorted(RULES))
+    found = names - {""}
+    if not found <= RULES.keys():
+        raise ConfigError(
+            f"kernel_options['RULES_OFF']={value!r}",
+            f"the rules are {', '.join(RULES)}, separated by commas, or all",
+        )
+    return tuple(sorted(found))
+
+
+def _tanh(value: object) -> Tanh:
+    for known in get_args(Tanh):
+        if value == known:
+            found: Tanh = known
+            return found
+    raise ConfigError(f"kernel_options['TANH']={value!r}", f"it is one of {get_args(Tanh)}")
+
+
+def _ptxas(value: object) -> Ptxas | None:
+    if value is None:
+        return None
+    for known in PTXAS:
+        if value == known:
+            return known
+    raise ConfigError(f"kernel_options['PTXAS']={value!r}", f"it is one of {PTXAS}")
+
+
+def _language(chosen: Mapping[str, Any]) -> Language | None:
+    backend = chosen.get("BACKEND", "AUTO")
+    if backend == "GLUON":
+        return "gluon"
+    return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
+
+
+def _tf32(value: object) -> bool | None:
+    if value is None:
+        return None
+    precision = value.strip(_QUOTE) if isinstance(value, str) else value
+    for known, tf32 in _TF32.items():
+        if precision == known:
+            return tf32
+    raise ConfigError(
+        f"kernel_options['FLOAT32_PRECISION']={value!r}", f"it is one of {tuple(_TF32)}"
+    )
+
+
+def _integer(chosen: Mapping[str, Any], name: str) -> int | None:
+    value = _exact(chosen.get(name))
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise InputError(f"kernel_options[{name!r}]={value!r}", "it is a positive integer")
+    return value
+
+
+def _boolean(chosen: Mapping[str, Any], name: str) -> bool | None:
+    value = chosen.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"kernel_options[{name!r}]={value!r}", "it is True or False")
+    return value

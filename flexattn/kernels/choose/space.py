@@ -1,0 +1,140 @@
+"""A GPU's space: the configs of its templates worth trying, and why not the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from math import log2
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import (
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    Language,
+    language_of,
+)
+from flexattn.kernels.base.rules import Rule, reasons, unpromising, violated
+from flexattn.kernels.base.tiles import geometry, suited
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.triton.axes import Effort, grid
+from flexattn.kernels.triton.defaults import candidates, default, preferences
+from flexattn.problem import Problem
+
+__all__ = [
+    "Effort",
+    "Rule",
+    "Survey",
+    "candidates",
+    "default",
+    "reasons",
+    "space",
+    "suited",
+    "survey",
+    "violated",
+]
+
+# Configs of the quick effort, and how many of them are the static default's own alternatives.
+QUICK, ALTERNATIVES = 12, 3
+LEFT_OUT = "left out by quick"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A space with what it leaves out: each config of the grid is in `configs` or counted once.
+
+    configs: the static default first. rejected: how many others broke each rule; a config that
+    breaks several counts for the first one.
+    """
+
+    configs: tuple[Config, ...]
+    rejected: tuple[tuple[str, int], ...]
+
+
+def space(problem: Problem, device: Device, effort: Effort = "full") -> tuple[Config, ...]:
+    """Every config worth trying that can run, each once, the static default first.
+
+    quick: at most 12 near the default. full: what seldom loses. exhaustive: all that can run,
+    some of which spill. Raises ConfigError when nothing can run.
+    """
+    return survey(problem, device, effort).configs
+
+
+def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
+    """The space of an effort, and the rest of its grid counted by reason."""
+    structure = problem.structure
+    first = default(problem, device)
+    starts = {_tile(first), *map(_tile, _starts(problem, device))}
+    offered, rejected = [first], Counter[str]()
+    for config in dict.fromkeys(grid(problem, device, effort)):
+        if config == first:
+            continue
+        broken = violated(config, structure, device)
+        if not broken and effort != "exhaustive" and _tile(config) not in starts:
+            broken = unpromising(config, structure, device)
+        if broken:
+            rejected[broken[0].name] += 1
+        else:
+            offered.append(config)
+    if effort == "quick":
+        near = _nearest(problem, device, offered)
+        if len(near) < len(offered):
+            rejected[LEFT_OUT] = len(offered) - len(near)
+        offered = near
+    return Survey(tuple(offered), tuple(rejected.items()))
+
+
+def _starts(problem: Problem, device: Device) -> Iterator[Config]:
+    """The first config of each language that can run."""
+    for language in _languages():
+        known = preferences(problem, device, language)
+        structure = problem.structure
+        yield from islice((c for c in known if not violated(c, structure, device)), 1)
+
+
+def _languages() -> tuple[Language, ...]:
+    return ("triton", "gluon") if gluon.offered() else ("triton",)
+
+
+def _tile(config: Config) -> Config:
+    """The config without what changes neither its tiles nor what they take."""
+    if isinstance(config, DecodeConfig):
+        return replace(config, num_splits=0, early_loads=True)
+    if isinstance(config, GluonPrefillConfig):
+        config = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)
+    return replace(config, order="last", early_loads=True)
+
+
+def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Config]:
+    """The default, what else its table prefers, then what differs from it least."""
+    first = offered[0]
+    preferred: list[Config] = []
+    for language in sorted(_languages(), key=lambda each: each != language_of(first)):
+        known = (each for each in preferences(problem, device, language) if each in offered)
+        preferred += islice(known, 1 + ALTERNATIVES)
+
+    def distance(config: Config) -> tuple[int, float]:
+        if language_of(config) != language_of(first):
+            return len(fields(first)), 0.0
+        steps = [
+            _step(problem, device, first, config, field.name)
+            for field in fields(first)
+            if getattr(first, field.name) != getattr(config, field.name)
+        ]
+        return len(steps), sum(steps)
+
+    near = (*preferred, *sorted(offered, key=distance))
+    return list(islice(dict.fromkeys(near), QUICK))
+
+
+def _step(problem: Problem, device: Device, first: Config, config: Config, name: str) -> float:
+    """How far a field moved: doublings of a number, 1 for any other change."""
+    one, other = getattr(first, name), getattr(config, name)
+    if name == "num_splits":
+        grids = (geometry(problem, each, device) for each in (first, config))
+        one, other = (each.num_splits for each in grids)
+    if isinstance(one, bool) or not isinstance(one, int) or min(one, other) < 1:
+        return 1.0
+    return abs(log2(other / one))

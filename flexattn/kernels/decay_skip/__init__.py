@@ -1,0 +1,1 @@
+"""The kernels that find which keys a falling score leaves no weight."""

@@ -1,0 +1,96 @@
+"""Source of the kernels that find how far behind a key may be to count: rule "reach"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument, captured_arguments, pointer, strides_of
+from flexattn.kernels.base.source import BASE_2, Source, make_source, mod_context, traits_of
+from flexattn.kernels.printers.score_printer import LOG2E
+from flexattn.kernels.printers.triton_printer import View, print_mod
+from flexattn.mods.rules import FLOAT
+from flexattn.mods.simplify import make
+from flexattn.problem import MAX_LENGTH, Structure
+
+__all__ = ["ALL_KEYS", "render_norms", "render_reach", "rows_of_part"]
+
+# Of a program that takes norms, and squared norms that are compared at once.
+ELEMENTS, PARTS = 8192, 256
+# A weight of 2^-VANISHES is 0 in float32, whose smallest number is 2^-149.
+VANISHES = 150
+# Twice a bound on the scores, with one percent for what is rounded.
+TWICE = 2.02
+# Up to here the numbers that are added are rounded by less than the bound has room for.
+ROUNDED = 2**24
+# Past all keys; and past all bounds that are met before these.
+ALL_KEYS, HUGE = 2 * MAX_LENGTH, 1e18
+
+
+def rows_of_part(head_dim: int) -> int:
+    """How many rows of q or k one program takes the norms of."""
+    return max(16, min(128, ELEMENTS // _width(head_dim)))
+
+
+def render_norms(structure: Structure, device: Device) -> Source:
+    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.reach.Reach."""
+    head_dim = structure.head_dim_qk
+    settings = {
+        "ROWS": rows_of_part(head_dim),
+        "HEAD_DIM": head_dim,
+        "TILE_D": _width(head_dim),
+    }
+    found = [pointer("q", structure), pointer("k", structure), Argument("NORMS", "*fp32", 16)]
+    found += [*strides_of("q", structure), *strides_of("k", structure)]
+    sizes = ("Hq", "Hkv", "q_len", "kv_len", "q_parts", "k_parts", "q_programs")
+    found += [Argument(name, "i32") for name in sizes]
+    found.append(Argument("start", "i64"))
+    header = [f"norms of {structure.dtype} D={head_dim} for {device.arch}"]
+    context: dict[str, object] = {
+        "constants": tuple(settings.items()),
+        "layout": structure.layout,
+    }
+    return make_source("decay_skip/norms.py.jinja", device, header, context, tuple(found), 4, 1)
+
+
+def render_reach(structure: Structure, device: Device) -> Source:
+    """The kernel that makes of norms and slopes how many keys may count, float32 [B, Hq]."""
+    terms, captures = structure.terms, structure.score
+    assert terms is not None and terms.rise is not None and captures is not None
+    step = make("mul", FLOAT, (terms.rise.step, LOG2E))
+    last = View("", "q_len", "kv_len", by_row=False, by_key=False)
+    printed = [
+        print_mod(
+            replace(captures.mod, expr=expr), captures.contiguous, traits_of(device, structure),
+            replace(last, prefix=name),
+        )
+        for name, expr in (("step", step), ("span", terms.rise.span))
+    ]  # fmt: skip
+    settings: dict[str, object] = {
+        "PARTS": PARTS,
+        "SCALE": dict(BASE_2)["LOG2E"] * float(terms.outer.value or 0),
+        "TWICE": TWICE,
+        "VANISHES": float(VANISHES),
+        "HUGE": HUGE,
+        "ROUNDED": float(ROUNDED),
+        "ALL_KEYS": float(ALL_KEYS),
+    }
+    found = [Argument("NORMS", "*fp32", 16)]
+    sizes = ("Hq", "group", "stride_kb", "q_len", "kv_len", "q_parts", "k_parts")
+    found += [Argument(name, "i32") for name in sizes]
+    found += [Argument(name, "i64") for name in ("start", "k_start")]
+    found.append(Argument("sm_scale", "fp32"))
+    found += captured_arguments(captures)
+    context = {
+        **mod_context([each.lines for each in printed], device),
+        "constants": tuple(settings.items()),
+        "lines": [x for each in printed for x in (*each.hoisted, *each.early, *each.body)],
+        "step": printed[0].result,
+        "span": printed[1].result,
+    }
+    header = [f"reach of a score_mod for {device.arch}"]
+    return make_source("decay_skip/reach.py.jinja", device, header, context, tuple(found), 4, 1)
+
+
+def _width(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,1 @@
+"""The warp-specialised prefill template, in Gluon, for GPUs with wgmma."""

@@ -1,0 +1,214 @@
+"""Source of the Hopper kernel: what its template is told of a structure and a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    expressions,
+    make_source,
+    mod_context,
+    traits_of,
+)
+from flexattn.kernels.decay_skip.source import ALL_KEYS
+from flexattn.kernels.hopper import merge_consumers
+from flexattn.kernels.hopper.arguments import (
+    arguments,
+    consumer_arguments,
+    producer_arguments,
+)
+from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
+from flexattn.kernels.hopper.printer import MaskPieces, gluon_text, print_mask, print_score
+from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
+from flexattn.kernels.hopper.tiles import (
+    own_output,
+    q_slots,
+    runs_of,
+    tiles_of,
+    value_bytes,
+)
+from flexattn.kernels.printers.score_printer import PrintedScore
+from flexattn.kernels.printers.triton_ops import triton_type
+from flexattn.kernels.ptx.assembler import effective
+from flexattn.kernels.ptx.stages import Stages
+from flexattn.problem import Structure
+
+__all__ = ["render"]
+
+TEMPLATE = "hopper/prefill.py.jinja"
+# A barrier for each tile of K and of V, of Q, and for each consumer's turn.
+HARDWARE_BARRIERS = 16
+# Registers that one piece of assembly multiplies.
+MOST_RESCALED = 64
+THREADS = 32 * WARPS
+# Weights of a thread's tile that it takes before the values of the tile before are summed.
+AHEAD = 32
+# Powers of two by which weights of e4m3 are larger than those of a maximum of 1: what is below
+# 2^-17 of it is lost, not 2^-10, and a watched maximum may rise 3.5 times before it is looked for.
+# Raised by 6, rows of which one key weighs as much as all others missed the gate.
+RAISED = 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    start: int
+    width: int
+
+
+def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
+    """The Hopper prefill kernel of a structure with a config; title goes into its header."""
+    tiles = tiles_of(structure, config)
+    found = arguments(structure, config)
+    traits = traits_of(device, structure)
+    # A maximum that is returned is exact.
+    watched = config.watched and not structure.max_scores
+    score = None if structure.score is None else print_score(structure, traits, watched)
+    mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
+    used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
+    mods = mod_context([each.lines for each in used], device)
+    mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    sparsity = structure.sparsity
+    runs = runs_of(structure, config)
+    slots = q_slots(structure, config, device)
+    persistent, apart = config.schedule != "grid", own_output(structure, config, device)
+    reach = skips_far(structure, config)
+    noted = config.schedule != "grid" or sparsity is not None or reach
+    fold_scale = structure.positive_scale if score is None else score.folded
+    settings: dict[str, object] = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "ROWS": CONSUMER_ROWS,
+        "WARPS": WARPS,
+        "CONSUMERS": config.consumers,
+        "STAGES": config.num_stages,
+        "HEAD_DIM_QK": tiles.qk_padded,
+        "HEAD_DIM_V": tiles.v_width,
+        "V_TYPE": gluon_text(triton_type(structure.out_dtype)),
+    }
+    if sparsity is not None:
+        settings |= {
+            "SPARSE_Q": sparsity.q_block,
+            "SPARSE_KV": sparsity.kv_block,
+            "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
+        }
+    if reach:
+        settings["ALL_KEYS"] = float(ALL_KEYS)
+    if score is not None and score.strip:
+        settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
+    if config.q_registers:
+        settings["Q_HELD"] = config.q_registers
+    if config.narrow:
+        settings["RAISED"] = RAISED
+    if tiles.out_chunks > 1:
+        settings["OUT_WIDTH"] = tiles.out_width
+    if config.order == "sections":
+        settings["SECTION"] = max(1, config.section // config.heads)
+    free_v = HARDWARE_BARRIERS - config.num_stages
+    settings |= {
+        "FREE_V": free_v,
+        "FREE_K": free_v - config.num_stages,
+        "FREE_Q": free_v - config.num_stages - slots,
+    }
+    # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
+    # registers is that of the unit at hand. In a chain the first values are waited for before the
+    # first keys are given back: with one stage they would not come.
+    chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
+    chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
+    hoisted = [line for each in used for line in each.hoisted]
+    # What a unit reads for each of its rows costs 14 % where it comes with the unit before
+    # (8 documents, 8k, H200).
+    by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
+    per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS
+    strip = int(str(settings.get("STRIP", 0)))
+    handed = max(strip, config.BLOCK_N if mask is not None and mask.ahead else 0)
+    half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
+    fused = "" if score is None else score.fused
+    # Beside 128 columns two consumers have registers left for what passes while values are summed.
+    wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
+    ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
+    context = {
+        **mods,
+        "hoisted": hoisted,
+        # Nor what of an fp8 unit depends on its heads' factors.
+        "hoists_early": chained and bool(used) and not by_row and not structure.fp8,
+        "score": score,
+        "mask": mask,
+        "constants": (*settings.items(), *BASE_2),
+        "qk_chunks": [_Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)],
+        "out_chunks": tiles.out_chunks,
+        "sparse": sparsity is not None,
+        "has_full": sparsity is not None and sparsity.has_full,
+        "order": config.order,
+        "schedule": config.schedule,
+        "persistent": persistent,
+        "own_output": apart,
+        "q_slots": slots,
+        "chained": chained,
+        "released_early": persistent and apart and not chained,
+        "early_loads": config.early_loads,
+        "ping_pong": config.ping_pong,
+        "long_turns": config.long_turns and not chained,
+        "free_threads": 128 * config.consumers + 32,
+        "consumers": config.consumers,
+        "merge_consumers": config.merges,
+        "registers": config.registers,
+        "packed": config.packed,
+        "turn": free_v - config.num_stages - slots - config.consumers,
+        "alone": merge_consumers.ALONE,
+        "announcement": merge_consumers.announcement(config.consumers, config.registers),
+        "noted": noted,
+        "handed": handed,
+        "block_keys": config.BLOCK_N,
+        "sizes": [2 << i for i in range((config.BLOCK_N // 8).bit_length() - 1)],
+        "listed": sparsity is not None and not runs,
+        "runs": runs,
+        "reach": reach,
+        "num_stages": config.num_stages,
+        "producer_registers": config.producer_registers,
+        "watched": watched,
+        "fused": fused,
+        "exposed_early": fused == "capped" or wide,
+        "ahead": ahead,
+        # All at once where registers are left for scores and exponents side by side.
+        "parts": 1 if wide and (mask is None or not mask.holds) else 2,
+        "out": per_thread * (2 if ahead else 1),
+        "coefficients": COEFFICIENTS,
+        "limit": LIMIT,
+        "float_bits": float_bits,
+        "rescale_first": tiles.v_width > 128 and not watched,
+        "per_thread": per_thread,
+        "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
+        "half": half,
+        "q_registers": config.q_registers,
+        "fold_scale": fold_scale,
+        "itemsize": structure.itemsize,
+        "v_itemsize": value_bytes(structure, config),
+        "fp8": structure.fp8,
+        "narrow": config.narrow,
+        "raised": RAISED,
+        "lse": structure.lse,
+        "max_scores": structure.max_scores,
+        "sinks": structure.sinks != "",
+        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
+        "producer_arguments": producer_arguments(
+            found, reach and mask is not None and mask.under is not None
+        ),
+    }
+    header = [title, f"config: {describe(config)}", *expressions(structure)]
+    passes = (merge_consumers.NAME,) if config.merges else ()
+    return make_source(
+        TEMPLATE,
+        device,
+        header,
+        context,
+        found,
+        WARPS,
+        config.num_stages,
+        "gluon",
+        stages=Stages(passes, effective(config.ptxas)),
+    )

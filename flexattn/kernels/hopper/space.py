@@ -1,0 +1,260 @@
+"""The Gluon template's configs on Hopper: where to start, and what a search may vary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+from flexattn.kernels.base.features import RANGES, loads_by_key, loads_early, loads_tiles
+from flexattn.kernels.base.tiles import shares_keys, suited
+from flexattn.kernels.hopper.config import (
+    CONSUMER_REGISTERS,
+    GluonOrder,
+    GluonPrefillConfig,
+    Schedule,
+)
+from flexattn.kernels.ptx.assembler import assemblers, preferred
+from flexattn.mods.key_bounds import key_bounds
+from flexattn.problem import Problem, Structure
+
+__all__ = ["forms", "grid", "offered", "orders", "preferences", "section_of"]
+
+# Heads of a section where tiles of all heads are to lie side by side.
+EVERY_HEAD = 64
+
+# Of an H200's 50 MiB of L2, what the keys and values of the heads at work may fill.
+L2_BYTES = 32 * 2**20
+
+
+# What the template is written in, inside the package that is installed: no import of it needed.
+_API = Path("experimental/gluon/language/nvidia/hopper")
+
+
+@lru_cache(maxsize=1)
+def offered() -> bool:
+    """Whether the Triton that is installed has what this template is written in.
+
+    What it makes of a kernel is seen when the kernel is compiled: see flexattn.runtime.fallback.
+    """
+    found = find_spec("triton")
+    return found is not None and any(
+        (Path(each) / _API).is_dir() for each in found.submodule_search_locations or ()
+    )
+
+
+def config(
+    consumers: int, width: int, stages: int, schedule: Schedule = "grid", held: int = 0
+) -> GluonPrefillConfig:
+    """A config with the registers that its number of consumers leaves each of them.
+
+    Maxima are watched, not looked for: 2 to 11 % on the H200, at every size and with every mod.
+    """
+    return GluonPrefillConfig(
+        consumers,
+        width,
+        stages,
+        CONSUMER_REGISTERS[consumers],
+        schedule=schedule,
+        q_registers=held,
+        watched=True,
+    )
+
+
+def preferences(structure: Structure, packed: bool = False) -> Iterator[GluonPrefillConfig]:
+    """Configs to start from, best first, with tiles cut to the mask's blocks.
+
+    packed: the same where consumers have a head each, so that a block of rows is cut less often.
+    """
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    terms = structure.terms
+    diagonal = terms is not None and terms.diagonal is not None
+    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
+    for each in table:
+        if each.consumers > 2 and _moves(structure):
+            continue  # each walks a part of its own of a run, and then begins no rows early
+        if structure.fp8:
+            each = replace(each, q_registers=0)
+        # What is held from before the scores are there takes registers that they need.
+        found = suited(replace(each, packed=packed), structure)
+        keys = found.BLOCK_N
+        late = loads_tiles(structure, keys)
+        reads = loads_by_key(structure, keys) or late
+        watched = _watches(structure, widest, reads or diagonal)
+        found = replace(found, early_loads=not late, watched=watched)
+        if structure.sparsity is not None:
+            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
+            # Some tiles are longer: the longest start first, and none waits for a block.
+            section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.section
+            found = replace(
+                found, q_registers=0, schedule="dynamic", order="sections", section=section
+            )
+        elif widest <= 128:
+            # A block that stays begins a tile of rows while it ends the one before. Two consumers
+            # end no later, in fp8 sooner, where it takes the next that is left.
+            dealt = found.consumers > 2 and not structure.fp8
+            found = replace(found, schedule="static" if dealt else "dynamic")
+        turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest))
+        found = replace(found, ping_pong=turns)
+        # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
+        # whole.
+        computes = structure.score is not None and not reads
+        found = replace(found, long_turns=computes and found.ping_pong)
+        found = replace(found, merge_consumers=_merges(structure, widest))
+        found = replace(found, ptxas=preferred())
+        yield replace(found, chained=_forms(structure, found.schedule)[0])
+
+
+def _merges(structure: Structure, widest: int) -> bool:
+    """Whether one copy of the consumers' code is as fast as one each, which takes twice the time
+    to compile: it is 1 to 5 % faster where mods are read and at D 64, and 2 % slower where every
+    tile is nothing but products 128 wide (H200).
+    """
+    plain = structure.score is None and structure.sparsity is None and not structure.fp8
+    return not (plain and 64 < widest <= 128)
+
+
+def forms(config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
+    """A config, then its tiles compiled otherwise: by another ptxas, then without the pass."""
+    yield config
+    for ptxas in assemblers():
+        if ptxas != config.ptxas:
+            yield replace(config, ptxas=ptxas)
+    if config.consumers > 1:
+        yield replace(config, merge_consumers=not config.merge_consumers)
+
+
+def _watches(structure: Structure, widest: int, reads: bool) -> bool:
+    """Whether registers are left for watching maxima, beside what mods read and a walk keeps."""
+    if structure.fp8:
+        return 64 < widest <= 128 and structure.score is None
+    if widest > 192 and reads:
+        return False
+    sparsity = structure.sparsity
+    return not 128 < widest <= 192 or sparsity is None or not (sparsity.runs or reads)
+
+
+def _takes_turns(structure: Structure, widest: int) -> bool:
+    """Whether one consumer's softmax fills another's products: 2 to 6 % on the H200.
+
+    It does not where products alone, of whole tiles 128 wide, leave the tensor cores no time.
+    """
+    return widest <= 64 or (widest <= 128 and bool(structure.score or structure.sparsity))
+
+
+def _forms(structure: Structure, schedule: Schedule) -> tuple[bool, ...]:
+    """Whether one loop walks the tiles of all units, the faster form first where both can run.
+
+    One loop is 6 % faster where every unit walks all keys and has products 128 wide. A mask makes
+    units short, and their ends, which then stand in the loop, many; what a score_mod holds, it
+    holds there from unit to unit. Apart, those end 2 to 12 % earlier.
+    """
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    if schedule == "grid" or widest > 128:
+        return (True,)
+    plain = structure.score is None and structure.sparsity is None
+    one = widest > 64 and plain and not structure.fp8
+    return (one, not one)
+
+
+def _moves(structure: Structure) -> bool:
+    """Whether the keys of later rows are other keys: then few of all heads' are at work at once.
+
+    So it is for windows and documents: tiles of all heads side by side end 1 and 6 % earlier.
+    """
+    if structure.sparsity is None or not structure.sparsity.runs or structure.mask is None:
+        return False
+    found = key_bounds(structure.mask.mod.expr, RANGES)
+    return found is None or found.low is not None or found.rest is not None
+
+
+# Widest head dimension, then configs by preference; the last of each leaves registers for mods.
+_PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
+    (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
+    (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
+    (192, (config(2, 128, 2), config(2, 64, 2))),
+    (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
+)
+
+
+def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
+    """The preferences, then every combination of the axes, cut to the mask's blocks.
+
+    Some cannot run.
+    """
+    structure = problem.structure
+    yield from preferences(structure)
+    # Scores that rise from tile to tile are weighed twice where maxima are watched.
+    yield from (replace(each, watched=False) for each in preferences(structure))
+    shared = preferences(structure, packed=True)
+    yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
+    if structure.fp8:
+        yield from (
+            replace(each, narrow=True, watched=watched)
+            for each in preferences(structure)
+            for watched in (True, False)
+        )
+    for each in preferences(structure):
+        yield from forms(each)
+        yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
+        if each.ping_pong and not each.chained:
+            yield replace(each, long_turns=not each.long_turns)
+    counts, widths, depths = ((2, 3), (64, 128), (2, 3))
+    if every:
+        counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
+    columns = structure.head_dim_qk
+    parts = (0, 128) if columns == 256 else (0,)
+    if every and columns == 128:
+        for each in preferences(structure):
+            yield from (replace(each, q_registers=part) for part in (64, 128))
+    early = (True, False) if loads_early(structure) else (True,)
+    schedules: tuple[Schedule, ...] = ("grid", "dynamic")
+    if every:
+        schedules = ("grid", "static", "dynamic")
+    kept = None if every else 1
+    walks = [(each, one) for each in schedules for one in _forms(structure, each)[:kept]]
+    for consumers, width, stages, held in product(counts, widths, depths, parts):
+        tile = replace(config(consumers, width, stages, held=held), ptxas=preferred())
+        tile = suited(tile, structure)
+        waits = early if not loads_tiles(structure, tile.BLOCK_N) else (False,)
+        turns = (False, True) if tile.consumers > 1 else (False,)
+        for ping_pong, (schedule, chained), order, loads in product(
+            turns, walks, orders(problem, tile, every), waits
+        ):
+            found = replace(
+                tile,
+                ping_pong=ping_pong,
+                schedule=schedule,
+                order=order,
+                early_loads=loads,
+                chained=chained,
+            )
+            yield replace(found, section=section_of(problem)) if order == "sections" else found
+
+
+def orders(problem: Problem, tile: GluonPrefillConfig, every: bool) -> tuple[GluonOrder, ...]:
+    """The orders of tiles that differ in what they do to this problem."""
+    if problem.q_len <= tile.BLOCK_M or problem.Hq == 1:
+        return ("last",)
+    masked = problem.structure.sparsity is not None
+    worth: dict[GluonOrder, bool] = {
+        "last": True,
+        "group": problem.Hq > problem.Hkv,
+        "heads": every or masked,
+        "sections": masked and section_of(problem) < problem.B * problem.Hq,
+        "alternate": every and masked,
+    }
+    return tuple(order for order, tried in worth.items() if tried)
+
+
+def section_of(problem: Problem) -> int:
+    """Query heads whose keys and values stay in L2 together, whole groups of them."""
+    structure = problem.structure
+    row = structure.itemsize * (structure.head_dim_qk + structure.head_dim_v)
+    heads = max(1, L2_BYTES // max(1, problem.kv_len * row))
+    # A power of two: lengths that differ by little are served by one kernel.
+    heads = 1 << (heads.bit_length() - 1)
+    return min(problem.B * problem.Hq, heads * (problem.Hq // problem.Hkv))

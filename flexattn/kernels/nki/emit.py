@@ -1,0 +1,191 @@
+"""The instructions that an operation of an Expr takes, on values that lie on the chip."""
+
+from __future__ import annotations
+
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.nki.values import Pools, Value
+from flexattn.mods.bounds import Range
+
+__all__ = ["NkiEmitter"]
+
+ZERO = Value("static", "0.0")
+_STEPS = {"neg": ("multiply", "-1.0"), "not": ("equal", "0.0")}
+_POWERS = {"sqrt": "0.5", "rsqrt": "-0.5"}
+
+
+class NkiEmitter:
+    """Appends instructions to `body`, or to `hoisted` where no operand is a tile."""
+
+    def __init__(self, target: str, pools: Pools) -> None:
+        self.target, self.pools = target, pools
+        self.hoisted: list[str] = []
+        self.body: list[str] = []
+
+    def lines(self, *values: Value) -> list[str]:
+        """Where an operation on these values goes."""
+        return self.body if any(value.place == "tile" for value in values) else self.hoisted
+
+    def result(self, *args: Value) -> Value:
+        """A float32 place for the result of an operation on these values."""
+        tile = any(arg.place == "tile" for arg in args)
+        return self.pools.take("tile_f32" if tile else "column")
+
+    def scalar(self, result: Value, data: Value, op: str, value: Value, reverse: bool) -> None:
+        """result = data op value, or the other way round; value is a number or a column."""
+        order = ", reverse0=True" if reverse else ""
+        self.lines(result).append(
+            f"nisa.tensor_scalar(dst={result.text}, data={data.text}, op0=nl.{op}, "
+            f"operand0={value.text}{order})"
+        )
+
+    def tensors(self, result: Value, one: Value, other: Value, op: str) -> None:
+        """result = one op other, on values of one shape."""
+        self.lines(result).append(
+            f"nisa.tensor_tensor(dst={result.text}, data1={one.text}, data2={other.text}, "
+            f"op=nl.{op})"
+        )
+
+    def copy(self, result: Value, source: Value) -> None:
+        """result = source, converted to the result's dtype."""
+        self.lines(result).append(
+            f"nisa.tensor_copy(dst={result.text}, src={source.text}, engine=nisa.engine.vector)"
+        )
+
+    def fill(self, result: Value, value: Value) -> None:
+        """Copy a value of any place into a tile or column; into a uint8 one, a truth value."""
+        truth = result.pool == "tile_u8"
+        lines = self.lines(result)
+        if value.place == "static":
+            text = value.text if truth else f"{value.text} * 1.0"
+            lines.append(f"nisa.memset(dst={result.text}, value={text})")
+        elif value.place == "column" and result.place == "tile":
+            lines.append(f"nisa.memset(dst={result.text}, value={'0' if truth else '0.0'})")
+            self.scalar(result, result, "add", value, False)
+        else:
+            self.copy(result, value)
+
+    def binary(self, op: str, mirrored: str, one: Value, other: Value) -> Value:
+        """mirrored: what gives the same with the operands swapped, or the operator itself."""
+        result = self.result(one, other)
+        if one.place == other.place and one.place != "static":
+            self.tensors(result, one, other, op)
+            return result
+        order = ("static", "column", "tile")
+        swap = order.index(one.place) < order.index(other.place)
+        data, value = (other, one) if swap else (one, other)
+        if data.place == "static":
+            self.fill(result, data)
+            data = result
+        commutes = swap and (mirrored != op or op in _COMMUTE)
+        self.scalar(result, data, mirrored if commutes else op, value, swap and not commutes)
+        return result
+
+    def unary(self, op: str, arg: Value) -> Value:
+        """neg, not, abs, isnan, sqrt, rsqrt, and rounding."""
+        result = self.result(arg)
+        if op in _STEPS:
+            name, number = _STEPS[op]
+            self.scalar(result, arg, name, Value("static", number), False)
+        elif op in _POWERS:
+            self.scalar(result, arg, "power", Value("static", _POWERS[op]), False)
+        elif op == "isnan":
+            self.tensors(result, arg, arg, "not_equal")
+        elif op == "abs":
+            self.lines(arg).append(
+                f"nisa.scalar_tensor_tensor(dst={result.text}, data={arg.text}, op0=nl.multiply, "
+                f"operand0=-1.0, op1=nl.maximum, operand1={arg.text})"
+            )
+        else:
+            self._round(op, result, arg)
+        return result
+
+    def activation(self, op: str, scale: float, after: float, arg: Value) -> Value:
+        """after * op(scale * arg), by the Scalar Engine."""
+        result = self.result(arg)
+        self.lines(arg).append(
+            f"nisa.activation(dst={result.text}, op=nl.{op}, data={arg.text}, scale={scale!r})"
+        )
+        if after != 1.0:
+            self.scalar(result, result, "multiply", Value("static", repr(after)), False)
+        return result
+
+    def inverse(self, arg: Value) -> Value:
+        """1 / arg, to the Vector Engine's precision."""
+        if arg.place == "static":
+            return Value("static", f"1.0 / ({arg.text})")
+        result = self.result(arg)
+        self.lines(arg).append(f"nisa.reciprocal(dst={result.text}, data={arg.text})")
+        return result
+
+    def floored(self, op: str, arg: Value, divisor: Value | None, reach: Range | None) -> Value:
+        """x // c by a product that lands between integers, rounded; x % c by what is left.
+
+        divisor: a positive constant, None where it is none. reach: what arg can be.
+        """
+        if divisor is None:
+            raise UnsupportedError(
+                f"{op} by what is no positive constant",
+                f"{self.target} has no division; by a constant it is a product",
+                "divide by a Python integer above 0 that stays the same",
+            )
+        if reach is None or max(abs(reach[0]), abs(reach[1])) >= 2**21:
+            raise UnsupportedError(
+                f"{op} of a number that may reach {reach}",
+                f"it is exact below 2^21 on {self.target}",
+            )
+        result, moved = self.result(arg), self.result(arg)
+        # x / c - 1/2 + 1/(2 c) is at least 1/(2 c) from a tie, and rounds to floor(x / c).
+        self.lines(arg).append(
+            f"nisa.tensor_scalar(dst={moved.text}, data={arg.text}, op0=nl.multiply, "
+            f"operand0=1.0 / ({divisor.text}), op1=nl.add, "
+            f"operand1=0.5 / ({divisor.text}) - 0.5)"
+        )
+        self._round("round", result, moved)
+        self.pools.give(moved)
+        if op == "floor_mod":
+            self.lines(arg).append(
+                f"nisa.scalar_tensor_tensor(dst={result.text}, data={result.text}, "
+                f"op0=nl.multiply, operand0=({divisor.text}) * -1.0, op1=nl.add, "
+                f"operand1={arg.text})"
+            )
+        return result
+
+    def where(self, chosen: Value, yes: Value, no: Value) -> Value:
+        """A selection, which NaN in what is not chosen does not reach."""
+        result = self.result(chosen, yes, no)
+        self.fill(result, no)
+        predicate = taken = self.pools.take("tile_u8")
+        if result.place == "column":
+            predicate = Value("column", self.pools.first(taken), taken.pool, taken.slot)
+        self.fill(predicate, chosen)
+        source, spare = yes, None
+        if yes.place != "static" and (yes.place, yes.pool) != (result.place, result.pool):
+            source = spare = self.pools.take(result.pool)
+            self.fill(spare, yes)
+        self.lines(result).append(
+            f"nisa.tensor_copy_predicated(dst={result.text}, src={source.text}, "
+            f"predicate={predicate.text})"
+        )
+        self.pools.give(taken)
+        if spare is not None:
+            self.pools.give(spare)
+        return result
+
+    def _round(self, op: str, result: Value, arg: Value) -> None:
+        """Through int32, which rounds to the nearest; floor and ceil then step back."""
+        whole = self.pools.take("tile_i32" if arg.place == "tile" else "column_i32")
+        self.copy(whole, arg)
+        self.copy(result, whole)
+        self.pools.give(whole)
+        if op == "round":
+            return
+        over = self.result(arg)
+        compare, step = ("greater", "subtract") if op == "floor" else ("less", "add")
+        self.tensors(over, result, arg, compare)
+        self.tensors(result, result, over, step)
+        self.pools.give(over)
+
+
+_COMMUTE = frozenset(
+    "add multiply maximum minimum equal not_equal logical_and logical_or logical_xor".split()
+)

@@ -1,0 +1,308 @@
+"""Print an Expr as NKI instructions: one a line, on tiles of the score's shape and on columns.
+
+A tile is [rows, cols]: query rows on the partitions, keys along the free dimension. What depends
+on rows alone is a column, [rows, 1], made once for all keys. In the transposed form a tile is
+[keys, chunks, rows], and only what depends on neither is a column. Engines compute in float32, so
+integers are exact below 2^24; the printer refuses what could pass that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.nki.emit import ZERO, NkiEmitter
+from flexattn.kernels.nki.ops import (
+    ACTIVATIONS,
+    BINARY,
+    EXACT,
+    HALF_POOLS,
+    MIRRORED,
+    UNARY,
+    number,
+)
+from flexattn.kernels.nki.tables import Table, affine_forms, is_static
+from flexattn.kernels.nki.values import Pools, Value
+from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.expr import Expr, walk
+from flexattn.mods.numbers import number_of
+from flexattn.mods.ops import is_int
+
+__all__ = ["TABLE_LIMIT", "NkiPrinter", "python_of"]
+
+# Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
+TABLE_LIMIT = 2**22
+
+
+class NkiPrinter(NkiEmitter):
+    """Prints parts of mods that share one kernel's memory.
+
+    lengths: of q and kv, which bound the indices. packed: rows are query heads and positions.
+    """
+
+    def __init__(self, target: str, lengths: tuple[int, int], packed: bool, pools: Pools) -> None:
+        super().__init__(target, pools)
+        self.lengths, self.packed = lengths, packed
+        self.uses: Counter[Expr] = Counter()
+        self.values: dict[Expr, Value] = {}
+        self.kept: set[Expr] = set()
+        self.tables: dict[str, Table] = {}
+        self.prefix = ""
+
+    def print(self, expr: Expr, tables: tuple[Table, ...], score: Value | None = None) -> Value:
+        """Instructions for an expression; the value lies where the result says.
+
+        score: what the variable `score` is. The result of a part may share a sub-expression with
+        an earlier one only if that was a column.
+        """
+        self.tables |= {table.name: table for table in tables}
+        nodes = list(walk(expr))
+        self.ranges = self._bounds(expr)
+        self.affine = affine_forms((expr,))
+        self.uses = Counter(arg for node in nodes for arg in node.args)
+        self.uses[expr] += 1
+        self.values = {node: value for node, value in self.values.items() if node in self.kept}
+        if score is not None:
+            self.values[Expr("var", "float32", (), "score")] = score
+        return self._value(expr)
+
+    def as_tile(self, value: Value) -> Value:
+        """The value as a tile, for a score_mod whose result is the same for all keys of a row."""
+        if value.place == "tile":
+            return value
+        tile = self.pools.take("tile_f32")
+        self.fill(tile, value)
+        return tile
+
+    def as_column(self, value: Value) -> Value:
+        """The value as a column; it is a number or a column."""
+        if value.place == "column":
+            return value
+        column = self.pools.take("column")
+        self.fill(column, value)
+        return column
+
+    def _bounds(self, expr: Expr) -> dict[Expr, Range | None]:
+        """Which integers each node can be; those of tables and numbers are checked at a call."""
+        q_len, kv_len = self.lengths
+        ranges: dict[str, Range] = {
+            "b": (0, 2**16), "h": (0, 2**16),
+            "q_idx": (0, max(q_len - 1, 0)), "kv_idx": (0, max(kv_len - 1, 0)),
+        }  # fmt: skip
+        known: dict[Expr, Expr] = {}
+        for node in walk(expr):
+            args = tuple(known[arg] for arg in node.args)
+            known[node] = Expr(node.op, node.dtype, args, node.value)
+            if node.op in ("table", "scalar") and is_int(node.dtype):
+                inside = (-TABLE_LIMIT, TABLE_LIMIT)
+                if node.op == "table":
+                    source = self.tables[str(node.value)].mod.expr
+                    inside = all_bounds(source, ranges)[source] or inside
+                low, high = max(inside[0], -TABLE_LIMIT), min(inside[1], TABLE_LIMIT)
+                for op, limit in (("maximum", low), ("minimum", high)):
+                    bound = Expr("const", node.dtype, (), limit)
+                    known[node] = Expr(op, node.dtype, (known[node], bound))
+        found = all_bounds(known[expr], ranges)
+        return {node: found[twin] for node, twin in known.items()}
+
+    def _value(self, node: Expr) -> Value:
+        if node not in self.values:
+            value = self._made(node)
+            self.values[node] = value
+            if value.place != "tile":
+                self.kept.add(node)
+        return self.values[node]
+
+    def _made(self, node: Expr) -> Value:
+        if is_static(node) and not (self.packed and "h" in _names(node)):
+            return Value("static", python_of(node, self.prefix))
+        if node.op == "table":
+            return self._loaded(self.tables[str(node.value)])
+        if is_int(node.dtype):
+            self._check_exact(node)
+        if node in self.affine:
+            return self._iota(node)
+        args = [self._value(arg) for arg in node.args]
+        result = self._operation(node, args)
+        for arg in node.args:
+            self.uses[arg] -= 1
+            value = self.values[arg]
+            if not self.uses[arg] and value.place == "tile" and value != result:
+                self.pools.give(value)
+        return result
+
+    def _check_exact(self, node: Expr) -> None:
+        found = self.ranges[node]
+        if found is None or max(abs(found[0]), abs(found[1])) >= EXACT:
+            raise UnsupportedError(
+                f"{node.op} of {node.dtype} that may reach {found}",
+                f"integers are exact below 2^24 on {self.target}, which computes in float32",
+                "use smaller indices, or a table of floats",
+            )
+
+    def _loaded(self, table: Table) -> Value:
+        """A table's values for the tile at hand, by DMA."""
+        name = table.name
+        b, h = _place(table)
+        start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
+        if table.kind == "uniform" or (table.kind == "row" and not self.pools.keys_first):
+            column = self.pools.take("column")
+            source = f"{name}[{b}, {h}, q0:q0 + rows]"
+            if table.kind == "uniform":
+                lanes = "keys" if self.pools.keys_first else "rows"
+                source = f"{name}.ap(pattern=[[0, {lanes}], [1, 1]], offset={start})"
+            self.hoisted.append(f"nisa.dma_copy(dst={column.text}, src={source})")
+            return column
+        tile = self.pools.take("tile_f32")
+        if self.pools.keys_first:
+            source = f"{name}.ap(pattern={self._pattern(table)}, offset={self._offset(table)})"
+        elif table.kind == "key":
+            source = f"{name}.ap(pattern=[[0, rows], [1, cols]], offset={start} + k0)"
+        elif table.kind == "relative":
+            # Row p of a table that repeats with its period starts p elements earlier.
+            first = f"{start} + k0 - q0 + relative_zero"
+            source = f"{name}.ap(pattern=[[relative_step, rows], [1, cols]], offset={first})"
+        else:
+            source = f"{name}[{b}, {h}, q0:q0 + rows, k0:k0 + cols]"
+        self.body.append(f"nisa.dma_copy(dst={tile.text}, src={source})")
+        return tile
+
+    def _pattern(self, table: Table) -> str:
+        """Steps from key to key, from chunk to chunk and from row to row of a table."""
+        row = {
+            "row": "1", "key": "0", "relative": "relative_step", "pair": f"{table.name}.shape[3]",
+        }[table.kind]  # fmt: skip
+        if table.kind == "row":
+            return f"[[0, keys], [0, count], [{row}, rows]]"
+        return f"[[1, keys], [keys, count], [{row}, rows]]"
+
+    def _offset(self, table: Table) -> str:
+        """Where a tile's first element lies in a table."""
+        name, (b, h) = table.name, _place(table)
+        start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
+        return {
+            "row": f"{start} + q0",
+            "key": f"{start} + k0",
+            # Row r of a table that repeats with its period starts r elements earlier.
+            "relative": f"{start} + k0 - q0 + relative_zero",
+            "pair": f"({start} + q0) * {name}.shape[3] + k0",
+        }[table.kind]
+
+    def _iota(self, node: Expr) -> Value:
+        form = self.affine[node]
+        rest = "0" if form.rest is None else python_of(form.rest, self.prefix)
+        if self.pools.keys_first:
+            tile = self.pools.take("tile_f32")
+            self.body.append(
+                f"nisa.iota(dst={tile.text}, pattern=[[{form.kv} * keys, count], "
+                f"[{form.q}, rows]], offset={form.q} * q0 + {form.kv} * k0 + {rest}, "
+                f"channel_multiplier={form.kv})",
+            )
+            return tile
+        if form.kv == 0:
+            column = self.pools.take("column")
+            self.hoisted.append(
+                f"nisa.iota(dst={column.text}, pattern=[[0, 1]], "
+                f"offset={form.q} * q0 + {rest}, channel_multiplier={form.q})",
+            )
+            return column
+        tile = self.pools.take("tile_f32")
+        self.body.append(
+            f"nisa.iota(dst={tile.text}, pattern=[[{form.kv}, cols]], "
+            f"offset={form.q} * q0 + {form.kv} * k0 + {rest}, channel_multiplier={form.q})",
+        )
+        return tile
+
+    def _operation(self, node: Expr, args: list[Value]) -> Value:
+        op = node.op
+        if op == "cast":
+            return self._cast(node, args[0])
+        if op == "where":
+            return self.where(*args)
+        if op == "reciprocal":
+            return self._rounded(node, self.inverse(args[0]))
+        if op == "div":
+            return self._quotient(node, *args)
+        if op in ("floor_div", "floor_mod") and is_int(node.dtype):
+            limits = self.ranges[node.args[1]]
+            positive = args[1].place == "static" and limits is not None and limits[0] > 0
+            reach = self.ranges[node.args[0]]
+            return self.floored(op, args[0], args[1] if positive else None, reach)
+        if op in BINARY:
+            mirrored = BINARY[MIRRORED.get(op, op)]
+            return self._rounded(node, self.binary(BINARY[op], mirrored, *args))
+        if op == "pow":
+            return self._rounded(node, self.binary("power", "power", *args))
+        if op in UNARY:
+            return self._rounded(node, self.unary(op, args[0]))
+        if op in ACTIVATIONS:
+            return self._rounded(node, self.activation(*ACTIVATIONS[op], args[0]))
+        raise UnsupportedError(
+            f"{op} of {node.dtype}",
+            f"no engine of {self.target} computes it on a tile",
+            "let it depend on q_idx or kv_idx alone, or write it with other operations",
+        )
+
+    def _quotient(self, node: Expr, above: Value, below: Value) -> Value:
+        inverse = self.inverse(below)
+        result = self.binary("multiply", "multiply", above, inverse)
+        self.pools.give(inverse)
+        return self._rounded(node, result)
+
+    def _cast(self, node: Expr, arg: Value) -> Value:
+        source = node.args[0].dtype
+        if arg.place == "static":
+            return arg
+        if node.dtype == "bool":
+            return self.binary("not_equal", "not_equal", arg, ZERO)
+        if is_int(node.dtype):
+            raise UnsupportedError(
+                f"cast of {source} to {node.dtype} where it depends on q_idx and kv_idx",
+                f"{self.target} rounds to the nearest where torch truncates",
+                "use torch.floor, or let it depend on q_idx or kv_idx alone",
+            )
+        return self._rounded(node, arg)
+
+    def _rounded(self, node: Expr, value: Value) -> Value:
+        """16-bit results are rounded by writing them; all else stays float32."""
+        pool = HALF_POOLS.get(node.dtype)
+        if pool is None or value.place == "static" or value.pool == pool:
+            return value
+        if value.place == "column":
+            raise UnsupportedError(
+                f"{node.op} of {node.dtype} for each row", "columns are float32 here"
+            )
+        result = self.pools.take(pool)
+        self.copy(result, value)
+        if node.op != "cast":
+            self.pools.give(value)
+        return result
+
+
+def _place(table: Table) -> tuple[str, str]:
+    return "b" if table.per_batch else "0", "h" if table.per_head else "0"
+
+
+def _names(node: Expr) -> set[str]:
+    return {str(each.value) for each in walk(node) if each.op == "var"}
+
+
+def python_of(node: Expr, prefix: str) -> str:
+    """A compile-time number as Python; `b`, `h` and captured scalars are names.
+
+    prefix: of the captured numbers' names, the mod's kind.
+    """
+    if node.op == "const":
+        return number(node)
+    if node.op == "scalar":
+        return f"{prefix}_scalar{node.value}"
+    captured = number_of(node)
+    if captured is not None:
+        return f"{prefix}_scalar{captured[0]}"
+    if node.op == "var":
+        return str(node.value)
+    args = [python_of(arg, prefix) for arg in node.args]
+    signs = {"add": "+", "sub": "-", "mul": "*", "floor_div": "//", "floor_mod": "%"}
+    if node.op == "neg":
+        return f"(-{args[0]})"
+    return f"({args[0]} {signs[node.op]} {args[1]})"

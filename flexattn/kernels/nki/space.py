@@ -1,0 +1,227 @@
+"""The NKI templates' space: the configs worth a look for a problem, and why not the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Literal
+
+from flexattn.device.neuroncore import BANK_BYTES, PSUM_BANKS, STATIONARY_MAX, NeuronCore
+from flexattn.errors import ConfigError
+from flexattn.kernels.nki.config import (
+    CHUNK,
+    MaskForm,
+    NkiConfig,
+    NkiDecodeConfig,
+    NkiPrefillConfig,
+    memory_of,
+    shape_of,
+)
+from flexattn.problem import Problem
+
+__all__ = ["Needs", "NkiRule", "NkiSurvey", "default", "reasons", "survey", "violated"]
+
+Effort = Literal["quick", "full"]
+FORMS: tuple[MaskForm, ...] = ("range", "affine", "select")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a problem's mods ask of a kernel, with masks and scores in one form.
+
+    tiles: of each pool. range_select: whether the mask uses it. refused: why they cannot be
+    expressed, "" if they can.
+    """
+
+    tiles: tuple[tuple[str, int], ...] = ()
+    range_select: bool = False
+    refused: str = ""
+
+
+NeedsOf = Callable[[NkiConfig], Needs]
+
+
+@dataclass(frozen=True, slots=True)
+class NkiRule:
+    """One limit of the hardware that a config breaks: a short name to count by, and the words."""
+
+    name: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class NkiSurvey:
+    """A space, the default first, and how many other configs broke each rule first."""
+
+    configs: tuple[NkiConfig, ...]
+    rejected: tuple[tuple[str, int], ...]
+
+
+def reasons(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[str]:
+    """Why a config cannot run for a problem on a core; an empty list when it can."""
+    return [rule.says for rule in violated(config, problem, core, needs)]
+
+
+def violated(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[NkiRule]:
+    """The rules that a config breaks; with numbers that mean nothing, the others are not asked."""
+    found = list(_numbers(config))
+    return found or list(_limits(config, problem, core, needs))
+
+
+def _numbers(config: NkiConfig) -> Iterator[NkiRule]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if type(value) is int and value < 1:
+            yield NkiRule("at least one", f"{field.name}={value} is below 1")
+    if config.BLOCK_M > STATIONARY_MAX:
+        words = f"BLOCK_M={config.BLOCK_M}: a matmul has {STATIONARY_MAX} stationary columns"
+        yield NkiRule("rows", words)
+    if config.BLOCK_N < CHUNK:
+        yield NkiRule("keys", f"BLOCK_N={config.BLOCK_N} is less than a chunk of {CHUNK} keys")
+
+
+def _limits(
+    config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs
+) -> Iterator[NkiRule]:
+    if needs.refused:
+        yield NkiRule("mods", needs.refused)
+    sbuf, banks = memory_of(problem, config, dict(needs.tiles))
+    if sbuf > core.sbuf_bytes:
+        words = f"SBUF: {sbuf} bytes of a partition, {core.name} has {core.sbuf_bytes}"
+        yield NkiRule("sbuf", words)
+    if banks > PSUM_BANKS:
+        yield NkiRule("psum", f"PSUM: {banks} banks, there are {PSUM_BANKS}")
+    if config.transpose == "dma" and config.form == "s":
+        if not core.has_dma_transpose:
+            yield NkiRule("dma transpose", f"transpose=dma: {core.name} has no DMA transpose")
+        if shape_of(problem, config).itemsize != 2:
+            yield NkiRule("dma transpose", "transpose=dma: it moves elements of 2 bytes")
+    if config.form == "st":
+        yield from _keys_on_partitions(config, shape_of(problem, config).lanes, core, needs)
+    elif needs.range_select and not core.has_range_select:
+        yield NkiRule("range_select", f"mask=range: {core.name} has no range_select")
+
+
+def _keys_on_partitions(
+    config: NkiConfig, lanes: int, core: NeuronCore, needs: Needs
+) -> Iterator[NkiRule]:
+    if needs.range_select:
+        words = "mask=range: range_select compares along the free dimension, and form=st has rows"
+        yield NkiRule("form", f"{words} there")
+    columns = BANK_BYTES // 4
+    several = config.score_buffers * lanes > columns
+    if several and columns % config.BLOCK_M and not core.has_bf16_psum:
+        words = f"form=st: tiles of BLOCK_M={config.BLOCK_M} rows cross the end of a PSUM bank"
+        yield NkiRule("form", words)
+
+
+def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
+    """Where to start: the first of a few that fits; raises ConfigError with the reasons."""
+    refused: list[str] = []
+    for config in _preferences(problem):
+        for form in _forms(problem):
+            chosen = _with(config, mask=form)
+            found = reasons(chosen, problem, core, needs_of(chosen))
+            if not found:
+                return chosen
+            refused.append(f"{chosen}: {'; '.join(found)}")
+    raise ConfigError(
+        f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
+        "\n        ".join(refused[-4:]),
+        "use smaller head dimensions, or a shorter mod",
+    )
+
+
+def survey(
+    problem: Problem, core: NeuronCore, needs_of: NeedsOf, effort: Effort = "full"
+) -> NkiSurvey:
+    """Every config of an effort that fits, each once; raises ConfigError where none does."""
+    first = default(problem, core, needs_of)
+    offered, rejected = [first], Counter[str]()
+    for config in dict.fromkeys((*_grid(problem, effort), *_turned(problem, effort))):
+        if config == first:
+            continue
+        broken = violated(config, problem, core, needs_of(config))
+        if broken:
+            rejected[broken[0].name] += 1
+        else:
+            offered.append(config)
+    return NkiSurvey(tuple(offered), tuple(rejected.items()))
+
+
+def _preferences(problem: Problem) -> Iterator[NkiConfig]:
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(each for each in ((512, 2), (256, 2), (128, 2), (128, 1)) if each[0] < most)
+    for (width, score_buffers), section in product(widths, (4096, 1024, 256, 128)):
+        for buffers in (2, 1):
+            if problem.structure.kind == "prefill":
+                yield NkiPrefillConfig(128, width, section, score_buffers, buffers=buffers)
+            else:
+                yield NkiDecodeConfig(
+                    128, width, 1, section, score_buffers, buffers=buffers, kv_buffers=buffers
+                )
+    if problem.structure.kind == "prefill":
+        yield NkiPrefillConfig(32, 128, 128, 1, buffers=1)
+
+
+def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
+    full = effort == "full"
+    heights = (64, 128) if full else (128,)
+    # Beyond the keys that there are, a wider tile or section is the same one.
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    values = (1, 2) if full else (1,)
+    moves = (("tensor", "vector"), ("tensor", "scalar"), ("dma", "vector"))
+    axes = (heights, widths, sections, (1, 2), values, moves, _forms(problem))
+    for rows, width, section, scores, value, (transpose, evict), form in product(*axes):
+        chosen = {
+            "section": section, "score_buffers": scores, "value_buffers": value,
+            "transpose": transpose, "evict": evict, "mask": form,
+        }  # fmt: skip
+        if problem.structure.kind == "prefill":
+            for ahead in (1, 2) if full and problem.kv_len > section else (1,):
+                yield NkiPrefillConfig(rows, width, kv_buffers=ahead, **chosen)  # type: ignore[arg-type]
+            continue
+        for splits in (1, 2, 4, 8) if full else (1, 2):
+            if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+
+
+def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
+    """Configs that compute S^T: rows that fit tiles of many chunks, and no engine to turn P."""
+    full = effort == "full"
+    prefill = problem.structure.kind == "prefill"
+    heights = ((64, 128) if full else (128,)) if prefill else (32, 128)
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    values = (1, 2) if full else (1,)
+    exact = problem.structure.lse and problem.structure.itemsize == 2
+    evicts = ("vector", "scalar") if exact else ("vector",)
+    masks = FORMS[1:] if problem.structure.mask is not None else FORMS[:1]
+    axes = (heights, widths, sections, (1, 2), values, evicts, masks)
+    for rows, width, section, scores, value, evict, mask in product(*axes):
+        chosen = {
+            "section": section, "score_buffers": scores, "value_buffers": value, "evict": evict,
+            "mask": mask, "form": "st",
+        }  # fmt: skip
+        if prefill:
+            yield NkiPrefillConfig(rows, width, **chosen)  # type: ignore[arg-type]
+            continue
+        for splits in (1, 2, 4, 8) if full else (1, 2):
+            if splits * CHUNK <= max(problem.kv_len, CHUNK):
+                yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+
+
+def _forms(problem: Problem) -> tuple[MaskForm, ...]:
+    return FORMS if problem.structure.mask is not None else FORMS[:1]
+
+
+def _with(config: NkiConfig, mask: MaskForm) -> NkiConfig:
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return type(config)(**{**values, "mask": mask})

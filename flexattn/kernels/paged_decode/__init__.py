@@ -1,0 +1,1 @@
+"""Decode over paged caches, as a DecodePlan launches it, with its join and merges."""

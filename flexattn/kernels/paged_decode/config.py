@@ -1,0 +1,148 @@
+"""What a serving kernel's code depends on, and the numbers of it that may vary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import padded
+from flexattn.problem import Captures
+
+__all__ = [
+    "COMBINE_WARPS",
+    "ITEMSIZE",
+    "LINE",
+    "MERGED",
+    "Combine",
+    "Deal",
+    "ServingConfig",
+    "ServingForm",
+    "shared_memory",
+]
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# Values that a warp holds of a merge at a time: 64 registers of each thread.
+MERGED = 2048
+# Of the kernel that merges.
+COMBINE_WARPS = 4
+
+
+Combine: TypeAlias = Literal["last", "launch", "await"]
+Deal: TypeAlias = Literal["even", "heads", "round"]
+Walk: TypeAlias = Literal["program", "warp"]
+# Bytes of a line of the L2 cache.
+LINE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ServingForm:
+    """Everything that decides a serving kernel's source: no length, and of the batch its bound.
+
+    page: keys of a page, 0 for a contiguous cache. requests: a power of two that is at least the
+    largest batch. rows: packed rows (group x query positions) of the longest uniform request, 0
+    where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
+    cache's scales are given. prefix: one cache is shared by the rows of all requests (the first
+    pass of a cascade). offset: a request's keys begin behind a prefix (its second pass).
+    aligned: addresses and strides are multiples of 16 bytes.
+    """
+
+    dtype: str
+    kv_dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    group: int
+    kv_heads: int
+    page: int
+    requests: int
+    rows: int
+    score: Captures | None = None
+    mask: Captures | None = None
+    shared_kv: bool = False
+    scaled: bool = False
+    sinks: bool = False
+    lse: bool = False
+    prefix: bool = False
+    offset: bool = False
+    aligned: bool = True
+    positive_scale: bool = True
+
+    @property
+    def ragged(self) -> bool:
+        """Whether cu_seqlens_q gives each request's number of queries."""
+        return self.rows == 0
+
+    @property
+    def product_dtype(self) -> str:
+        """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
+        return "float16" if ITEMSIZE[self.kv_dtype] == 1 else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ServingConfig:
+    """BLOCK_M packed rows walk the keys BLOCK_N at a time.
+
+    per_sm: programs for each SM. least: tiles that a program takes at least.
+    deal: how tiles are shared out, and with that the kernel. "even": all of the batch evenly, and
+    the warps of a program share each (paged_decode/program.py.jinja). Where each warp has a part
+    of a tile for itself (paged_decode/warp.py.jinja): "heads", those of each KV head evenly
+    between programs of its own, so that those of all heads read the same keys at a time; "round", those of one request go round the programs, which then need not know its length.
+    combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
+    program that finishes last, or "launch", a second kernel (of a cascade's prefix: the one that
+    ends it). Of the others "await": the program that has the unit's end waits for the words of
+    those before it.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    per_sm: int = 2
+    least: int = 1
+    combine: Combine = "last"
+    deal: Deal = "even"
+
+    @property
+    def walk(self) -> Walk:
+        """Who has a tile of keys: all warps of a program, or each warp a part for itself."""
+        return "program" if self.deal == "even" else "warp"
+
+    @property
+    def own(self) -> int:
+        """Keys of a tile that each warp has for itself."""
+        return self.BLOCK_N // self.num_warps
+
+    @property
+    def left(self) -> int:
+        """Partial results that a program may leave: where it merges its last unit itself, one."""
+        return 1 if self.combine == "await" else 2
+
+    def programs(self, device: Device) -> int:
+        """Programs of a launch on a device."""
+        return self.per_sm * device.num_sms
+
+    def registers(self, form: ServingForm, device: Device) -> int:
+        """The most registers of a thread with which an SM holds its programs; 0: no bound.
+
+        Short tiles are told so also where they may have all there are: ptxas else computes again
+        in each turn of the loop what does not change, 438 instructions instead of 367. Tall ones
+        have no registers to keep it in.
+        """
+        if device.backend != "cuda":
+            return 0
+        held = max(1, min(self.per_sm, device.shared_memory // shared_memory(self, form)))
+        found = device.registers // (held * 32 * self.num_warps) // 8 * 8
+        if found > device.max_registers and self.BLOCK_M >= 64:
+            return 0
+        return max(64, min(found, device.max_registers))
+
+
+def shared_memory(config: ServingConfig, form: ServingForm) -> int:
+    """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
+    if config.walk == "warp":
+        return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
+    width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
+    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
+    if ITEMSIZE[form.kv_dtype] == 1:
+        tiles += 2 * config.BLOCK_N * width
+    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]

@@ -1,0 +1,183 @@
+"""Where each thread's registers lie in the tiles of a serving kernel whose warps walk alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.kernels.paged_decode.awaiting import EMPTY, await_context
+from flexattn.kernels.paged_decode.space import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.printers.score_printer import PrintedScore
+
+__all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
+
+# What the Triton printer writes, and the same of a tile of keys x rows, which each warp has alone.
+_LAYOUTS = (
+    (r"tl\.zeros\(\[1, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, 1], \1, MMA)"),
+    (
+        r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)",
+        r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
+    ),
+)
+# Vectors of parts that a thread awaits at a time.
+AWAITED = 16
+
+
+def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+    """What that kernel's template knows beside what all serving templates do.
+
+    The layouts are those of `mma.m16n8k16`, lane 4 g + j: of its first operand a thread has rows g
+    and g + 8 and columns 2 j, 2 j + 1, 2 j + 8, 2 j + 9. K's columns are elements of a head, of
+    which a thread reads 16 bytes side by side; V's rows are. Tensors of K, V and Q hold words of
+    two elements, or of four of 8 bits: [warps, keys or rows, words].
+    """
+    if config.walk == "program":
+        return {}
+    warps, own = config.num_warps, config.own
+    inside = _inside(form, config)
+    warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+
+    def bits(begin: int, end: int, axis: int) -> list[list[int]]:
+        """Bases from begin to below end, powers of two, along an axis."""
+        found = []
+        while begin < end:
+            found.append([begin if each == axis else 0 for each in range(3)])
+            begin *= 2
+        return found
+
+    def linear(registers: list[list[int]], lanes: list[list[int]], *shape: int) -> str:
+        return f"tl.DistributedLinearLayout({registers}, {lanes}, {warp}, [], {list(shape)})"
+
+    def paged(registers: list[list[int]], lanes: list[list[int]]) -> str:
+        """The keys of a layout as [warps, pages, keys of a page]."""
+
+        def split(base: list[int]) -> list[int]:
+            return [0, base[1] // inside, base[1] % inside]
+
+        kept = [split(base) for base in registers if base[1]]
+        shape = warps, own // inside, inside
+        return linear(kept, [split(base) for base in lanes], *shape)
+
+    in_word = 4 // ITEMSIZE[form.kv_dtype]
+    # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
+    k_side = 4 * in_word
+    v_side = min(k_side, form.head_dim_v // 8)
+    q, k, v = form.head_dim_qk // 2, form.head_dim_qk // in_word, form.head_dim_v // in_word
+    q_words, v_words = k_side // 2, v_side // in_word
+    rows = bits(1, 8, 1)
+    k_registers = bits(1, 4, 2) + bits(16, k, 2) + bits(8, own, 1)
+    k_lanes = bits(4, 16, 2) + rows
+    v_registers = bits(1, v_words, 2) + bits(8 * v_words, v, 2) + bits(1, 2, 1) + bits(8, own, 1)
+    v_lanes = bits(2, 8, 1) + bits(v_words, 8 * v_words, 2)
+    q_registers = bits(1, q_words, 2) + bits(4 * q_words, q, 2) + bits(8, config.BLOCK_M, 1)
+    q_lanes = bits(q_words, 4 * q_words, 2) + rows
+    mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
+    requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
+    return {
+        "jit": "gluon.jit",
+        "by_lane": ", BY_LANE",
+        "by_request": ", BY_REQUEST",
+        "layouts": (
+            ("MMA", mma),
+            ("A", f"tl.DotOperandLayout(0, {mma}, 2)"),
+            ("B", f"tl.DotOperandLayout(1, {mma}, 2)"),
+            ("K_LOAD", linear(k_registers, k_lanes, warps, own, k)),
+            ("V_LOAD", linear(v_registers, v_lanes, warps, own, v)),
+            ("Q_LOAD", linear(q_registers, q_lanes, warps, config.BLOCK_M, q)),
+            ("K_PAGES", paged(k_registers, k_lanes)),
+            ("V_PAGES", paged(v_registers, v_lanes)),
+            *_merged(form, config),
+            ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
+            ("BY_REQUEST", requests),
+            ("WORD", "tl.pointer_type(tl.int32)"),
+        ),
+        "in_word": in_word,
+        "k_side": k_side,
+        "v_side": v_side,
+        "deal_round": config.deal == "round",
+        "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
+        **await_context(
+            _vector(form, config),
+            _parts(form, config) * _rows_held(form, config),
+            32 * config.num_warps // min(config.num_warps, _merge_rows(form, config)),
+            form.head_dim_v,
+        ),
+    }
+
+
+def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
+    """Constants of that kernel alone, and those that it has another value for.
+
+    SHARERS: programs of a head. STEP: from a program's tile of a unit to its next.
+    """
+    sharers = config.programs(device) // form.kv_heads
+    return {
+        "HEAD_DIM": form.head_dim_qk,
+        "WARPS": config.num_warps,
+        "OWN": config.own,
+        "IN": _inside(form, config),
+        "SHARERS": sharers,
+        "STEP": sharers if config.deal == "round" else 1,
+        "MERGE_ROWS": _merge_rows(form, config),
+        "MERGE_PARTS": _parts(form, config),
+        "VECTOR": _vector(form, config),
+        "EMPTY": EMPTY,
+    }
+
+
+def with_layouts(score: PrintedScore) -> PrintedScore:
+    """A printed score_mod whose new tensors say where they lie."""
+    return replace(score, early=_laid(score.early), body=_laid(score.body))
+
+
+def _inside(form: ServingForm, config: ServingConfig) -> int:
+    """Keys of a warp that surely lie side by side in one page: a power of two."""
+    common = math.gcd(form.page, config.own) if form.page else config.own
+    return common & -common
+
+
+def _merge_rows(form: ServingForm, config: ServingConfig) -> int:
+    """Rows that a program merges at a time."""
+    return min(config.BLOCK_M, form.rows or config.BLOCK_M)
+
+
+def _rows_held(form: ServingForm, config: ServingConfig) -> int:
+    """Rows of a merge that one thread has."""
+    rows = _merge_rows(form, config)
+    return rows // min(config.num_warps, rows)
+
+
+def _parts(form: ServingForm, config: ServingConfig) -> int:
+    """Parts of a unit that are awaited at a time."""
+    return max(1, AWAITED // _rows_held(form, config))
+
+
+def _vector(form: ServingForm, config: ServingConfig) -> int:
+    """Columns side by side that a thread merges."""
+    by_row = min(config.num_warps, _merge_rows(form, config))
+    return max(1, min(4, form.head_dim_v // (32 * (config.num_warps // by_row))))
+
+
+def _merged(form: ServingForm, config: ServingConfig) -> tuple[tuple[str, str], ...]:
+    """Layouts of a merge: of warps [warps, rows, columns], of programs [parts, rows, columns]."""
+    warps, rows = config.num_warps, _merge_rows(form, config)
+    by_row, vector = min(warps, rows), _vector(form, config)
+    spread = f"{by_row}, {warps // by_row}"
+
+    def whole(first: int, columns: int) -> str:
+        """All of the first dimension is in one thread's registers."""
+        return f"tl.BlockedLayout([{first}, 1, {columns}], [1, 1, 32], [1, {spread}], [2, 1, 0])"
+
+    return (
+        ("WARPWISE", whole(warps, vector)),
+        ("PARTWISE", whole(_parts(form, config), 1)),
+        ("OWNED", f"tl.BlockedLayout([1, {vector}], [1, 32], [{spread}], [1, 0])"),
+    )
+
+
+def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern, text in _LAYOUTS:
+        lines = tuple(re.sub(pattern, text, line) for line in lines)
+    return lines

@@ -1,0 +1,92 @@
+"""How a serving kernel reads the tensors that its mods capture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flexattn.kernels.paged_decode.space import LINE
+from flexattn.kernels.printers.mask_parts import MaskParts
+from flexattn.kernels.printers.span import free_bounds_of
+from flexattn.kernels.printers.triton_ops import itemsize, triton_type
+from flexattn.kernels.printers.triton_printer import buffer_names
+from flexattn.problem import Captures
+
+__all__ = ["Fetched", "Peek", "fetched_ahead", "peeks_of", "reads_last_keys"]
+
+# At most so many lines of memory are asked for along each dimension of a captured tensor.
+AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """A function of a kernel that reads elements of a dtype where they lie.
+
+    read: PTX's load. register: the letter of what it fills, bits: how wide that is. value: the
+    element that a register named `word` holds, as Triton's text.
+    """
+
+    dtype: str
+    read: str
+    register: str
+    bits: int
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Elements of a captured tensor whose lines of memory a kernel asks for at its start.
+
+    Texts of the element's address and of whether it exists, for numbers named `line`.
+    """
+
+    address: str
+    exists: str
+
+
+def fetched_ahead(captures: Captures | None) -> Iterator[Fetched]:
+    """The first elements along each dimension of what a mod captures: a line each, or a row.
+
+    That is nearly all of a small tensor. Every address is that of an element, also of a view with
+    gaps, so nothing but the tensor's own memory is touched.
+    """
+    if captures is None:
+        return
+    mod = captures.mod
+    for slot, buffer in enumerate(mod.buffers):
+        base, sizes, strides = buffer_names(mod.kind, slot, buffer.rank)
+        for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+            step = f"line * {stride}"
+            index = "line"
+            if dim == buffer.rank - 1 and captures.contiguous[slot]:
+                step = index = f"line * {LINE // itemsize(buffer.dtype)}"
+            others = [f"({each} > 0)" for each in sizes if each != size]
+            exists = [f"(line < {AHEAD})", f"({index} < {size})", *others]
+            yield Fetched(f"{base} + {step}", " & ".join(exists))
+
+
+def reads_last_keys(captures: Captures | None, mask: MaskParts | None) -> bool:
+    """Whether a mask reads memory for each key, and only for the last keys of a request."""
+    if captures is None or mask is None:
+        return False
+    printed = [part.printed for part in mask.parts]
+    reads = any("tl.load(" in line for each in printed for line in (*each.early, *each.body))
+    free = free_bounds_of(captures.mod)
+    return reads and free is not None and not any(lowest for lowest, *_ in free)
+
+
+def peeks_of(mask: MaskParts) -> tuple[Peek, ...]:
+    """The functions that a mask's statements call, printed with Traits.peeks."""
+    found = (re.findall(r"\bpeek_(\w+)\(", line) for line in mask.lines)
+    return tuple(_peek(dtype) for dtype in dict.fromkeys(name for each in found for name in each))
+
+
+def _peek(dtype: str) -> Peek:
+    size = itemsize(dtype)
+    read, register, bits = {1: ("u8", "r", 32), 2: ("u16", "r", 32)}.get(
+        size, (f"b{8 * size}", "l" if size == 8 else "r", 8 * size)
+    )
+    number = "word" if bits == 8 * size else f"word.to(tl.int{8 * size})"
+    value = "word != 0" if dtype == "bool" else f"{number}.to({triton_type(dtype)}, bitcast=True)"
+    return Peek(dtype, read, register, bits, value)

@@ -1,0 +1,350 @@
+"""Render the serving kernels: the one that walks the batch, and the one that merges its pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+
+from flexattn.device import Device
+from flexattn.kernels.base import source as rendering
+from flexattn.kernels.base.arguments import Argument, captured_arguments
+from flexattn.kernels.base.config import padded, pieces
+from flexattn.kernels.base.source import BASE_2, Source
+from flexattn.kernels.paged_decode.layouts import serving_layouts, warp_sizes, with_layouts
+from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
+from flexattn.kernels.paged_decode.space import (
+    COMBINE_WARPS,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    ServingConfig,
+    ServingForm,
+)
+from flexattn.kernels.printers.mask_parts import MaskParts, whole
+from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
+from flexattn.kernels.printers.span import Edge, edges, free_bounds_of, free_edges
+from flexattn.kernels.printers.triton_ops import signature_type, triton_type
+from flexattn.kernels.printers.triton_printer import Traits
+from flexattn.problem import Captures
+
+__all__ = [
+    "combine_rows",
+    "merge_rows",
+    "render_merge_states",
+    "render_serving",
+    "render_serving_combine",
+    "serving_arguments",
+    "tied",
+]
+
+
+def tied(form: ServingForm) -> bool:
+    """Whether the tile of V is the first tile of K, so that it is read once."""
+    if not form.shared_kv:
+        return False
+    v = pieces(form.head_dim_v)
+    return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
+
+
+def combine_rows(form: ServingForm, config: ServingConfig) -> int:
+    """Rows that one program of the merging kernel takes of a tile."""
+    return _merge_shape(form, config)[0]
+
+
+def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
+    """Arguments of the serving kernel, in order; None of them depends on a length."""
+    q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
+    wide = 16 if form.aligned else 1
+    found = [Argument("Q", f"*{q}", wide), Argument("K", f"*{kv}", wide)]
+    if not tied(form):
+        found.append(Argument("V", f"*{kv}", wide))
+    found += [*_written(form), *_described(form)]
+    if form.page:
+        found.append(Argument("TABLE", "*i32", 4))
+    if form.prefix:
+        found.append(Argument("ROW_LENS", "*i32", 4))
+    if form.scaled:
+        found.append(Argument("K_SCALE", "*fp32", 4))
+    q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
+    kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
+    found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
+    for tensor in "k" if tied(form) else "kv":
+        found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
+    if form.page:
+        found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
+    if form.prefix:
+        found.append(Argument("q_len_each", "i32"))
+    found.append(Argument("softmax_scale", "fp32"))
+    found += captured_arguments(form.score)
+    return (*found, *captured_arguments(form.mask))
+
+
+def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
+    """Arguments of the kernel that merges what several programs did of a unit."""
+    return (*_written(form), *_described(form), *captured_arguments(form.mask))
+
+
+def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
+    """The kernel of a form with a config for a device; title goes into its header."""
+    score = None if form.score is None else whole_score(form.score, _traits(form, device))
+    if score is not None and config.walk == "warp":
+        score = with_layouts(score)
+    mask = _printed(form.mask, form, device)
+    late = not form.prefix and reads_last_keys(form.mask, mask)
+    # In PTX, or as the interpreter reads.
+    if late and config.walk == "program" and device.backend != "hip":
+        mask = _printed(form.mask, form, device, peeks=True)
+    used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
+    qk = rendering.named_pieces("qk", form.head_dim_qk)
+    v = rendering.named_pieces("v", form.head_dim_v)
+    eight = ITEMSIZE[form.kv_dtype] == 1
+    product = triton_type(form.product_dtype)
+    of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
+    context = {
+        **_shared(form, config, device, used),
+        **serving_layouts(form, config),
+        "score": score,
+        "mask": mask,
+        "qk_pieces": qk,
+        "v_pieces": v,
+        "all_pieces": (*qk, *v),
+        "layout": _CONTIGUOUS,
+        "use_tma": False,
+        "early_loads": True,
+        # Kept in registers, what does not change would leave a warpgroup's tile too few.
+        "licm": config.BLOCK_M < 64,
+        "fold_scale": score is None and form.positive_scale and not form.scaled,
+        "element": product,
+        "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
+        "precision": "ieee" if form.dtype == "float32" else "",
+        "tied": tied(form),
+        "widen": _EIGHT_BITS.get(form.kv_dtype, "") if config.walk == "program" else "",
+        "widen_by_hand": device.capability >= 89,
+        "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
+        "paged": form.page > 0,
+        "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
+        "tile_of_pages": of_pages,
+        "pages_in_tile": of_pages,
+        "k_whole": of_pages and not tied(form),
+        # Tall tiles have no registers for what every turn of the loop would find again.
+        "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
+        "last": config.combine == "last",
+        "late_sum": config.BLOCK_M <= 32,
+        # A warp of its own reads in the layout of its scores, and has its next tile in registers.
+        "mask_apart": late and config.walk == "warp",
+        "peeks": () if mask is None else peeks_of(mask),
+        "prefetch": device.backend == "cuda",
+        "fetched": (*fetched_ahead(form.score), *fetched_ahead(form.mask)),
+    }
+    if config.walk == "warp":
+        context |= {
+            "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
+            "numbers": "widened" if eight else "halves",
+            "kv_element": triton_type(form.kv_dtype),
+            "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
+        }
+    header = [title, f"config: {describe_serving(config)}"]
+    for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
+        if captures is not None:
+            header.append(f"{name}: {rendering.one_line(captures)}")
+    found = serving_arguments(form)
+    if config.walk == "warp":
+        return rendering.make_source(
+            "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
+            "triton" if device.backend == "interpreter" else "gluon",
+            config.registers(form, device),
+        )  # fmt: skip
+    return rendering.make_source(
+        "paged_decode/program.py.jinja", device, header, context, found, config.num_warps,
+        config.num_stages, registers=config.registers(form, device),
+    )  # fmt: skip
+
+
+def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:
+    """The kernel that merges, where the config asks for one."""
+    rows, _ = _merge_shape(form, config)
+    mask = _printed(form.mask, form, device)
+    context = {
+        **_shared(form, config, device, [mask] if mask is not None else []),
+        "v_pieces": rendering.named_pieces("v", form.head_dim_v),
+        "widen": "",
+        "prefetch": False,
+        "peeks": (),
+    }
+    context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
+    title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
+    return rendering.make_source(
+        "paged_decode/combine.py.jinja",
+        device,
+        [title],
+        context,
+        combine_arguments(form),
+        COMBINE_WARPS,
+        1,
+    )
+
+
+def render_merge_states(dtype: str, head_dim: int, device: Device) -> Source:
+    """The kernel that merges two states of outputs [rows, head_dim] in a dtype."""
+    context: dict[str, object] = {
+        "v_pieces": rendering.named_pieces("v", head_dim),
+        "constants": (("ROWS", merge_rows(head_dim)), ("HEAD_DIM_V", head_dim), *BASE_2),
+        "element": triton_type(dtype),
+    }
+    values = [Argument(name, f"*{signature_type(dtype)}", 16) for name in ("A", "B", "OUT")]
+    a, b, out = values
+    lses = [Argument(name, "*fp32", 4) for name in ("LSE_A", "LSE_B", "LSE")]
+    found = (a, lses[0], b, lses[1], out, lses[2], Argument("num_rows", "i64"))
+    title = f"merge of two states {dtype} D={head_dim} for {device.arch}"
+    return rendering.make_source(
+        "paged_decode/merge_states.py.jinja", device, [title], context, found, 4, 1
+    )
+
+
+def merge_rows(head_dim: int) -> int:
+    """Rows that one program of that kernel takes."""
+    return 1 << (max(1, 2048 // padded(head_dim)).bit_length() - 1)
+
+
+def describe_serving(config: ServingConfig) -> str:
+    """Names and numbers in one line."""
+    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+
+
+# As PTX names them.
+_EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
+
+
+def _written(form: ServingForm) -> list[Argument]:
+    """What both kernels write, and what one of them leaves to the other."""
+    found = [Argument("OUT", f"*{signature_type(form.dtype)}", 16)]
+    if form.lse:
+        found.append(Argument("LSE", "*fp32", 4))
+    found += [Argument("WORKSPACE", "*fp32", 16), Argument("COUNT", "*i32", 16)]
+    if form.sinks:
+        found.append(Argument("SINKS", "*fp32", 4))
+    if form.scaled:
+        found += [Argument("V_SCALE", "*fp32", 4), Argument("stride_scale", "i32")]
+    return [*found, Argument("stride_om", "i32", math.gcd(16, form.head_dim_v))]
+
+
+def _described(form: ServingForm) -> list[Argument]:
+    """What both kernels cut the batch by."""
+    found = [Argument("SEQ_LENS", "*i32", 4)]
+    if form.offset:
+        found.append(Argument("KV_START", "*i32", 4))
+    if form.ragged:
+        found.append(Argument("CU_SEQLENS", "*i32", 4))
+    numbers = ["num_requests", "total_q" if form.ragged else "q_rows", "max_keys"]
+    return found + [Argument(name, "i32") for name in numbers]
+
+
+def _request_names(form: ServingForm) -> list[str]:
+    return [each.name for each in _described(form)]
+
+
+def _shared(
+    form: ServingForm,
+    config: ServingConfig,
+    device: Device,
+    used: Sequence[MaskParts | PrintedScore],
+) -> dict[str, object]:
+    """What the templates of both kernels know."""
+    found: tuple[Edge, ...] = ()
+    free: tuple[Edge, ...] | None = None
+    if form.mask is not None and not form.prefix:
+        traits = _traits(form, device, False)
+        found = edges(form.mask.mod, form.mask.contiguous, traits)
+        free = free_edges(form.mask.mod, form.mask.contiguous, traits)
+    captures = [argument.name for argument in captured_arguments(form.mask)]
+    captured = captures if found else []
+    names = _request_names(form)
+    rows, parts = _merge_shape(form, config)
+    slots = config.programs(device) * config.left * config.BLOCK_M
+    settings = {
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "PACKED": form.group,
+        "HEAD_DIM_V": form.head_dim_v,
+        "PAGE": form.page,
+        "HEADS": form.kv_heads,
+        "PROGRAMS": config.programs(device),
+        "REQUESTS": form.requests,
+        "LEAST": config.least,
+        "WEIGHTS": slots * form.head_dim_v,
+        "MERGE_ROWS": rows,
+        "MERGE_PARTS": parts,
+        "LANES": 32 * config.num_warps,
+        "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
+        "Q_LINE": LINE // ITEMSIZE[form.dtype],
+    }
+
+    if config.walk == "warp":
+        settings |= warp_sizes(form, config, device)
+
+    def span_values(*values: str) -> str:
+        return ", ".join((*values, *captured))
+
+    return {
+        **rendering.mod_context([each.lines for each in used], device),
+        "jit": "triton.jit",
+        "alone": config.walk == "warp",
+        "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
+        "by_lane": "",
+        "by_request": "",
+        "hoisted": [line for each in used for line in each.hoisted],
+        "constants": (*settings.items(), *BASE_2),
+        "edges": found,
+        # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
+        "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
+        "free_edges": free,
+        "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
+        "request_arguments": ["b", *names],
+        "request_values": lambda b: ", ".join((b, *names)),
+        "span_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captured],
+        "span_values": span_values,
+        "out_element": triton_type(form.dtype),
+        "lse": form.lse,
+        "sinks": form.sinks,
+        "scaled": form.scaled,
+        "ragged": form.ragged,
+        "offset": form.offset,
+        "prefix": form.prefix,
+    }
+
+
+def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
+    """Rows and parts that a merge holds at a time: at most MERGED values of them a warp."""
+    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
+    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
+    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, held // (4 * width)))
+    return rows, max(1, min(32, held // (rows * width)))
+
+
+def _traits(
+    form: ServingForm, device: Device, rowwise: bool = True, peeks: bool = False
+) -> Traits:
+    return Traits(
+        head_per_row=rowwise,
+        batch_per_row=rowwise and form.prefix,
+        interpreted=device.backend == "interpreter",
+        fast_tanh=device.has_tanh and form.dtype == "bfloat16",
+        short_tanh=form.dtype in ("bfloat16", "float16"),
+        peeks=peeks,
+    )
+
+
+def _printed(
+    captures: Captures | None, form: ServingForm, device: Device, peeks: bool = False
+) -> MaskParts | None:
+    if captures is None:
+        return None
+    needed = "i < end"
+    if not form.prefix and free_bounds_of(captures.mod) is not None:
+        needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
+    if peeks:
+        # Nothing but its end bounds what is free, so no tile begins before it.
+        needed = "start_n + BLOCK_N > free_high"
+    return whole(captures, _traits(form, device, peeks=peeks), needed)

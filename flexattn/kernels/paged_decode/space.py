@@ -1,0 +1,144 @@
+"""What serving kernels can run, what is worth trying, and where to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.kernels.base.config import padded
+from flexattn.kernels.paged_decode import warps as serving_warps
+from flexattn.kernels.paged_decode.config import (
+    COMBINE_WARPS,
+    ITEMSIZE,
+    LINE,
+    MERGED,
+    Combine,
+    ServingConfig,
+    ServingForm,
+    shared_memory,
+)
+
+__all__ = [
+    "COMBINE_WARPS",
+    "ITEMSIZE",
+    "LINE",
+    "MERGED",
+    "ServingConfig",
+    "ServingForm",
+    "reasons",
+    "serving_candidates",
+    "space",
+    "workspace",
+]
+
+
+def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
+    """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
+
+    A program's range of tiles begins inside at most one unit of work and ends inside at most one
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a unit that
+    ends in its range it keeps its own where it awaits those of the others.
+    """
+    return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
+
+
+def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+    """Why a config cannot run for a form on a device; empty where it can."""
+    if config.walk == "warp":
+        return serving_warps.reasons(config, form, device)
+    found = []
+    if config.combine == "await":
+        found.append("parts are awaited where tiles are dealt by heads or round")
+    elif config.combine not in get_args(Combine):
+        found.append(f"combine={config.combine!r} is one of {', '.join(get_args(Combine))}")
+    for name in ("BLOCK_M", "BLOCK_N"):
+        value = getattr(config, name)
+        if value < 16 or value & (value - 1):
+            found.append(f"{name}={value} is no power of two of at least 16")
+    if config.num_warps not in (1, 2, 4, 8) or config.num_stages < 1:
+        found.append("num_warps is 1, 2, 4 or 8, and num_stages at least 1")
+    if config.per_sm < 1 or config.least < 1:
+        found.append("per_sm and least are at least 1")
+    needed = shared_memory(config, form)
+    if needed > device.shared_memory:
+        found.append(f"tiles need about {needed} of {device.shared_memory} bytes of shared memory")
+    registers = config.BLOCK_M * (padded(form.head_dim_v) + config.BLOCK_N)
+    if registers > 32 * config.num_warps * (device.max_registers - 55):
+        found.append(f"{registers} accumulators do not fit {config.num_warps} warps' registers")
+    return found
+
+
+def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    """The static default, then what to fall back to if the compiler proves the estimates wrong.
+
+    One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
+    padding of the rows to 64. Raises ConfigError when nothing can run.
+    """
+    rejected = []
+    for config in dict.fromkeys(_preferences(form, device)):
+        found = reasons(config, form, device)
+        if not found:
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if all(not each.endswith(": ") for each in rejected):
+        raise ConfigError(
+            f"no config of the serving template fits {form}",
+            "\n        ".join(rejected[-3:]),
+            "use smaller head dimensions",
+        )
+
+
+def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
+    """Every config worth trying for a form on a device, the static default first."""
+    candidates = list(serving_candidates(form, device))
+    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.walk == "program")
+    heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
+    axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
+    combines: tuple[Combine, ...] = ("last", "launch")
+    grid = (
+        ServingConfig(*numbers, combine=combine)
+        for numbers in product(*axes)
+        for combine in combines
+    )
+    able = (
+        config
+        for config in (*serving_warps.space(form), *grid)
+        if not reasons(config, form, device)
+    )
+    return tuple(dict.fromkeys((first, *able)))
+
+
+def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    if device.capability == 90 and 0 < form.rows <= 8:
+        for each in serving_warps.preferences(form):
+            programs = each.programs(device)
+            # Each head has as many: more idle ones than this cost more than walking apart gives.
+            if programs % form.kv_heads <= programs // 8:
+                yield each
+    widest = max(form.head_dim_qk, form.head_dim_v)
+    height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
+    warps = 8 if height * widest > 64 * 128 else 4
+    combine: Combine = "launch" if form.prefix else _combine(height, widest)
+    if form.dtype == "float32":
+        # Without matrix instructions a tile lives in registers.
+        yield ServingConfig(height, 32, 8, 2, 1, 1, combine)
+    elif widest <= 128:
+        # Beside a shared prefix other programs walk each request's own keys: with one for each SM,
+        # not two, a cascade took 47.1 us of 54.8 on an H200.
+        start = ServingConfig(height, 64, warps, 3, 1 if form.prefix else 2, 1, combine)
+        yield start
+        yield replace(start, num_stages=2)
+    else:
+        yield ServingConfig(height, 64 if widest <= 256 else 32, warps, 2, 1, 1, combine)
+        yield ServingConfig(height, 32, warps, 2, 1, 1, combine)
+    yield ServingConfig(16, 32, 4, 2, 1)
+    yield ServingConfig(16, 16, 4, 1, 1)
+
+
+def _combine(height: int, widest: int) -> Combine:
+    """Tall or wide tiles take one program long to merge, and its registers from the main loop."""
+    return "launch" if height >= 64 or widest > 256 else "last"

@@ -1,0 +1,1 @@
+"""Expressions of mods as text of Triton, Gluon and torch."""

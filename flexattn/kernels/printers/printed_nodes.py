@@ -1,0 +1,32 @@
+"""Which nodes of an Expr are printed early, and which in a form of their own."""
+
+from __future__ import annotations
+
+from flexattn.kernels.printers.triton_ops import HALVES
+from flexattn.mods.expr import Expr, depending
+
+__all__ = ["feeding_loads", "summed_halves"]
+
+
+def feeding_loads(nodes: list[Expr]) -> set[Expr]:
+    """Of nodes in walk's order: loads that do not wait for the score, and what they need."""
+    scored = depending(nodes, ("score",))
+    found: set[Expr] = set()
+    for node in reversed(nodes):
+        if node not in scored and (node.op == "load" or node in found):
+            found.add(node)
+            found.update(node.args)
+    return found
+
+
+def summed_halves(nodes: list[Expr]) -> frozenset[Expr]:
+    """Products in 16 bits that are summed, with nothing but casts and signs between."""
+    found: set[Expr] = set()
+    below = [arg for node in nodes if node.op in ("add", "sub") for arg in node.args]
+    while below:
+        node = below.pop()
+        if node.op in ("neg", "cast"):
+            below += node.args
+        elif node.op == "mul" and node.dtype in HALVES:
+            found.add(node)
+    return frozenset(found)

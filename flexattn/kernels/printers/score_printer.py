@@ -1,0 +1,376 @@
+"""Print a score_mod's terms: what each tile computes, and what its rows get back at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexattn.kernels.printers.printed_score import Fused, Limits, PrintedScore, Ramp
+from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
+from flexattn.mods.dependence import FREE, Reads, slope_of
+from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.ops import is_int
+from flexattn.mods.rules import FLOAT, ONE, times
+from flexattn.mods.simplify import make
+from flexattn.mods.terms import SCORE, Terms
+from flexattn.problem import Captures, Structure
+
+__all__ = ["Limits", "PrintedScore", "print_score", "whole_score"]
+
+LOG2E = const(1.4426950216293335, FLOAT)
+
+
+def print_score(
+    structure: Structure,
+    traits: Traits,
+    even_columns: bool = False,
+    ramps: bool = False,
+    fuses: bool = False,
+    hands: bool = False,
+) -> PrintedScore:
+    """The score_mod of a structure that has one; raises as `print_mod` does.
+
+    even_columns: what is added grows evenly from key to key where it can, which a layout like that
+    of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
+    fuses: its softmax adds columns, or caps scores, by itself. hands: its threads hand each other
+    the values of diagonals by a function of the template's own.
+    """
+    terms = structure.terms
+    assert terms is not None
+    return _Score(structure, terms, traits, even_columns, ramps, fuses, hands).run()
+
+
+def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
+    """A score_mod as it is written, which no rule took apart; raises as `print_mod` does."""
+    printed = print_mod(captures.mod, captures.contiguous, traits)
+    scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
+    result = f"{printed.result} * LOG2E"
+    if not scored:
+        result = f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + {result}"
+    body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
+    return PrintedScore(printed.hoisted, printed.early, body, False, False, (), False, None)
+
+
+class _Score:
+    def __init__(
+        self,
+        structure: Structure,
+        terms: Terms,
+        traits: Traits,
+        even_columns: bool,
+        ramps: bool,
+        fuses: bool,
+        hands: bool,
+    ) -> None:
+        assert structure.score is not None
+        self.even_columns, self.ramps, self.fuses = even_columns, ramps, fuses
+        self.hands = hands
+        self.captures, self.terms, self.traits = structure.score, terms, traits
+        self.structure = structure
+        self.reads = Reads()
+        self.hoisted: list[str] = []
+        self.early: list[str] = []
+        self.body: list[str] = []
+
+    def run(self) -> PrintedScore:
+        structure, terms = self.structure, self.terms
+        decode = structure.kind == "decode"
+        reference = "row_start // PACKED" if decode else "row_start"
+        folded = "scale" not in structure.rules_off
+        folded = folded and terms.core is not None and terms.positive(terms.outer)
+        folded = folded and (structure.positive_scale or not terms.linear)
+        ramp = self._ramp(reference) if self.ramps else None
+        fused = self._fused(folded) if self.fuses else ""
+        folded = folded and (ramp is not None or fused != "" or not terms.added)
+        if fused:
+            self._fuse(fused, reference)
+        else:
+            self._scored(folded, self._added(reference) if ramp is None else [])
+        limits = None
+        if terms.keep is not None:
+            self._masked(terms.keep)
+            if not decode and structure.sparsity is None:
+                limits = self._limits(terms.keep)
+        rows = self._rows(reference) if terms.leaves_loop else ()
+        return PrintedScore(
+            hoisted=tuple(self.hoisted),
+            early=tuple(self.early),
+            body=tuple(self.body),
+            folded=folded,
+            strip=terms.diagonal is not None,
+            rows=rows,
+            empties=terms.row is not None,
+            limits=limits,
+            ramp=ramp,
+            fused=fused,
+        )
+
+    def _fused(self, folded: bool) -> Fused:
+        """What the softmax can do of it; folded: whether what scales scores keeps their order."""
+        terms = self.terms
+        if not folded or terms.core is None:
+            return ""
+        if terms.linear and terms.column is not None and terms.added == (terms.column,):
+            return "columns" if self._slope() is None else "ramp"
+        if terms.linear and terms.diagonal is not None and terms.added == (terms.diagonal,):
+            return "diagonals"
+        capped = terms.core.op == "tanh" and terms.core.args == (SCORE,) and not terms.added
+        capped = capped and terms.positive(terms.inner) and self.structure.positive_scale
+        return "capped" if capped and self.traits.fast_tanh and terms.keep is None else ""
+
+    def _fuse(self, fused: Fused, reference: str) -> None:
+        terms = self.terms
+        if fused == "capped":
+            self._factor("score", "sm_scale", terms.inner, True)
+            self._factor("qk", "LOG2E", terms.outer, True)
+            return
+        self._factor("qk", "sm_scale * LOG2E", terms.outer, True)
+        if terms.diagonal is not None:
+            self.body.append(f"column = {self._strip(terms.diagonal)}")
+            return
+        assert terms.column is not None
+        slope = self._slope()
+        if slope is None:
+            view = View("column", q_idx=f"({reference})", by_row=False)
+            self.body.append(f"column = {self._place(self._base_2(terms.column), view)}")
+        else:
+            self._even(slope, terms.column, reference)
+
+    def _slope(self) -> Expr | None:
+        """What a column rises by from key to key, where that is always the same."""
+        column = self.terms.column
+        return None if column is None else slope_of(column, "kv_idx", self.reads)
+
+    def _ramp(self, reference: str) -> Ramp | None:
+        """What is added to the scores, where it rises evenly along the keys of a tile.
+
+        Then it needs no instruction for each score: see the template.
+        """
+        column, slope = self.terms.column, self.terms.step
+        if column is None or slope is None:
+            return None
+        view = View("lift", q_idx=f"({reference})", kv_idx="start_n", by_row=False)
+        lift = self._place(self._base_2(column), view)
+        step = self._place(
+            make("mul", FLOAT, (make("cast", FLOAT, (slope,)), LOG2E)), View("step")
+        )
+        return Ramp(step, lift)
+
+    def _print(self, expr: Expr, view: View) -> Printed:
+        mod = replace(self.captures.mod, expr=expr)
+        return print_mod(mod, self.captures.contiguous, self.traits, view)
+
+    def _place(self, expr: Expr, view: View) -> str:
+        """Print into the tile's statements; the text of the result."""
+        printed = self._print(expr, view)
+        self.hoisted += printed.hoisted
+        # What waits for no memory comes after the scores: before, it would hold registers.
+        waits = any("tl.load(" in line for line in printed.early)
+        (self.early if waits else self.body).extend(printed.early)
+        self.body += printed.body
+        return printed.result
+
+    def _factor(self, name: str, first: str, factor: Expr, folded: bool) -> str:
+        """`first` times a factor: before the loop where it takes more than an instruction."""
+        text = first if factor is ONE else f"{first} * {self._place(factor, View(name))}"
+        if factor.op == "const" and not folded:
+            return f"({text})"
+        self.hoisted.append(f"{name}_scale = {text}")
+        return f"{name}_scale"
+
+    def _scored(self, folded: bool, added: list[str]) -> None:
+        terms = self.terms
+        if terms.core is None:
+            self.body.append("qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)" + _sum(added))
+            return
+        if terms.linear:
+            scale = self._factor("qk", "sm_scale * LOG2E", terms.outer, folded)
+            core = "qk"
+        else:
+            inner = "sm_scale"
+            if terms.inner is not ONE:
+                inner = self._factor("score", "sm_scale", terms.inner, False)
+            self.body.append(f"score = qk * {inner}")
+            core = self._place(terms.core, View("core"))
+            scale = "LOG2E"
+            if terms.outer is not ONE or folded:
+                scale = self._factor("qk", "LOG2E", terms.outer, folded)
+        if added:
+            # Said aloud: the compiler might fuse the product inside of what is added instead.
+            core = f"tl.fma({core}, {scale}, {added[0]}){_sum(added[1:])}"
+        elif not folded:
+            core = f"{core} * {scale}"
+        if core != "qk":
+            self.body.append(f"qk = {core}")
+
+    def _added(self, reference: str) -> list[str]:
+        """Texts of what is added to a tile's scores, in base 2."""
+        terms, found = self.terms, []
+        if terms.column is not None:
+            view = View("column", q_idx=f"({reference})", by_row=self.structure.kind == "decode")
+            slope = self._slope() if self.even_columns else None
+            if slope is None:
+                found.append(self._place(self._base_2(terms.column), view))
+            else:
+                found.append(self._even(slope, terms.column, reference))
+        if terms.diagonal is not None:
+            found.append(self._strip(terms.diagonal))
+        if terms.rest is not None:
+            found.append(self._place(self._base_2(terms.rest), View("rest")))
+        return found
+
+    def _even(self, slope: Expr, column: Expr, reference: str) -> str:
+        """A column of one slope: a product and a sum a key, and no conversions.
+
+        In the layout of Hopper's scores a thread's keys differ from another's in the bits of 6
+        alone: what is left are numbers that are known when the kernel is compiled.
+        """
+        rate = self._place(self._base_2(slope), View("slope", by_row=False, by_key=False))
+        view = View("start", f"({reference})", f"({reference})", by_row=False, by_key=False)
+        start = self._place(self._base_2(column), view)
+        keys = "tl.expand_dims(tl.arange(0, BLOCK_N), 0)"
+        self.hoisted += [f"slope = {rate}", f"first = {start}"]
+        self.body += [
+            f"keys = {keys}",
+            f"column = ((keys & 6) + (start_n - {reference})).to(tl.float32) * slope + first",
+        ]
+        return "tl.fma((keys & ~6).to(tl.float32), slope, column)"
+
+    def _base_2(self, expr: Expr) -> Expr:
+        """expr * log2(e), with the constant where it is multiplied least often."""
+        if expr.op == "mul":
+            for x, y in (expr.args, expr.args[::-1]):
+                if self.reads(y) <= FREE:
+                    return make("mul", FLOAT, (x, times(y, LOG2E)))
+        return make("mul", FLOAT, (expr, LOG2E))
+
+    def _strip(self, expr: Expr) -> str:
+        """The values of a tile's diagonals, read from a vector by q_idx - kv_idx.
+
+        Lane i of the vector is the diagonal row_start - (start_n + BLOCK_N - 1) + i. The vector
+        passes through shared memory, and addresses differ by constants: one read for each score.
+        """
+        view = View("strip", q_idx="row_start", kv_idx="strip_kv", by_row=False, keys="[STRIP]")
+        self.early.append("strip_kv = start_n + (BLOCK_N - 1) - tl.arange(0, STRIP)")
+        strip = self._place(self._base_2(expr), view)
+        if self.hands:
+            self.body.append(f"strip = along_diagonals(handed.index(consumer), {strip})")
+            return "strip"
+        # In the layouts of matrix instructions a thread's places differ from another's in row bits
+        # other than 8 and in the key bits of 6: what is left is known when this is compiled, and
+        # two rows share their reads.
+        self.body += [
+            "row_at, key_at = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]",
+            "at = (row_at & 8) - (key_at & ~6) + (BLOCK_N - 1)",
+            "at += (row_at & ~8) - (key_at & 6)",
+            f"strip = tl.gather({strip}, at.reshape(BLOCK_M * BLOCK_N), 0)",
+        ]
+        return "strip.reshape(BLOCK_M, BLOCK_N)"
+
+    def _rows(self, reference: str) -> tuple[str, ...]:
+        """What rows get back, printed for vectors of rows after the loop."""
+        terms = self.terms
+        head = "offs_h" if self.structure.kind == "decode" else "h"
+        view = View("row", q_idx="row_q", h=head, by_row=False, by_key=False)
+        lines: list[str] = []
+        texts: list[str] = []
+        if terms.row is not None:
+            printed = self._print(terms.row, view)
+            lines += printed.hoisted
+            texts.append(printed.result)
+        if terms.tilt is not None:
+            printed = self._print(terms.tilt, replace(view, prefix="tilt"))
+            lines += printed.hoisted
+            texts.append(f"{printed.result} * (row_q - {reference}).to(tl.float32)")
+        lines.append(f"shift = ({' + '.join(texts)}) * LOG2E + tl.zeros([BLOCK_M], tl.float32)")
+        return tuple(lines)
+
+    def _masked(self, keep: Expr) -> None:
+        """The score_mod's own mask, looked at where a corner of the tile says that it matters."""
+        view = View("keep")
+        printed = self._print(keep, view)
+        self.hoisted += printed.hoisted
+        # Where nothing is known of the tile, the condition only keeps loads out of the pipeline.
+        needed = self._mixed_tile(keep) or "start_n < kv_len"
+        inner = [*printed.early, *printed.body, _where(printed.result)]
+        self.body.append(f"if {needed}:")
+        self.body += [f"    {line}" for line in inner]
+
+    def _mixed_tile(self, keep: Expr) -> str | None:
+        """A scalar condition without which every lane of a prefill tile is kept.
+
+        A comparison of affine numbers holds everywhere if it does in the corner where it is
+        nearest to failing.
+        """
+        if self.structure.kind == "decode":
+            return None
+        texts = []
+        for i, part in enumerate(_conjuncts(keep)):
+            slopes = _affine(part, self.reads)
+            if slopes is None:
+                return None
+            row = "row_start" if slopes[0] >= 0 else "(row_start + BLOCK_M - 1)"
+            key = "start_n" if slopes[1] >= 0 else "(start_n + BLOCK_N - 1)"
+            view = View(f"mixed{i}", q_idx=row, kv_idx=key, by_row=False)
+            printed = self._print(make("not", "bool", (part,)), view)
+            self.hoisted += printed.hoisted
+            self.body += [*printed.early, *printed.body]
+            texts.append(f"({printed.result})")
+        return " | ".join(texts)
+
+    def _limits(self, keep: Expr) -> Limits | None:
+        """The keys outside of which a comparison fails for every row of the tile."""
+        lines: list[str] = []
+        first, last = "0", "kv_len"
+        for i, part in enumerate(_conjuncts(keep)):
+            slopes = _affine(part, self.reads)
+            if slopes is None or abs(slopes[1]) != 1:
+                continue
+            x, y = part.args
+            slack = make("sub", x.dtype, (y, x))
+            row = "(row_start + BLOCK_M - 1)" if slopes[0] >= 0 else "row_start"
+            view = View(f"limit{i}", q_idx=row, kv_idx="0", by_row=False, by_key=False)
+            printed = self._print(slack, view)
+            lines += printed.hoisted
+            # slack + slope * kv >= 0, or > 0.
+            strict = part.op == "lt"
+            if slopes[1] < 0:
+                last = f"tl.minimum({last}, {printed.result} + {0 if strict else 1})"
+            else:
+                first = f"tl.maximum({first}, {1 if strict else 0} - {printed.result})"
+        if (first, last) == ("0", "kv_len"):
+            return None
+        # Captured offsets may be wide; between 0 and the length the loop counts in 32 bits.
+        if first != "0":
+            first = f"tl.minimum({first}, kv_len).to(tl.int32)"
+        if last != "kv_len":
+            last = f"tl.maximum({last}, 0).to(tl.int32)"
+        return Limits(tuple(lines), first, last)
+
+
+def _where(condition: str) -> str:
+    return f'qk = tl.where({condition}, qk, float("-inf"))'
+
+
+def _sum(texts: list[str]) -> str:
+    return "".join(f" + {text}" for text in texts)
+
+
+def _conjuncts(keep: Expr) -> list[Expr]:
+    if keep.op == "and":
+        return [part for arg in keep.args for part in _conjuncts(arg)]
+    return [keep]
+
+
+def _affine(part: Expr, reads: Reads) -> tuple[int, int] | None:
+    """For x < y or x <= y of integers: the constant slopes of y - x in q_idx and kv_idx."""
+    if part.op not in ("lt", "le") or not is_int(part.args[0].dtype):
+        return None
+    x, y = part.args
+    slack = make("sub", x.dtype, (y, x))
+    found = []
+    for name in ("q_idx", "kv_idx"):
+        slope = slope_of(slack, name, reads)
+        if slope is None or slope.op != "const":
+            return None
+        found.append(int(slope.value or 0))
+    return found[0], found[1]

@@ -1,0 +1,381 @@
+"""Print an Expr as Triton statements: what does not depend on the keys first, once per tile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from flexattn.errors import UnsupportedError
+from flexattn.kernels.printers.divisions import by_invariant
+from flexattn.kernels.printers.printed_nodes import feeding_loads, summed_halves
+from flexattn.kernels.printers.triton_ops import (
+    FUNCTIONS,
+    HALVES,
+    INFIX,
+    NARROW,
+    literal,
+    triton_type,
+)
+from flexattn.mods import Mod
+from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.numbers import number_of
+from flexattn.mods.ops import is_float, is_int
+from flexattn.problem import MAX_HEADS, MAX_LENGTH
+
+# Tiles overshoot a length by less than 2**12 lanes.
+INDEX_RANGES: dict[str, Range] = {
+    "b": (0, MAX_LENGTH),
+    "h": (0, MAX_HEADS),
+    "q_idx": (0, MAX_LENGTH + 2**12),
+    "kv_idx": (0, MAX_LENGTH + 2**12),
+}
+INT32: Range = (-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the target's language lacks or has: it changes how a function is spelled.
+
+    interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
+    a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
+    for the output's dtype. short_tanh: an exponential and a division are. peeks: what differs by
+    key is read by the `peek` of its dtype, which the template defines.
+    """
+
+    interpreted: bool = False
+    head_per_row: bool = False
+    batch_per_row: bool = False
+    fast_tanh: bool = False
+    short_tanh: bool = False
+    peeks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where an expression is computed, which decides what its variables are called there.
+
+    prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
+    of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
+    keys: the shape of a tensor with one element a key. dtype: that of the result, "" its own.
+    """
+
+    prefix: str = ""
+    q_idx: str = "q_idx"
+    kv_idx: str = "kv_idx"
+    h: str = "h"
+    by_row: bool = True
+    by_key: bool = True
+    keys: str = "[1, BLOCK_N]"
+    dtype: str = ""
+
+
+TILE = View()
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Statements of three kinds, and the result.
+
+    hoisted: before the loop over keys. early: inside it, on the keys alone, so what they load can
+    come while the scores are computed. body: after the scores.
+    """
+
+    hoisted: tuple[str, ...]
+    early: tuple[str, ...]
+    body: tuple[str, ...]
+    result: str
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Every statement, and the result."""
+        return (*self.hoisted, *self.early, *self.body, self.result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A printed operand: its text, its dtype in the kernel, whether it differs by row and key."""
+
+    text: str
+    dtype: str
+    row: bool = False
+    key: bool = False
+
+
+def print_mod(
+    mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View = TILE
+) -> Printed:
+    """Triton statements for a mod over `score`, `b`, `h`, `q_idx` and `kv_idx`.
+
+    contiguous: for each captured tensor, whether its innermost stride is 1.
+    Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
+    that Triton cannot express.
+    """
+    return _Printer(mod, contiguous, traits, view).run()
+
+
+def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The kernel's argument names for one captured tensor: pointer, sizes, strides."""
+    base = f"{kind}_buf{slot}"
+    return (
+        base,
+        tuple(f"{base}_size{d}" for d in range(rank)),
+        tuple(f"{base}_stride{d}" for d in range(rank)),
+    )
+
+
+def scalar_name(kind: str, slot: int) -> str:
+    """The kernel's argument name for one captured Python number."""
+    return f"{kind}_scalar{slot}"
+
+
+class _Printer:
+    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View) -> None:
+        self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
+        self.keyed = ("score", "kv_idx") if view.by_key else ("score",)
+        self.rowed = ("score", "q_idx") if view.by_row else ("score",)
+        if view.by_row:
+            varying = ["h"] * traits.head_per_row + ["b"] * traits.batch_per_row
+            self.rowed = (*self.rowed, *varying)
+        self.hoisted: list[str] = []
+        self.early: list[str] = []
+        self.body: list[str] = []
+        self.count = 0
+        self.values: dict[Expr, _Value] = {}
+        nodes = list(walk(mod.expr))
+        self.uses = Counter(arg for node in nodes for arg in node.args)
+        self.ranges = all_bounds(mod.expr, INDEX_RANGES)
+        self.ahead = feeding_loads(nodes)
+        self.summed = frozenset() if traits.interpreted else summed_halves(nodes)
+        self.node = mod.expr
+        per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
+        # What is computed before the loop, or before the scores, for use after them.
+        self.crossing = {
+            arg
+            for node in per_key
+            for arg in node.args
+            if arg not in per_key or (node in per_row and arg not in per_row)
+        }
+
+    def run(self) -> Printed:
+        for node in walk(self.mod.expr):
+            self.node = node
+            self.values[node] = self._node(node)
+        result = self._as(self.values[self.mod.expr], self.view.dtype or self.mod.expr.dtype)
+        hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
+        return Printed(hoisted, early, body, result)
+
+    def _name(self, value: _Value) -> _Value:
+        """Give a value a statement of its own, as early as it can be computed."""
+        name = f"{self.view.prefix or self.mod.kind}_{self.count}"
+        self.count += 1
+        inside = self.body if value.row and self.node not in self.ahead else self.early
+        (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
+        return replace(value, text=name)
+
+    def _node(self, node: Expr) -> _Value:
+        if node.op == "var":
+            name = str(node.value)
+            view = {"q_idx": self.view.q_idx, "kv_idx": self.view.kv_idx, "h": self.view.h}
+            dtype = "float32" if name == "score" else "int32"
+            return _Value(view.get(name, name), dtype, name in self.rowed, name in self.keyed)
+        if node.op == "const":
+            return _Value(literal(node.value, node.dtype), node.dtype)
+        number = number_of(node)
+        if number is not None:
+            return _Value(scalar_name(self.mod.kind, number[0]), "int32")
+        if node.op == "scalar":
+            name = scalar_name(self.mod.kind, int(node.value or 0))
+            if node.dtype == "int32":
+                return _Value(name, "int32")
+            return self._name(_Value(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype))
+        if node.op == "load":
+            return self._load(node)
+        value = self._operation(node)
+        if self.uses[node] > 1 or node in self.crossing or node is self.mod.expr:
+            return self._name(value)
+        return value
+
+    def _operation(self, node: Expr) -> _Value:
+        args = [self.values[arg] for arg in node.args]
+        row, key = any(arg.row for arg in args), any(arg.key for arg in args)
+        if node.op == "cast":
+            dtype = self._narrow(node, args)
+            return _Value(self._cast(args[0], node, dtype), dtype, row, key)
+        if node.op == "where":
+            dtype = self._narrow(node, args[1:])
+            texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
+            return _Value(f"tl.where({', '.join(texts)})", dtype, row, key)
+        spelled = by_invariant(node, self.mod.kind, self.ranges[node.args[0]])
+        if spelled:
+            above = replace(args[0], text=self._as(args[0], "int32"), dtype="int32")
+            above = above if above.text.isidentifier() else self._name(above)
+            return _Value(spelled.format(above.text, args[1].text), "int32", row, key)
+        operand = node.args[0].dtype
+        computed = "float32" if operand in HALVES else self._narrow(node, args)
+        if node.dtype == "bool" and operand != "bool":
+            computed = "float32" if operand in HALVES else self._common(node.args, args)
+        text = self._spell(node, [self._as(arg, computed) for arg in args], computed)
+        if node.dtype in HALVES:
+            text, computed = self._converted(text, computed, node.dtype), node.dtype
+        elif node.dtype == "int64" and computed == "int64" and self._fits(node):
+            text, computed = f"{text}.to(tl.int32)", "int32"
+        return _Value(text, "bool" if node.dtype == "bool" else computed, row, key)
+
+    def _narrow(self, node: Expr, args: list[_Value]) -> str:
+        """32-bit arithmetic where neither the operands nor the result can leave 32 bits."""
+        if node.dtype != "int64":
+            return node.dtype
+        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
+        return "int64" if wide or not self._fits(node) else "int32"
+
+    def _common(self, nodes: tuple[Expr, ...], args: list[_Value]) -> str:
+        if nodes[0].dtype != "int64":
+            return nodes[0].dtype
+        fits = all(self._fits(node) for node in nodes)
+        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
+        return "int64" if wide or not fits else "int32"
+
+    def _fits(self, node: Expr) -> bool:
+        limits = self.ranges[node]
+        return limits is not None and INT32[0] <= limits[0] and limits[1] <= INT32[1]
+
+    def _as(self, value: _Value, dtype: str) -> str:
+        if value.dtype == dtype or _is_literal(value.text):
+            return value.text
+        return self._converted(value.text, value.dtype, dtype)
+
+    def _cast(self, value: _Value, node: Expr, dtype: str) -> str:
+        text, source, truth = value.text, node.args[0].dtype, node.dtype == "bool"
+        if source in HALVES and (self.traits.interpreted if truth else is_int(node.dtype)):
+            text, source = self._converted(text, source, "float32"), "float32"
+        return f"({text} != 0)" if truth else self._converted(text, source, dtype)
+
+    def _converted(self, text: str, source: str, dtype: str) -> str:
+        """The interpreter converts by its own rules what numpy has no dtype for."""
+        if self.traits.interpreted and not {source, dtype}.isdisjoint(NARROW):
+            return f"libdevice.converted({text}, {triton_type(dtype)})"
+        if dtype.startswith("float8") and not is_float(source):
+            text = f"{text}.to(tl.float32)"  # no compiler has the cast of an integer
+        return f"{text}.to({triton_type(dtype)})"
+
+    def _spell(self, node: Expr, args: list[str], computed: str) -> str:
+        if computed == "bool" and node.op in ("and", "or", "xor", "not"):
+            return self._logical(node.op, args)
+        if node.op == "trunc_div" and is_float(computed):
+            # A quotient that rounds up to an integer from below would lose one by truncation.
+            exact = f"tl.div_rn({args[0]}, {args[1]})" if computed == "float32" else None
+            return f"libdevice.trunc({exact or ' / '.join(args)})"
+        if node in self.summed:
+            # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
+            # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
+            return f"tl.fma({args[0]}, {args[1]}, 0.0)"
+        if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
+            return f"({args[0]} {INFIX[node.op]} {args[1]})"
+        if node.op in ("floor_div", "floor_mod"):
+            return self._floored(node, args, computed)
+        if node.op == "tanh" and computed == "float32" and not self.traits.interpreted:
+            if self.traits.fast_tanh:
+                return f"fast_tanh({args[0]})"
+            if self.traits.short_tanh:
+                return f"short_tanh({args[0]})"
+        if node.op == "pow" and is_int(node.dtype):
+            return self._integer_power(node, args)
+        if node.op not in FUNCTIONS:
+            raise UnsupportedError(f"{node.op} of {node.dtype}", "Triton has no such operation")
+        spelled = FUNCTIONS[node.op]
+        if is_int(computed) or computed == "bool":
+            spelled = spelled.replace(", propagate_nan=tl.PropagateNan.ALL", "")
+        return spelled.format(*args)
+
+    def _logical(self, op: str, args: list[str]) -> str:
+        """The interpreter broadcasts a scalar bool to integers, on which `~` is not a negation."""
+        if op == "not":
+            return (
+                f"libdevice.logical_not({args[0]})" if self.traits.interpreted else f"(~{args[0]})"
+            )
+        text = args[0]
+        for arg in args[1:]:
+            if self.traits.interpreted:
+                text = f"libdevice.logical_{op}({text}, {arg})"
+            else:
+                text = f"{text} {INFIX[op]} {arg}"
+        return f"({text})" if len(args) > 1 and not self.traits.interpreted else text
+
+    def _floored(self, node: Expr, args: list[str], computed: str) -> str:
+        """torch floors, C truncates: the same where nothing is negative."""
+        if is_float(computed):
+            return f"{node.op}_float({args[0]}, {args[1]})"
+        ranges = [self.ranges[arg] for arg in node.args]
+        if all(found is not None and found[0] >= 0 for found in ranges):
+            return f"({args[0]} {INFIX[node.op]} {args[1]})"
+        return f"{node.op}_int({args[0]}, {args[1]})"
+
+    def _integer_power(self, node: Expr, args: list[str]) -> str:
+        exponent = node.args[1]
+        if exponent.op != "const" or not 0 <= int(exponent.value or 0) <= 16:
+            raise UnsupportedError(
+                f"an integer to the power {args[1]}",
+                "integer powers take a constant exponent from 0 to 16",
+                "convert to float first",
+            )
+        return f"({' * '.join([args[0]] * int(exponent.value or 0)) or '1'})"
+
+    def _load(self, node: Expr) -> _Value:
+        """Read a captured tensor, wrapping negative indices and never outside its bounds."""
+        slot = int(node.value or 0)
+        buffer = self.mod.buffers[slot]
+        base, sizes, strides = buffer_names(self.mod.kind, slot, buffer.rank)
+        terms: dict[bool, list[str]] = {True: [], False: []}
+        checks: dict[bool, list[str]] = {True: [], False: []}
+        row = key = False
+        for dim, arg in enumerate(node.args):
+            index = self.values[arg]
+            found = self.ranges[arg]
+            size = sizes[dim]
+            if found is None or found[0] < 0:
+                wrapped = f"tl.where({index.text} < 0, {index.text} + {size}, {index.text})"
+                index = self._name(replace(index, text=wrapped))
+                # As an unsigned number a negative index is above every size: one comparison.
+                unsigned = f"tl.{index.dtype.replace('int', 'uint')}"
+                inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
+            else:
+                inside = f"({index.text} < {size})"
+            checks[index.key].append(inside)
+            unit = dim == buffer.rank - 1 and self.contiguous[slot]
+            terms[index.key].append(index.text if unit else f"{index.text} * {strides[dim]}")
+            row, key = row or index.row, key or index.key
+        if key and terms[False]:
+            rows = _Value(" + ".join([base, *terms.pop(False)]), "pointer", row)
+            base = self._name(rows).text
+            within = _Value(self._logical("and", checks.pop(False)), "bool", row)
+            checks[True].append(self._name(within).text)
+        address = " + ".join([base, *terms[key]])
+        inside = self._logical("and", checks[key]) if checks[key] else ""
+        # No integer becomes a number of eight bits.
+        zero = "0.0" if buffer.dtype.startswith("float8") else "0"
+        checked = f", mask={inside}, other={zero}" if inside else ""
+        text = f"tl.load({address}{checked})"
+        if key and inside and self.traits.peeks:
+            text = f"peek_{buffer.dtype}({address}, {inside})"
+        loaded = _Value(text, buffer.dtype, row, key)
+        # A mask_mod stands behind a condition already, and a value for every score comes alone.
+        guarded = key and not row and self.mod.kind == "score"
+        return self._guarded(loaded) if guarded else self._name(loaded)
+
+    def _guarded(self, load: _Value) -> _Value:
+        """A load of keys inside the loop, kept out of Triton's software pipeline.
+
+        Pipelined, a gather goes through shared memory element by element, and its stages crowd
+        out those of K and V. The pipeline takes no load behind a condition; this one holds.
+        """
+        zeros = f"tl.zeros({self.view.keys}, {triton_type(load.dtype)})"
+        value = self._name(replace(load, text=zeros))
+        self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
+        return value
+
+
+def _is_literal(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").replace("e", "").isdigit() or text.startswith(
+        ("float(", "True", "False")
+    )

@@ -1,1 +1,0 @@
-"""Rendering for the warp-specialised Hopper template, whose language is Gluon."""

@@ -1,1 +1,0 @@
-"""NKI from a problem: mods as tables and instructions, templates filled, sources with a hash."""

@@ -1,0 +1,244 @@
+"""The Gluon template's feasibility on Hopper: what it takes, and inequalities, in sympy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Rational, Symbol, floor, symbols
+
+from flexattn.kernels.stated.inequalities import Inequality
+
+__all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
+
+# A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
+CONFIG = (
+    consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
+    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize, heads,
+) = symbols(
+    "consumers BLOCK_N num_stages consumer_registers producer_registers "
+    "ping_pong persistent known_words section q_held watched v_itemsize heads"
+)  # fmt: skip
+# A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
+# for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
+# of the output is 2, and of v too where a config does not keep its eight bits.
+# runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
+# lists_differ: heads have lists of blocks of their own. mixed: k and v are narrower than q.
+PROBLEM = (
+    itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
+    decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
+) = symbols(
+    "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
+    "decodes scored loads_keys loads_tile dense_layout lists_differ mixed"
+)  # fmt: skip
+DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
+
+SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
+NARROW = Eq(v_itemsize, 1)
+# What a config takes, as the formulas below have it: the last two symbols of every function.
+ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
+
+ROWS, THREADS, ITEMSIZE = 64, 128, 2
+# The barriers, and what the compiler keeps for starting the warps.
+SHARED_SLACK = 1024
+# Addresses, loop state, row statistics, and what the mods hold.
+REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
+PARTS_REGISTERS = 16
+# Of maxima that are watched, beside parts of Q, in shared memory or in registers; of a walk beside
+# the products of weights of 8 bits, or beside maxima that are watched and a Q that is held.
+WATCHED_REGISTERS = WALK_REGISTERS = 8
+# Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
+HELD_REGISTERS = Rational(3, 16)
+# Registers of an SM for one thread of every warpgroup.
+SM_THREAD_REGISTERS = 512
+# Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
+# The inequality counts the one at which each consumer meets its own.
+NAMED_BARRIERS = 14
+QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
+
+
+def _shared_memory() -> Expr:
+    """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
+
+    A persistent block loads its next Q while an output leaves, if there is room; and while this
+    one is multiplied, if there is room for both.
+    """
+    q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
+    keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
+    # What a mod reads for keys or diagonals, at most two words for each, is handed on there.
+    # In the comparisons below sympy takes it for its first piece: 6 KiB too much at most.
+    words = 8 * consumers * Max(BLOCK_N, ROWS)
+    read = Piecewise((words, loads_keys), (0, True))
+    shared = itemsize * (q_tile + keys) + v_itemsize * values + read + SHARED_SLACK
+    # An output of 256 columns leaves a persistent block in two halves.
+    halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
+    apart = shared + ITEMSIZE * Piecewise((out_tile / 2, halved), (out_tile, True))
+    # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
+    parts = Eq(qk_padded, 192)
+    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded), Not(halved)))
+    through_q = And(fits, Eq(itemsize, ITEMSIZE))
+    two_parts = And(parts, Eq(v_padded, 128))
+    early = And(persistent, apart <= shared_limit, Not(two_parts))
+    alone = Or(Not(through_q), early)
+    twice = apart + itemsize * q_tile
+    both = And(alone, persistent, twice <= shared_limit)
+    return Piecewise((twice, both), (apart, alone), (shared, True))
+
+
+def _registers() -> Expr:
+    """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
+
+    Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
+    """
+    scores = ROWS * BLOCK_N / THREADS
+    values = ROWS * v_padded / THREADS
+    # Weights of 8 bits take half the place, and the product that is added to the sum its own.
+    made = values + scores + Piecewise((scores / 4 + values, NARROW), (scores / 2, True))
+    lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
+    gathered = Piecewise(
+        (floor(scores) + 8, loads_tile),
+        (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
+        (0, True),
+    )
+    mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
+    held = floor(HELD_REGISTERS * q_held)
+    # Tiles of 192 columns are three parts, each at an address of its own.
+    three = Eq(qk_padded, 192)
+    parts = Piecewise((PARTS_REGISTERS, three), (0, True))
+    watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
+    walks = Or(And(NARROW, mask_rows > 0), And(watched, q_held > 0, persistent))
+    walk = Piecewise((WALK_REGISTERS, walks), (0, True))
+    return floor(made) + REGISTER_SLACK + held + parts + watch + walk + mods + gathered
+
+
+SHARED_MEMORY = _shared_memory()
+REGISTERS = _registers()
+
+
+def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
+    words = f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}"
+    return Inequality("head dimension", Or(*(Eq(size, each) for each in among)), words)
+
+
+def _divides(tile: Any, block: Any) -> Any:
+    return Or(Eq(block, 0), Eq(Mod(block, Max(tile, 1)), 0))
+
+
+# Those of the numbers alone: the others are asked where these hold.
+SHAPE: tuple[Inequality, ...] = (
+    Inequality(
+        "consumers",
+        And(consumers >= 1, consumers <= 3),
+        "consumers={consumers} is not between 1 and 3",
+    ),
+    Inequality(
+        "power of two",
+        And(BLOCK_N >= 16, BLOCK_N <= 256, Eq(Mod(256, Max(BLOCK_N, 1)), 0)),
+        "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256",
+    ),
+    Inequality(
+        "stages",
+        And(num_stages >= 1, num_stages <= 8),
+        "num_stages={num_stages} is not between 1 and 8",
+    ),
+    Inequality(
+        "register split",
+        And(
+            consumer_registers >= 24,
+            consumer_registers <= 240,
+            Eq(Mod(consumer_registers, 8), 0),
+            consumers * consumer_registers + producer_registers <= SM_THREAD_REGISTERS,
+        ),
+        "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves "
+        "{producer_registers} of 512 for the loading warps of {consumers} consumers",
+    ),
+    Inequality(
+        "ping pong",
+        Or(Not(ping_pong), consumers >= 2),
+        "ping_pong: one consumer has nobody to take turns with",
+    ),
+    Inequality(
+        "barriers",
+        2 * num_stages + 2 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
+    ),
+    Inequality(
+        "order",
+        And(known_words, section >= 1),
+        "the order or the schedule of {config} is none of those there are",
+    ),
+)
+FIT: tuple[Inequality, ...] = (
+    Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
+    Inequality("prefill", Not(decodes), "the Gluon template is for prefill"),
+    Inequality(
+        "dtype",
+        itemsize <= 2,
+        "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
+    ),
+    # What the copy engine brings is multiplied where it lies.
+    Inequality("dtype", Not(mixed), "the Gluon template takes k and v in the dtype of q"),
+    # What nobody has run in eight bits: Q in parts, or in registers.
+    Inequality(
+        "fp8",
+        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_held, 0))),
+        "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
+        "and q_registers is 0",
+    ),
+    Inequality(
+        "narrow",
+        Or(Not(NARROW), And(Eq(itemsize, 1), BLOCK_N >= 32)),
+        "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
+    ),
+    _one_of(qk_dim, QK_DIMS),
+    _one_of(v_dim, V_DIMS),
+    Inequality(
+        "tma",
+        dense_layout,
+        "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+    ),
+    # Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle.
+    Inequality(
+        "q registers",
+        Or(
+            Eq(q_held, 0),
+            And(
+                Not(Eq(qk_padded, 192)),
+                Or(Eq(q_held, qk_padded), And(Eq(2 * q_held, qk_padded), q_held >= 64)),
+            ),
+        ),
+        "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+    ),
+    # Along a run each consumer may have a row of blocks of its own.
+    Inequality(
+        "mask block",
+        Or(_divides(ROWS * consumers / heads, mask_rows), And(runs, _divides(ROWS, mask_rows))),
+        "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block "
+        "of {mask_rows}",
+    ),
+    Inequality(
+        "mask block",
+        _divides(BLOCK_N, mask_keys),
+        "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
+    ),
+    # That they share a KV head too is a matter of a problem's heads: geometry asks.
+    Inequality(
+        "packed",
+        Or(Eq(heads, 1), Not(lists_differ)),
+        "packed: the {heads} heads of a tile have lists of blocks of their own",
+    ),
+    Inequality(
+        "shared memory",
+        shared_memory <= shared_limit,
+        "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+    ),
+    Inequality(
+        "registers",
+        registers <= consumer_registers,
+        "registers: about {registers} a thread, a consumer has {consumer_registers}",
+    ),
+)
+# What can run, and is offered to an exhaustive search alone.
+WORTH: tuple[Inequality, ...] = (
+    # Nothing is loaded while the one tile of keys is in use.
+    Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
+)

@@ -1,0 +1,1 @@
+"""The Triton templates: prefill and decode, for every GPU."""

@@ -1,0 +1,83 @@
+"""Configs for AMD's GPUs: those of the Triton templates, with hints to AMD's compiler.
+
+They stand apart from space/config.py: what NVIDIA's kernels are made of knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from flexattn.device import Device, is_rdna
+from flexattn.kernels.base.config import Config, DecodeConfig, PrefillConfig
+
+__all__ = ["AmdDecodeConfig", "AmdPrefillConfig", "for_device", "hints", "known", "limited"]
+
+# Of a CU of CDNA, and of a WGP of RDNA.
+SIMDS = 4
+# Rows of a matrix instruction that there are: RDNA's have 16, CDNA's 16 or 32.
+ROWS = (16, 32)
+# More waves than this leave no kernel of ours its registers.
+MOST_WAVES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AmdPrefillConfig(PrefillConfig):
+    """As PrefillConfig, with hints.
+
+    waves_per_eu: waves that share the registers of a SIMD; 0 leaves the number to the compiler.
+    matrix_instr_nonkdim: rows of a matrix instruction; 0 leaves them to it, too.
+    """
+
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AmdDecodeConfig(DecodeConfig):
+    """As DecodeConfig, with the hints of AmdPrefillConfig."""
+
+    waves_per_eu: int = 0
+    matrix_instr_nonkdim: int = 0
+
+
+def for_device(config: Config, device: Device) -> Config:
+    """The config as a device's compiler takes it: with room for hints where it is AMD's."""
+    if device.backend != "hip" or isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
+        return config
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    if isinstance(config, DecodeConfig):
+        return AmdDecodeConfig(**values)
+    return AmdPrefillConfig(**values) if isinstance(config, PrefillConfig) else config
+
+
+def hints(config: Config) -> tuple[tuple[str, int], ...]:
+    """What the compiler is told of a config beside its warps and stages, by Triton's names."""
+    if not isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
+        return ()
+    told = (
+        ("waves_per_eu", config.waves_per_eu),
+        ("matrix_instr_nonkdim", config.matrix_instr_nonkdim),
+    )
+    return tuple((name, value) for name, value in told if value)
+
+
+def known(config: Config, device: Device) -> bool:
+    """Whether a device's compiler knows what it is told.
+
+    Others drop it without a word, or multiply tiles without matrix instructions.
+    """
+    told = dict(hints(config))
+    if not told:
+        return True
+    rows = ROWS[:1] if is_rdna(device) else ROWS
+    fits = told.get("waves_per_eu", 1) <= MOST_WAVES
+    return device.backend == "hip" and fits and told.get("matrix_instr_nonkdim", 16) in rows
+
+
+def limited(device: Device, config: Config) -> Device:
+    """The device with the registers of a thread that a config's waves leave it."""
+    waves = dict(hints(config)).get("waves_per_eu", 0)
+    if not waves:
+        return device
+    share = device.registers // (SIMDS * device.warp_size * waves)
+    return replace(device, max_registers=min(device.max_registers, share))

@@ -1,0 +1,253 @@
+"""The static defaults: where to start, and what to fall back to, with nothing tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from flexattn.device import Device, is_rdna
+from flexattn.errors import ConfigError
+from flexattn.kernels.base.config import (
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    Language,
+    Order,
+    PrefillConfig,
+)
+from flexattn.kernels.base.features import (
+    RANGES,
+    compares_numbers,
+    loads_by_key,
+    loads_tiles,
+    values_by_key,
+)
+from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.base.tiles import suited
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.triton.amd import for_device
+from flexattn.mods.key_bounds import key_bounds
+from flexattn.problem import Problem, Structure
+
+__all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
+
+# The one switch: which templates serve a prefill on Hopper that nobody tuned. Either way the other
+# serves what this one cannot, and a tuner chooses between both.
+HOPPER_PREFILL: Language = "gluon"
+# Values that a score_mod reads for every key are held in registers until all of them are there. On
+# sm_90, beyond the first number the loops of the Gluon template and of tall tiles spill; beyond
+# the second those of 64 x 64, and beyond twice that all but the smallest.
+FEW_BY_KEY, MANY_BY_KEY = 2, 8
+
+
+def language_for(structure: Structure, device: Device) -> Language:
+    """Whose configs the static defaults start with."""
+    if structure.fp8:
+        return "gluon"
+    if structure.kv_dtype or values_by_key(structure) > FEW_BY_KEY:
+        return "triton"
+    if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
+        return HOPPER_PREFILL if gluon.offered() else "triton"
+    return "triton"
+
+
+def candidates(
+    problem: Problem, device: Device, language: Language | None = None
+) -> Iterator[Config]:
+    """The static default, then what to fall back to where it does not build or fit, or spills.
+
+    Of Hopper's template all tiles come first, each in its forms; then Triton's, the smallest last.
+    Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
+    between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
+    nothing can run.
+    """
+    structure = problem.structure
+    rejected: list[str] = []
+    offered = False
+    wanted = [language] if language else [language_for(structure, device), "triton"]
+    for config in dict.fromkeys(_wanted(problem, device, wanted)):
+        found = reasons(config, structure, device)
+        if not found:
+            offered = True
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if not offered:
+        template = f"Gluon {structure.kind}" if language == "gluon" else structure.kind
+        raise ConfigError(
+            f"no config of the {template} template fits {problem.describe()}",
+            "\n        ".join(rejected[-4:]),
+            "leave the choice of the backend open"
+            if language == "gluon"
+            else "use smaller head dimensions",
+        )
+
+
+def _wanted(problem: Problem, device: Device, languages: Sequence[Language]) -> Iterator[Config]:
+    for language in languages:
+        for config in preferences(problem, device, language):
+            if isinstance(config, GluonPrefillConfig):
+                yield from gluon.forms(config)
+            else:
+                yield config
+
+
+def default(problem: Problem, device: Device, language: Language | None = None) -> Config:
+    """The static default: the first config of the arch's preferences that can run here."""
+    return next(candidates(problem, device, language))
+
+
+def gluon_refused(problem: Problem, device: Device) -> str:
+    """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
+    refused = ""
+    if not gluon.offered() and not problem.structure.fp8:
+        return "the Triton that is installed has no Gluon for Hopper"
+    for config in preferences(problem, device, "gluon"):
+        found = reasons(config, problem.structure, device)
+        if not found:
+            return ""
+        refused = refused or "; ".join(found)
+    return refused or "its head dimensions end at 256"
+
+
+def preferences(problem: Problem, device: Device, language: Language) -> Iterator[Config]:
+    """Configs of one language's templates, best first; not all of them can run."""
+    structure = problem.structure
+    if language == "gluon":
+        yield from gluon.preferences(structure)
+        return
+    order = _order(structure)
+    for candidate in _preferences(problem, device):
+        if isinstance(candidate, PrefillConfig):
+            candidate = replace(candidate, order=order)
+        yield suited(for_device(candidate, device), structure)
+
+
+def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
+    structure = problem.structure
+    widest = max(structure.head_dim_qk, structure.head_dim_v)
+    if structure.kind == "decode":
+        yield from _decode_preferences(problem, widest, device)
+        return
+    if structure.dtype == "float32":
+        # Without matrix instructions the tile lives in registers: small tiles.
+        shapes = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1))
+        # What is converted lies there twice: loops of larger tiles spilled.
+        small = 0 if not structure.kv_dtype else 2 if widest <= 64 else 3
+        yield from (PrefillConfig(*shape) for shape in shapes[small:])
+        yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
+        return
+    if device.has_wgmma and (widest <= 128 or values_by_key(structure) > MANY_BY_KEY):
+        yield from _gathering(structure, widest)
+    if device.has_wgmma and widest <= 128 and structure.kv_dtype:
+        # What is converted passes through registers: of four warps the loop spilled.
+        yield from (PrefillConfig(128, 64, 8, 3, True), PrefillConfig(128, 64, 8, 2))
+    table = _PREFILL.get(device.arch, _PREFILL["small"])
+    if device.backend == "hip":
+        table = _PREFILL["rdna" if is_rdna(device) else "hip"]
+    for limit, configs in table:
+        if widest <= limit:
+            yield from configs
+            break
+    yield from (PrefillConfig(64, 32, 8, 1), PrefillConfig(32, 32, 8, 1))
+    yield from (PrefillConfig(32, 16, 4, 1), PrefillConfig(16, 16, 4, 1))
+    yield PrefillConfig(16, 16, 8, 1)
+
+
+@lru_cache(maxsize=256)
+def _order(structure: Structure) -> Order:
+    """Tiles of all heads side by side where a mask makes some longer: 2 to 15 % off on an H200.
+
+    Those of a window are as long as each other: head after head they find keys in the L2 cache,
+    which takes 1 % off. Without a mask nothing changes.
+    """
+    if structure.sparsity is None:
+        return "last"
+    if structure.sparsity.runs and structure.mask is not None:
+        found = key_bounds(structure.mask.mod.expr, RANGES)
+        if found is not None and found.low is not None and found.high is not None:
+            return "last" if found.rest is None else "heads"
+    return "heads"
+
+
+def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
+    """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
+    values = values_by_key(structure)
+    if values > 2 * MANY_BY_KEY:
+        yield PrefillConfig(16, 16, 8, 1)
+    elif values > MANY_BY_KEY:
+        yield PrefillConfig(64, 32, 8, 2)
+    elif loads_tiles(structure):
+        yield PrefillConfig(64, 64, 4, 2, True)
+    elif loads_by_key(structure) and not (widest > 64 and compares_numbers(structure)):
+        tall = widest <= 64 and values <= FEW_BY_KEY
+        yield PrefillConfig(128 if tall else 64, 64, 4, 3, True)
+
+
+# Widest head dimension, then configs by preference: measured on an H200; elsewhere chosen to
+# fit 99 KiB of shared memory, the LDS of CDNA, or RDNA's registers, without spills.
+_PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
+    "sm_90": (
+        (64, (PrefillConfig(64, 128, 4, 3, True), PrefillConfig(128, 64, 4, 3))),
+        (
+            128,
+            (
+                PrefillConfig(128, 64, 4, 2, True),
+                PrefillConfig(128, 128, 8, 3, True),
+                PrefillConfig(128, 128, 8, 2),
+                PrefillConfig(128, 64, 8, 2),
+            ),
+        ),
+        (256, (PrefillConfig(128, 64, 8, 2, True), PrefillConfig(128, 64, 8, 2))),
+        (576, (PrefillConfig(64, 32, 8, 2), PrefillConfig(64, 32, 8, 1))),
+    ),
+    "small": (
+        (64, (PrefillConfig(128, 64, 4, 3),)),
+        (128, (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 32, 8, 2))),
+        (256, (PrefillConfig(64, 32, 8, 2), PrefillConfig(32, 32, 4, 2))),
+        (576, (PrefillConfig(32, 16, 8, 1),)),
+    ),
+    "hip": (
+        (64, (PrefillConfig(128, 64, 4, 1),)),
+        (128, (PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 32, 4, 1))),
+        (256, (PrefillConfig(64, 32, 4, 1),)),
+        (576, (PrefillConfig(32, 16, 4, 1),)),
+    ),
+    "rdna": (
+        (64, (PrefillConfig(64, 32, 4, 1), PrefillConfig(32, 32, 2, 1))),
+        (128, (PrefillConfig(64, 16, 4, 1), PrefillConfig(32, 16, 2, 1))),
+        (256, (PrefillConfig(32, 16, 8, 1), PrefillConfig(16, 16, 4, 1))),
+        (576, (PrefillConfig(16, 16, 8, 1),)),
+    ),
+}
+
+
+def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterator[Config]:
+    rows = problem.q_len * problem.structure.packed_heads
+    heights = (16,) if rows <= 16 else (64, 32, 16)
+    if is_rdna(device):
+        yield from _rdna_decode(heights, widest)
+        return
+    wide = device.shared_memory > 160 * 1024 and problem.structure.dtype != "float32"
+    for height in heights:
+        warps = 8 if height * widest >= 64 * 256 else 4
+        if wide:
+            width = 128 if widest <= 128 else 64
+            yield DecodeConfig(height, width if height == 16 else 64, warps, 3)
+        if widest <= 128:
+            yield DecodeConfig(height, 64, warps, 2)
+        yield from (DecodeConfig(height, 32, warps, 2), DecodeConfig(height, 32, 8, 2))
+        yield DecodeConfig(height, 16, warps, 1)
+        yield DecodeConfig(height, 16, 8, 1)
+
+
+def _rdna_decode(heights: Sequence[int], widest: int) -> Iterator[Config]:
+    """Without a tile of keys on its way: a second stage takes registers that a wave has not."""
+    for height in heights:
+        warps = 2 if height == 32 else 4
+        if widest <= 64:
+            yield DecodeConfig(height, 64 if height == 16 else 32, warps, 1)
+        if widest <= 128 and height == 16:
+            yield DecodeConfig(height, 32, warps, 1)
+        yield DecodeConfig(height, 16, warps, 1)
+    yield DecodeConfig(16, 16, 8, 1)
