@@ -86,7 +86,8 @@ class ServingConfig:
     deal: how tiles are shared out, and with that the kernel. "even": all of the batch evenly, and
     the warps of a program share each (paged_decode/program.py.jinja). Where each warp has a part
     of a tile for itself (paged_decode/warp.py.jinja): "heads", those of each KV head evenly
-    between programs of its own, so that those of all heads read the same keys at a time; "round", those of one request go round the programs, which then need not know its length.
+    between programs of its own, so that those of all heads read the same keys at a time; "round",
+    those of one request go round the programs, which then need not know its length.
     combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
     program that finishes last, or "launch", a second kernel (of a cascade's prefix: the one that
     ends it). Of the others "await": the program that has the unit's end waits for the words of
