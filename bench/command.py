@@ -18,8 +18,7 @@ from bench.rows import Row
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
-from flexattn.kernels.base.config import GluonPrefillConfig
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
 
 __all__ = ["chosen_rows", "main", "parse_config"]
 

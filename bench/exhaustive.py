@@ -20,7 +20,7 @@ from bench.rows import Row
 from bench.tasks import STUDIED, task
 from flexattn.device import Device, detect, named
 from flexattn.errors import FlexAttnError
-from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.base.family import Effort
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker

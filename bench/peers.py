@@ -17,8 +17,8 @@ from bench.inputs import Inputs
 from bench.refusal import Refusal
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import GluonPrefillConfig
 from flexattn.kernels.choose.options import Options as Exactly
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare
 

@@ -30,9 +30,10 @@ from bench.table import markdown
 from flexattn.device import Device, named
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import GluonPrefillConfig, describe, language_of
+from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.kernels.hopper.space import preferences
 from flexattn.kernels.ptx.assembler import PTXAS
 from flexattn.mods import bind
@@ -78,7 +79,7 @@ def compiled(root: Path) -> None:
         choice, kernel, _ = chosen(problem_of(row), H200, NONE, build)
         if kernel.binary is not None:
             store.write(choice.source, kernel.binary, triton.__version__)
-        print(f"{row.name:20} {language_of(choice.config)} {describe(choice.config)}", flush=True)
+        print(f"{row.name:20} {choice.config.language} {describe(choice.config)}", flush=True)
 
 
 class _Stored:
@@ -119,14 +120,16 @@ def stored(root: Path) -> Peer:
 
 def _config_of(root: Path, problem: Problem, device: Device) -> GluonPrefillConfig | None:
     """Which config a directory has for a problem: any that dispatch may have taken."""
-    from flexattn.kernels.choose.kernel import render
+    from flexattn.kernels.choose.registry import family_of
 
     store = Binaries(root)
     for start in preferences(problem.structure):
         for ptxas in PTXAS:
             for merge in (True, False):
                 config = replace(start, ptxas=ptxas, merge_consumers=merge)
-                source = render(problem.structure, config, device, "bench.releases")
+                source = family_of(config).render(
+                    problem.structure, config, device, "bench.releases"
+                )
                 if store.path(source, device.arch).exists():
                     return config
     return None

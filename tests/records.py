@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 from itertools import product
 
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import (
     SCHEMA,

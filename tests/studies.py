@@ -3,7 +3,7 @@
 import random
 from itertools import product
 
-from flexattn.kernels.base.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Failed, Gated, Policy, Trial
 from flexattn.tune.studies import Study

@@ -16,14 +16,14 @@ from rich.table import Table
 
 from flexattn.block_mask.create import create_block_mask
 from flexattn.cli.arguments import AsJson
-from flexattn.cli.offline import kernel_options, short
 from flexattn.cli.selection import rows_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import flex_attention, make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.inputs import make_inputs, make_sinks
 from flexattn.measure.oracle import oracle
 from flexattn.measure.timing import Samples, paired_ratio, time_interleaved
@@ -117,7 +117,7 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
     choice = plan(
         make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)
     ).launch.choice
-    static = kernel_options(default(choice.problem, target))
+    static = family_of(start := default(choice.problem, target)).options_of(start)
     ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True, sinks=sinks)
     calls: dict[str, Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":

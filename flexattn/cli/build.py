@@ -26,13 +26,14 @@ from flexattn.cli.arguments import (
     Role,
     named_problem,
 )
-from flexattn.cli.offline import short
 from flexattn.cli.selection import EFFORTS, effort_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.cli.watch import Watch
 from flexattn.device import Device, named
 from flexattn.errors import InputError
-from flexattn.kernels.choose.space import Effort, survey
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.registry import short
+from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
 from flexattn.tune.builds import DEADLINE, Built, build_all, twins
 from flexattn.tune.pool import Pool

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli.neuron import effort_there
-from flexattn.cli.offline import short
 from flexattn.cli.terminal import cell, tell
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.space import Effort, survey
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.registry import short
+from flexattn.kernels.choose.space import survey
 from flexattn.kernels.nki.config import NkiConfig
 from flexattn.measure.task import AnyTask, ServingTask, call_of
 from flexattn.neuron import feasible

@@ -17,7 +17,7 @@ from flexattn.cli.watch import Watch
 from flexattn.deploy import binaries
 from flexattn.device import Device
 from flexattn.errors import CacheError, InputError
-from flexattn.kernels.choose.space import reasons
+from flexattn.kernels.choose.defaults import reasons
 from flexattn.measure.task import Task
 from flexattn.records.key import Key, key_of
 from flexattn.records.layers import Layer

@@ -7,9 +7,9 @@ from dataclasses import replace
 from flexattn.cli.watch import Lane
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.base.family import Effort
 from flexattn.kernels.nki import space as nki
-from flexattn.kernels.nki.config import NkiConfig, NkiDecodeConfig
+from flexattn.kernels.nki.config import NkiConfig
 from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.measure.task import AnyTask, call_of
 from flexattn.neuron import feasible
@@ -92,8 +92,7 @@ def kernels(problem: Problem, target: str) -> tuple[NkiConfig, NkiSource, NkiSou
     """The first config that fits, its kernel, and what merges the splits; both pass the lint."""
     config = feasible.default(problem, target)
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")
-    split = isinstance(config, NkiDecodeConfig) and config.num_splits > 1
-    combine = render_nki_combine(problem, target) if split else None
+    combine = render_nki_combine(problem, target) if config.num_splits > 1 else None
     for each in filter(None, (source, combine)):
         lint(each.text)
     return config, source, combine

@@ -13,14 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from flexattn.cli.offline import compiled, kernel_options, nearest, short
+from flexattn.cli.offline import compiled, nearest
 from flexattn.cli.trial import Trial, Variant, run
 from flexattn.cli.workloads import FULL, SMALL, Workload
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose import options
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.registry import family_of, short
 from flexattn.problem import Problem
 from flexattn.runtime.resources import resources
 from flexattn.settings import child_environment
@@ -79,7 +80,8 @@ def compile_all(workloads: Sequence[Workload] = FULL, limit: int = CONFIGS) -> s
 
 def _compiled(name: str, problem: Problem, device: Device, config: Config) -> Compiled:
     try:
-        kernel = compiled(problem, device, options.parse(kernel_options(config)))[1]
+        forced = options.parse(family_of(config).options_of(config))
+        kernel = compiled(problem, device, forced)[1]
     except (BuildError, ConfigError) as error:
         return Compiled(name, short(config), note=error.got)
     taken = resources(kernel, device)

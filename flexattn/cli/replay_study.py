@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from flexattn.cli.arguments import AsJson
-from flexattn.cli.offline import short
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
 from flexattn.errors import CacheError, InputError
+from flexattn.kernels.choose.registry import short
 from flexattn.records.codec import decode_record
 from flexattn.records.record import Decision, Record
 from flexattn.tune.decide import replay_study as decided

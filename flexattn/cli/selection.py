@@ -12,7 +12,7 @@ import torch
 
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
-from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.base.family import Effort
 from flexattn.presets import files
 from flexattn.problem import Kind
 from flexattn.records.environment import RecordKind

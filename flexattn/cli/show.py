@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli.arguments import AsJson
-from flexattn.cli.offline import short
 from flexattn.cli.places import places
 from flexattn.cli.selection import recorded_kind
 from flexattn.cli.terminal import cell, say, say_json
 from flexattn.errors import CacheError, InputError
+from flexattn.kernels.choose.registry import short
 from flexattn.records.layers import Layer
 from flexattn.records.record import Answer
 

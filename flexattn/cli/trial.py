@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexattn.cli.offline import kernel_options, nearest, short
+from flexattn.cli.offline import nearest
 from flexattn.cli.workloads import Workload
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.attention import flex_attention, make_call
 from flexattn.frontend.plan import plan
+from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.slices import Slices
 
 
@@ -73,7 +74,8 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
             name = short(config)
             try:
                 torch.full_like(x.q, math.nan)  # unwritten output then shows as NaN
-                verdict = slices.judge(attend(kernel_options(config) if variants else None))
+                forced = family_of(config).options_of(config) if variants else None
+                verdict = slices.judge(attend(forced))
             except FlexAttnError as error:
                 # Only the plain call must run; a variant may be too large for this device.
                 variants.append(Variant(name, bool(variants), error.got))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from flexattn.cli.neuron import effort_there, environment_there, ranker
-from flexattn.cli.offline import short
 from flexattn.cli.selection import gpus_like, recorded_kind
 from flexattn.cli.watch import Watch
 from flexattn.device import Device
 from flexattn.errors import DeviceError
-from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.registry import short
 from flexattn.measure.task import AnyTask
 from flexattn.records import untuned
 from flexattn.records.environment import environment

@@ -18,8 +18,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.hopper.config import GluonPrefillConfig
-from flexattn.kernels.hopper.narrow_values import render_narrow_values
+from flexattn.kernels.choose.registry import family_of
 from flexattn.measure.task import Task
 from flexattn.mods.bind import record
 from flexattn.problem import Captures, Problem
@@ -109,10 +108,11 @@ class _Writer:
         rendered: tuple[Source, ...] = (choice.source,)
         if choice.combine is not None:
             rendered += (choice.combine,)
-        config, head_dim = choice.config, problem.structure.head_dim_v
+        config, family = choice.config, family_of(choice.config)
         self._sources.write(problem.structure, config, self._device, rendered)
-        if isinstance(config, GluonPrefillConfig) and config.narrow:
-            rendered += (render_narrow_values(head_dim, self._device),)
+        lays_out = family.values_kernel(problem.structure, config, self._device)
+        if lays_out is not None:
+            rendered += (lays_out,)
         for source in (*rendered, *sources(problem.structure, config, self._device)):
             self._write(source)
         return len(self._written) - before

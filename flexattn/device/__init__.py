@@ -6,9 +6,20 @@ from flexattn.device.device import (
     NEURON,
     Device,
     detect,
+    is_neuron,
     is_rdna,
     named,
     usable,
 )
 
-__all__ = ["INTERPRETER", "KNOWN", "NEURON", "Device", "detect", "is_rdna", "named", "usable"]
+__all__ = [
+    "INTERPRETER",
+    "KNOWN",
+    "NEURON",
+    "Device",
+    "detect",
+    "is_neuron",
+    "is_rdna",
+    "named",
+    "usable",
+]

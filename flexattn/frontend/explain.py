@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.device import detect
 from flexattn.frontend.attention import PLANLESS, Route, check_call, make_call, route_of
 from flexattn.frontend.plan import Call, ScoreMod, plan
-from flexattn.kernels.base.config import Config, Language, describe, language_of
+from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose import options
+from flexattn.kernels.choose.defaults import refused
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.triton.defaults import gluon_refused
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
@@ -133,7 +133,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         problem=problem.describe(),
         template=structure.kind,
         template_why=template_why,
-        language=language_of(choice.config) if language_why else None,
+        language=choice.config.language if language_why else None,
         language_why=language_why,
         config=choice.config,
         config_origin=choice.origin,
@@ -153,10 +153,10 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
         return None
     if asked.language is not None:
         return "forced by kernel_options"
-    if language_of(choice.config) == "gluon":
+    if choice.config.language == "gluon":
         return "warp-specialised, for Hopper"
-    if refused := gluon_refused(problem, device):
-        return f"gluon cannot run: {refused}"
+    if why := refused(problem, device, "gluon"):
+        return f"gluon cannot run: {why}"
     if choice.how == "forced":
         return "kernel_options' numbers are of the Triton template without BACKEND"
     gave_way = [each for each in choice.attempts if each.candidate.startswith("gluon ")]

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device, detect
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.choose import options
-from flexattn.kernels.triton.defaults import gluon_refused
+from flexattn.kernels.choose.defaults import refused
 from flexattn.mods import Bound, bind
 from flexattn.problem import DTYPES, FP8, Layout, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.descales import NO_DESCALES, Descales
@@ -168,14 +168,14 @@ def _prepare(call: Call, mask: Bound | None, lists: Lists | None) -> Launch:
 
 def _check_fp8(problem: Problem, target: Device, chosen: options.Options) -> None:
     """Raise UnsupportedError unless Hopper's template, the only one for fp8, can serve a call."""
-    refused = ""
+    why = ""
     if problem.structure.kind == "decode" or chosen.language == "triton":
-        refused = "kernel_options ask for a Triton template"
+        why = "kernel_options ask for a Triton template"
     elif not chosen.overrides:
-        refused = gluon_refused(problem, target)
-    if refused:
+        why = refused(problem, target, "gluon")
+    if why:
         raise UnsupportedError(
-            f"{problem.describe()} on {target.name}: {refused}",
+            f"{problem.describe()} on {target.name}: {why}",
             "float8_e4m3fn is multiplied by the prefill template for Hopper alone",
             "multiply q, k and v by their descales and pass them in bfloat16",
         )

@@ -82,7 +82,6 @@ class Prepared:
     def _parts(self, q: Tensor) -> tuple[Tensor, ...]:
         """What combine reads, of the right shapes."""
         B, units, rows, _ = q.shape
-        assert isinstance(self.config, NkiDecodeConfig)
         shape = (B, units, self.config.num_splits, rows)
         partial = torch.empty(*shape, self.problem.structure.head_dim_v)
         return partial, torch.empty(shape), torch.empty(shape)

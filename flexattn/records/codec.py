@@ -17,22 +17,16 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from flexattn.device.neuroncore import CORES
+from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
-from flexattn.kernels.paged_decode.space import ServingConfig
-from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig
+from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 
 __all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
 
 T = TypeVar("T")
-
-# What a record may hold; a GPU never meets the last two, whose devices are Neuron's.
-OF_GPUS = (*get_args(Config), AmdPrefillConfig, AmdDecodeConfig, ServingConfig)
-CONFIGS = (*OF_GPUS, NkiPrefillConfig, NkiDecodeConfig)
 
 MAX_BYTES = 8 * 2**20
 MAX_TEXT, MAX_INT = 4096, 2**48
@@ -53,7 +47,7 @@ def encode(value: Any) -> Any:
     """A frozen dataclass, or what it is made of, as JSON data; configs name their class."""
     if is_dataclass(value):
         data = {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-        if isinstance(value, CONFIGS):
+        if is_config(value):
             return {"type": type(value).__name__, **data}
         return data
     if isinstance(value, tuple):
@@ -140,7 +134,8 @@ def _answer(data: Any, *known: Key | Environment | None) -> Answer:
     name = type(answer.config).__name__
     if not name.lower().endswith(f"{answer.key.kind}config"):
         raise CacheError(f"a {name}", "it is of the key's kind")
-    if isinstance(answer.config, OF_GPUS) == (answer.environment.arch in CORES):
+    wanted = "neuron" if is_neuron(answer.environment.arch) else "gpu"
+    if backend_of(answer.config) != wanted:
         raise CacheError(f"a {name} for {answer.environment.arch}", "it is of the device's kind")
     return answer
 
@@ -212,11 +207,11 @@ def _decoder(kind: Any, most: int = MAX_OTHER_ITEMS) -> Decoder:
     if origin is tuple:
         return _list(_decoder(args[0]), most) if args[1:] == (...,) else _fixed(args)
     if origin in (Union, UnionType):
-        if args == get_args(Config):
-            return _tagged(CONFIGS)
-        return _optional(args) if NoneType in args else _tagged(args)
+        return _optional(args)
+    if kind is Config or getattr(kind, "__name__", "") in config_names():
+        return _config
     if is_dataclass(kind) and isinstance(kind, type):
-        return _tagged((kind,)) if kind in CONFIGS else _fields(kind)
+        return _fields(kind)
     raise TypeError(f"{kind} has no decoder")
 
 
@@ -284,11 +279,14 @@ def _fixed(kinds: tuple[Any, ...]) -> Decoder:
 
 
 def _optional(kinds: tuple[Any, ...]) -> Decoder:
-    rest = tuple(kind for kind in kinds if kind is not NoneType)
-    inner = _decoder(rest[0]) if len(rest) == 1 else _tagged(rest)
+    rest = [kind for kind in kinds if kind is not NoneType]
+    if len(rest) != 1:
+        raise TypeError(f"{kinds} have no decoder")
+    inner = _decoder(rest[0])
     return lambda data: None if data is None else inner(data)
 
 
+@lru_cache(maxsize=256)
 def _fields(cls: type) -> Decoder:
     hints = _hints(cls)
     decoders = {
@@ -314,21 +312,15 @@ def _fields(cls: type) -> Decoder:
     return read
 
 
-def _tagged(classes: tuple[type, ...]) -> Decoder:
+def _config(data: Any) -> Any:
     """A config: its class by name, its numbers in the ranges that any template could take."""
-    readers = {cls.__name__: _fields(cls) for cls in classes}
-    names = {cls.__name__: tuple(field.name for field in fields(cls)) for cls in classes}
-
-    def read(data: Any) -> Any:
-        name = data.get("type") if type(data) is dict else None
-        if type(name) is not str or name not in readers:
-            raise CacheError(" is no config", f"its type is one of {', '.join(readers)}")
-        config = readers[name]({k: v for k, v in data.items() if k != "type"})
-        for each in names[name]:
-            _check_range(each, getattr(config, each))
-        return config
-
-    return read
+    name = data.get("type") if type(data) is dict else None
+    if type(name) is not str or name not in config_names():
+        raise CacheError(" is no config", f"its type is one of {', '.join(config_names())}")
+    config = _fields(config_class(name))({k: v for k, v in data.items() if k != "type"})
+    for each in fields(config):
+        _check_range(each.name, getattr(config, each.name))
+    return config
 
 
 _POWERS = {"BLOCK_M": (8, 1024), "BLOCK_N": (16, 2048), "num_warps": (1, 32)}

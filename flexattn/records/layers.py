@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config, DecodeConfig
-from flexattn.kernels.base.tiles import geometry
-from flexattn.kernels.choose.space import reasons
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.defaults import reasons
+from flexattn.kernels.choose.registry import family_of
 from flexattn.problem import Problem, Structure
 from flexattn.records.environment import environment
 from flexattn.records.files import is_closed
@@ -226,17 +226,12 @@ def distance(one: Sizes, other: Sizes) -> float:
 
 
 def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) -> Config:
-    """A config measured at some sizes as it serves a problem of other sizes.
-
-    A fixed number of splits was right for a number of programs: that number is what is kept.
-    """
-    if not isinstance(config, DecodeConfig) or not config.num_splits or sizes == sizes_of(problem):
+    """A config measured at some sizes as it serves a problem of other sizes."""
+    if sizes == sizes_of(problem):
         return config
-    measured = geometry(replace(problem, **sizes._asdict()), config, device)
-    single = geometry(problem, replace(config, num_splits=1), device)
-    # Nothing is launched where there is no row.
-    splits = measured.programs / max(1, single.programs)
-    return replace(config, num_splits=max(1, round(splits)))
+    measured = replace(problem, **sizes._asdict())
+    found: Config = family_of(config).at_sizes(config, measured, problem, device)
+    return found
 
 
 def origin(stored: Stored, wanted: Sizes) -> str:

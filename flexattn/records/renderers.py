@@ -35,14 +35,14 @@ class Renderer:
 HELPERS = "base/helpers.jinja"
 RENDERERS: dict[str, Renderer] = {
     "prefill": Renderer(
-        ("kernels.base.source", "kernels.decay_skip.source"),
+        ("kernels.triton.source", "kernels.decay_skip.source"),
         (
             HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
             "decay_skip/reach.py.jinja",
         ),
     ),
     "decode": Renderer(
-        ("kernels.base.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
+        ("kernels.triton.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
     ),
     "serving": Renderer(
         ("kernels.paged_decode.source",),

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from flexattn.device.neuroncore import CORES
+from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode, encode_record
 from flexattn.records.files import aside, listing, locked
@@ -48,7 +48,7 @@ def _is_real(found: Answer | Record) -> bool:
     A model's ranking for a Neuron core does: nobody measures there, and dispatch, which looks for
     its own device and for REAL alone, never takes it.
     """
-    modelled = found.provenance == "model" and found.environment.arch in CORES
+    modelled = found.provenance == "model" and is_neuron(found.environment.arch)
     return modelled or found.provenance in REAL
 
 

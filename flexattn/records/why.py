@@ -11,7 +11,7 @@ from typing import Any, Literal
 from flexattn.device import Device
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.choose.defaults import default
 from flexattn.problem import Problem
 from flexattn.records.environment import environment
 from flexattn.records.key import SIZES, Key, key_of

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 
-from flexattn.kernels.base.config import Config, language_of
+from flexattn.kernels.base.config import Config
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
 
@@ -112,7 +112,7 @@ def axes(record: Record) -> tuple[str, ...]:
 def on_axis(config: Config, axis: str) -> Value:
     """A config's value; "none" where its template has no such number."""
     if axis == "template":
-        return language_of(config)
+        return config.language
     value: Value = getattr(config, axis, "none")
     return value
 

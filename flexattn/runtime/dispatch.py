@@ -10,19 +10,11 @@ from typing import Literal
 
 from flexattn.device import Device
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import (
-    Config,
-    GluonPrefillConfig,
-    Language,
-    PrefillConfig,
-    describe,
-    language_of,
-)
-from flexattn.kernels.base.source import Source, render_combine
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.base.config import Config, Language, describe
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.choose.space import candidates, default, reasons, suited, violated
-from flexattn.kernels.ptx.assembler import preferred
+from flexattn.kernels.choose.registry import family_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Problem, Structure
 from flexattn.records.layers import Found, find
@@ -76,18 +68,17 @@ class Candidate:
     @property
     def form(self) -> str:
         """Of the template; a record's config is unlike the static defaults."""
-        return language_of(self.config) if self.how == "default" else self.how
+        return self.config.language if self.how == "default" else self.how
 
     @property
     def tiles(self) -> Config:
         """The config without what says how it is compiled."""
-        if isinstance(self.config, GluonPrefillConfig):
-            return replace(self.config, merge_consumers=True, ptxas="")
-        return self.config
+        tiles: Config = family_of(self.config).uncompiled(self.config)
+        return tiles
 
     def describe(self) -> str:
         """The template, the config, and where it comes from."""
-        return f"{language_of(self.config)} {describe(self.config)} ({self.origin})"
+        return f"{self.config.language} {describe(self.config)} ({self.origin})"
 
     @property
     def exported(self) -> bool:
@@ -139,10 +130,10 @@ def _open_candidates(
 ) -> Iterator[Candidate]:
     wanted = options.language
     found = _tuned(problem, device)
-    if found is not None and wanted in (None, language_of(found.config)):
+    if found is not None and wanted in (None, found.config.language):
         measured, config = not COMPILER_FIELDS.intersection(found.differing), found.config
-        if not measured and isinstance(config, GluonPrefillConfig):
-            config = replace(config, ptxas=preferred())  # the other Triton's had other assemblers
+        if not measured:
+            config = family_of(config).of_this_compiler(config)
         yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
     defaults = _defaults(problem, device, wanted, stored)
     # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
@@ -207,9 +198,9 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
     start = default(problem, device, options.language or only)
     config = options.apply(start)
     if options.exact is None and options.BLOCK_N is None and options.BLOCK_M is None:
-        config = suited(config, problem.structure)
+        config = family_of(config).fit_to_mask(config, problem.structure)
     if options.exact is None:
-        config = _without_useless_tma(config, problem.structure, device)
+        config = family_of(config).without_hints(config, problem.structure, device)
     found = reasons(config, problem.structure, device)
     if found:
         raise ConfigError(
@@ -218,18 +209,6 @@ def _forced(problem: Problem, device: Device, options: Options) -> Config:
             f"leave the choice open, or start from {start}",
         )
     return config
-
-
-def _without_useless_tma(config: Config, structure: Structure, device: Device) -> Config:
-    """The config without the copy engine where that cannot serve: as for torch, it is a hint."""
-    if not isinstance(config, PrefillConfig) or not config.use_tma:
-        return config
-    if all(rule.name != "tma" for rule in violated(config, structure, device)):
-        return config
-    plain = replace(config, use_tma=False)
-    lost = set(reasons(config, structure, device)) - set(reasons(plain, structure, device))
-    log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
-    return plain
 
 
 @lru_cache(maxsize=1024)
@@ -244,9 +223,9 @@ def _stored(
 def _rendered(
     structure: Structure, config: Config, device: Device, title: str
 ) -> tuple[Source, Source | None]:
-    source = render(structure, config, device, f"{title} for {device.arch}")
-    combine = render_combine(structure, device) if structure.kind == "decode" else None
-    return source, combine
+    family = family_of(config)
+    source = family.render(structure, config, device, f"{title} for {device.arch}")
+    return source, family.combine(structure, device)
 
 
 class Dispatcher:

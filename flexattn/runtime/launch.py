@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import captured_arguments, captured_values
 from flexattn.kernels.base.binding import strides
-from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
 from flexattn.kernels.base.features import skips_far
-from flexattn.kernels.base.tiles import Geometry, geometry, walks_runs
+from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import Bound
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
@@ -216,24 +216,17 @@ def prepare(
     begin_reach(problem.structure, target, index)
     choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
-    grid = geometry(problem, config, target)
+    family = family_of(config)
+    grid = family.grid(problem, config, target)
     out_shape = (problem.B, problem.Hq, problem.q_len, structure.head_dim_v)
     out_strides = strides_like(q, out_shape)
-    rows = problem.B * problem.Hq * problem.q_len
-    split = grid.num_splits > 1
     runs = walks_runs(structure, config)
-    lengths = {"q_len": problem.q_len, "kv_len": problem.kv_len}
-    heads = {"Hq": problem.Hq, "group": problem.Hq // problem.Hkv}
     fixed: dict[str, Any] = {
-        **_strides_of(problem, q, k, v), **_output_strides(out_strides), **heads, **lengths,
-        "num_tiles": grid.num_tiles,
+        **_strides_of(problem, q, k, v), **_output_strides(out_strides),
+        "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
+        "q_len": problem.q_len, "kv_len": problem.kv_len, "num_tiles": grid.num_tiles,
+        **family.bind(problem, config, grid),
     }  # fmt: skip
-    if isinstance(config, GluonPrefillConfig):
-        fixed["num_units"] = grid.num_tiles * problem.B * (problem.Hq // config.heads)
-    if merger is not None:
-        fixed |= {"num_splits": grid.num_splits, "num_rows": rows}
-        if not split:  # the kernel never touches its workspace
-            fixed["WORKSPACE"] = 0
     if structure.fp8:
         fixed |= descales.strides()
         # A factor that is not given has address 0, which the kernel reads as 1.
@@ -252,17 +245,17 @@ def prepare(
         reach = reach if pays(problem) else None
         if reach is None:
             fixed["REACH"] = 0
-    boxes, narrow = {}, None
-    if isinstance(config, GluonPrefillConfig):
-        values = _dense(v.shape) if structure.fp8 else _box(v)
-        if config.narrow:
-            narrow = NarrowValues.of(v, target, index)
-            values = _dense(narrow.shape)
-        boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
-    elif isinstance(config, PrefillConfig) and config.use_tma:
-        boxes = {"Q": _box(q), "K": _box(k), "V": _box(v)}
-    combine = None
-    if merger is not None and split:
+    narrow = None
+    if (lays_out := family.values_kernel(structure, config, target)) is not None:
+        narrow = NarrowValues.of(lays_out, v, target, index)
+    values = _box(v)
+    if structure.fp8:
+        values = _dense(v.shape if narrow is None else narrow.shape)
+    boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
+    names = {each.name: each for each in choice.source.arguments}
+    boxes = {name: box for name, box in boxes.items() if names[name].described}
+    combine, rows = None, problem.B * problem.Hq * problem.q_len
+    if merger is not None and grid.num_splits > 1:
         # It takes some of what the other one takes.
         combine = merger.prepare(rows, fixed, given, spare=(*fixed, *given))
     return Launch(
@@ -278,7 +271,7 @@ def prepare(
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
         tuple(rest),
-        isinstance(config, GluonPrefillConfig) and config.schedule == "dynamic",
+        "COUNTER" in names,
         narrow,
         reach,
     )

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
-from flexattn.kernels.hopper.narrow_values import BLOCK_N, KEYS, render_narrow_values
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.hopper.narrow_values import BLOCK_N, KEYS
 from flexattn.runtime.build import Launcher, builder
 
 __all__ = ["NarrowValues"]
@@ -27,14 +28,14 @@ class NarrowValues:
     launcher: Launcher
 
     @classmethod
-    def of(cls, v: Tensor, target: Device, index: int) -> NarrowValues:
+    def of(cls, source: Source, v: Tensor, target: Device, index: int) -> NarrowValues:
         """For tensors like v on the GPU with this index, or in the interpreter (-1)."""
         B, heads, kv_len, head_dim = v.shape
         width = -(-kv_len // KEYS) * KEYS
         tiles = -(-width // BLOCK_N)
         fixed = strides("stride_v", "bhn", v)
         fixed |= {"heads": heads, "kv_len": kv_len, "width": width, "num_tiles": tiles}
-        kernel = builder().kernel(render_narrow_values(head_dim, target), target, index)
+        kernel = builder().kernel(source, target, index)
         shape = (B, heads, head_dim, width)
         return cls(shape, kernel.prepare(B * heads * tiles, fixed, ("V", "OUT")))
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import check_config
 
 __all__ = ["check_choices", "pair", "refuse_types", "whole"]
 
@@ -42,12 +42,8 @@ def check_choices(lengths: str, config: object, flags: Mapping[str, object]) -> 
                 f"{name} says whether the plan's kernels have it: True or False",
                 "give the tensors to run()" if isinstance(flag, Tensor) else "",
             )
-    if config is not None and not isinstance(config, ServingConfig):
-        raise InputTypeError(
-            f"config is {config!r:.80}",
-            "it is a flexattn.serving.ServingConfig",
-            "leave it out for the tuned record's, or the default",
-        )
+    if config is not None:
+        check_config(config)
     if lengths not in _LENGTHS:
         raise InputError(
             f"lengths={lengths!r}", f"it is one of {_LENGTHS}", "leave it out for the best record"

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
-from flexattn.kernels.base.config import Config, DecodeConfig
-from flexattn.kernels.base.source import Source, render_combine
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.choose.registry import family_of, launch_key
 from flexattn.measure.task import AnyTask
 from flexattn.problem import Problem, Structure
 from flexattn.records.record import Failed, Stage
@@ -75,12 +74,7 @@ class Built:
         """
         if not self.code_hash:
             return ""
-        config: Any = self.config
-        if isinstance(config, ServingConfig):
-            # How many programs run, and what merges them, is no part of this kernel's code.
-            return f"{self.code_hash[:32]}:{config}"
-        splits = config.num_splits if isinstance(config, DecodeConfig) else 0
-        launch = (config.BLOCK_M, config.num_warps, splits, self.shared_memory)
+        launch = (*launch_key(self.config), self.shared_memory)
         return ":".join([self.code_hash[:32], *map(str, launch)])
 
 
@@ -181,9 +175,10 @@ def _build(
 def orders_for(problem: Problem, configs: Sequence[Config], device: Device) -> Iterator[Order]:
     """What a building process is told of each config."""
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
-    combine = render_combine(structure, device) if structure.kind == "decode" else None
     for config in configs:
-        source = render(structure, config, device, title)
+        family = family_of(config)
+        source = family.render(structure, config, device, title)
+        combine = family.combine(structure, device)
         yield Order(config, source, combine, device, current().cache_dir)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexattn.kernels.choose.space import Effort
+from flexattn.kernels.base.family import Effort
 from flexattn.records.record import Provenance
 from flexattn.tune.decide import CONFIDENCE, MARGIN
 from flexattn.tune.search import ALL_UP_TO, Sampler

@@ -11,6 +11,7 @@ import torch
 
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.kernels.paged_decode.space import (
@@ -20,7 +21,6 @@ from flexattn.kernels.paged_decode.space import (
     serving_candidates,
     space,
 )
-from flexattn.kernels.triton.axes import Effort
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
@@ -52,8 +52,7 @@ def serving_configs(
         others = [each for each in defaults if each.walk != first.walk][:1]
         chosen = [*near[: QUICK - len(others)], *others]
     fitting = (
-        each for each in seeds
-        if isinstance(each, ServingConfig) and not reasons(each, problem.form, device)
+        each for each in seeds if not reasons(each, problem.form, device)
     )  # fmt: skip
     left = len(every) - len(chosen)
     return tuple(dict.fromkeys((*chosen, *fitting))), ((LEFT_OUT, left),) * (left > 0)

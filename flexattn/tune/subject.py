@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.choose.space import Effort, default, reasons, survey
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.space import survey
 from flexattn.measure.task import AnyTask, ServingTask
 from flexattn.records.key import Key, key_of, sizes_of
 from flexattn.records.record import Environment, Policy

@@ -7,11 +7,12 @@ import pytest
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.choose.space import default, space
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.space import space
 from flexattn.kernels.triton.amd import AmdPrefillConfig
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

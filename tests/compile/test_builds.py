@@ -6,8 +6,8 @@ import pytest
 
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
-from flexattn.kernels.base.source import render
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.source import render
 from flexattn.runtime.build import compile_source, path_of
 from flexattn.runtime.machine_code import code_hash
 from flexattn.runtime.resources import resources

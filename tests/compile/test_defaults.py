@@ -7,14 +7,14 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import alibi, causal, causal_score, document, relative_bias, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
-from flexattn.kernels.base.source import render_combine
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.triton.source import render_combine
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from flexattn.settings import override
 from tests.compile.devices import DEVICES
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

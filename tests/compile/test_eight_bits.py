@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

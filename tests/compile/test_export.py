@@ -9,12 +9,12 @@ from flexattn.deploy import binaries
 from flexattn.deploy.binaries import export
 from flexattn.device import named
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.base.source import render_combine
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.narrow_values import render_narrow_values
+from flexattn.kernels.triton.source import render_combine
 from flexattn.measure.task import Task
 from flexattn.mods import bind
 from flexattn.mods.bind import clear, stats

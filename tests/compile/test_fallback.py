@@ -10,7 +10,6 @@ from bench.releases import problem_of, rows
 from flexattn.catalogue import softcap
 from flexattn.device import named
 from flexattn.errors import BuildError
-from flexattn.kernels.base.config import language_of
 from flexattn.kernels.base.source import digest_of
 from flexattn.kernels.choose.options import NONE, parse
 from flexattn.runtime.build import unloaded
@@ -67,7 +66,7 @@ def test_what_hoppers_template_cannot_compile_is_served_by_tritons(broken, place
 
     for _ in range(2):  # the second as another process
         choice, kernel, _ = chosen(WANTED, H200, NONE, build, Memory())
-        assert language_of(choice.config) == "triton" and kernel.compiled.asm["cubin"]
+        assert choice.config.language == "triton" and kernel.compiled.asm["cubin"]
         assert "no_such_function" in str(choice.attempts[0])
     assert counted == ["gluon", "triton", "triton"]
     (line,) = (record.getMessage() for record in caplog.records)
@@ -123,4 +122,4 @@ def test_hoppers_template_is_first_for_the_grid_and_its_mods(name):
     """With Triton 3.9 the Triton template served all of them: it was asked for its release."""
     wanted = problem_of(ROWS[name])
     choice, _, _ = chosen(wanted, H200, NONE, partial(unloaded, device=H200))
-    assert language_of(choice.config) == "gluon" and len(choice.attempts) == 1
+    assert choice.config.language == "gluon" and len(choice.attempts) == 1

@@ -6,12 +6,14 @@ import pytest
 
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, describe
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from tests.compile.devices import DEVICES
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.full_matrix, pytest.mark.oldest]

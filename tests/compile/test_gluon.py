@@ -16,17 +16,16 @@ from flexattn.catalogue import CASES as WHOLE
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import GluonPrefillConfig, describe, language_of
-from flexattn.kernels.base.estimates import estimates
-from flexattn.kernels.base.rules import reasons
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import ALONE
-from flexattn.kernels.triton.defaults import candidates, default, gluon_refused, preferences
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
 from flexattn.runtime.resources import resources
+from tests.families import estimates, gluon_refused, preferences, render
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
@@ -364,7 +363,7 @@ def test_what_has_no_registers_left_is_served_by_triton():
     D, _, mods = REFUSED
     wanted = problem("prefill", D, **MODS[mods])
     assert "registers" in gluon_refused(wanted, H200)
-    assert language_of(default(wanted, H200)) == "triton"
+    assert default(wanted, H200).language == "triton"
 
 
 def test_a_preference_that_cannot_run_is_refused_before_it_is_compiled():

@@ -6,10 +6,10 @@ import pytest
 
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.kernels.base.config import GluonPrefillConfig
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import EVERY_WARP
 from flexattn.runtime.build import compile_source
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]

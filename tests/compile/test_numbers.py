@@ -7,13 +7,13 @@ import torch
 
 from flexattn import catalogue
 from flexattn.device import named
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.triton.defaults import candidates
+from flexattn.kernels.choose.defaults import candidates
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.presets.mods import last_keys, sliding_tiles
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = pytest.mark.compile

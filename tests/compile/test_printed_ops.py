@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.mods.ops import OPS
 from flexattn.runtime.build import compile_source
+from tests.families import render
 from tests.printed_ops import CASES, everywhere, mod
 from tests.problems import problem
 from tests.rendered_names import undefined

@@ -9,14 +9,14 @@ import triton
 
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import NAME
 from flexattn.kernels.ptx.assembler import assemblers
 from flexattn.runtime import build
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import loop_spills, spills_too_much
+from tests.families import render
 from tests.problems import problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]

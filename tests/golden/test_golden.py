@@ -21,15 +21,16 @@ from flexattn.catalogue import (
     softcap,
 )
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, GluonPrefillConfig, PrefillConfig
-from flexattn.kernels.base.source import render_combine
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.choose.kernel import render
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.kernels.paged_decode.join import render_join
 from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.source import render_combine
 from flexattn.mods import bind
 from flexattn.problem import Layout, captures_of
+from tests.families import render
 from tests.problems import problem
 
 FILES = Path(__file__).parent / "files"

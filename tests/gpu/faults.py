@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexattn.kernels.base.config import PrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.lab import DeviceLab
 from flexattn.runtime.launch import Outputs
 

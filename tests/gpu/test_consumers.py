@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
-from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
 from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
 from tests.support import assert_judged, block_mask

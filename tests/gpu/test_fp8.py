@@ -11,7 +11,6 @@ from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_w
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import language_of
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.hopper import space as gluon
 from flexattn.problem.descales import Descales
@@ -83,7 +82,7 @@ def test_mods(D, mod):
     got = assert_accurate(q, k, v, **call)
     assert got.out.dtype == torch.bfloat16
     found = flexattn.explain(q, k, v, enable_gqa=True, **call)
-    assert (found.template, language_of(found.config)) == ("prefill", "gluon")
+    assert (found.template, found.config.language) == ("prefill", "gluon")
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from flexattn.device import detect
 from flexattn.errors import ConfigError
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import GluonPrefillConfig, language_of
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
@@ -102,7 +102,7 @@ def test_every_case(entry, dtype):
     q, k, v = tensors(B, Hq, Hkv, L, S, D, dtype=DTYPES[dtype])
     mask = block_mask(built.mask_mod, q, k)
     call = {"score_mod": built.score_mod, "block_mask": mask, "kernel_options": GLUON}
-    assert language_of(flexattn.explain(q, k, v, enable_gqa=True, **call).config) == "gluon"
+    assert flexattn.explain(q, k, v, enable_gqa=True, **call).config.language == "gluon"
     support.assert_accurate(q, k, v, max_scores=dtype == "fp16", **call)
 
 
@@ -314,7 +314,7 @@ def test_triton_is_forced_as_documented():
     q, k, v = tensors(1, 4, 2, 611, 747, 128)
     for options, language in ((PREFILL, "triton"), (GLUON, "gluon")):
         found = flexattn.explain(q, k, v, enable_gqa=True, kernel_options=options)
-        assert language_of(found.config) == found.language == language
+        assert found.config.language == found.language == language
         assert found.language_why == "forced by kernel_options"
 
 

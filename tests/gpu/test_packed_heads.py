@@ -8,7 +8,7 @@ import torch
 import flexattn
 from flexattn.catalogue import CASES, alibi, causal
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.defaults import reasons
 from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
 from tests.support import assert_judged, block_mask
 

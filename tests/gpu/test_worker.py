@@ -7,8 +7,8 @@ import torch
 
 from flexattn.catalogue import alibi, causal, document
 from flexattn.device import detect
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
-from flexattn.kernels.choose.space import default
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.measure.lab import DeviceLab
 from flexattn.measure.timing import time_interleaved
 from flexattn.measure.worker import Deadlines, Worker

@@ -9,8 +9,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 from flexattn.catalogue import causal, sliding_window
 from flexattn.frontend.attention import make_call
 from flexattn.frontend.plan import plan
-from flexattn.kernels.base.config import ORDERS
 from flexattn.kernels.choose.options import Options
+from flexattn.kernels.triton.config import ORDERS
 from flexattn.reference import Reference
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare

@@ -6,7 +6,7 @@ import torch
 from flexattn.catalogue import alibi, causal
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.measure.worker import Worker
 from flexattn.records.record import Failed, Gated, Policy
 from tests.tasks import make_task

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from types import MappingProxyType
 from typing import Any
 
-from flexattn.kernels.base.config import Config, PrefillConfig, pieces
+from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.printers.divisions import invariant_names
@@ -26,40 +28,42 @@ class Argument:
     type: str
     divisible_by: int = 1
 
+    @property
+    def described(self) -> bool:
+        """Whether it is a tensor descriptor."""
+        return self.type.startswith("tensordesc")
 
-def arguments(structure: Structure, config: Config) -> tuple[Argument, ...]:
-    """Arguments of the prefill or decode kernel, in order."""
-    prefill = isinstance(config, PrefillConfig)
-    found = [*_tensors(structure, config), *_outputs(structure)]
-    if not prefill:
-        found.append(Argument("WORKSPACE", "*fp32", 16))
-    found += _strides(structure)
+
+def attention_arguments(
+    structure: Structure,
+    config: Config,
+    described: Mapping[str, str] = MappingProxyType({}),
+    results: Sequence[Argument] = (),
+    sizes: Sequence[Argument] = (),
+) -> tuple[Argument, ...]:
+    """Arguments of the kernel of a call, in order.
+
+    described: types of the tensors that it has tensor descriptors of. results, sizes: what one
+    family's kernels alone have, behind the outputs and behind the numbers that all have.
+    """
+    found = [pointer(tensor, structure) for tensor in "qkv"]
+    found += [*outputs(structure), *results, *_strides(structure)]
     found += [Argument(name, "i32") for name in ("Hq", "group", "q_len", "kv_len", "num_tiles")]
-    if not prefill:
-        found += [Argument("num_splits", "i32"), Argument("num_rows", "i64")]
-    found.append(Argument("sm_scale", "fp32"))
-    found += _sinks(structure)
-    found += _descales(structure)
+    found += [*sizes, Argument("sm_scale", "fp32"), *sinks(structure), *_descales(structure)]
     if skips_far(structure, config):
         found.append(Argument("REACH", "*fp32", 4))
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
-    return tuple(found)
-
-
-def combine_arguments(structure: Structure) -> tuple[Argument, ...]:
-    """Arguments of the kernel that merges the partial results of decode's splits."""
-    return (
-        Argument("WORKSPACE", "*fp32", 16),
-        *_outputs(structure),
-        *_sinks(structure),
-        *_output_strides(structure),
-        Argument("Hq", "i32"),
-        Argument("q_len", "i32"),
-        Argument("num_splits", "i32"),
-        Argument("num_rows", "i64"),
+    return tuple(
+        Argument(each.name, described[each.name]) if each.name in described else each
+        for each in found
     )
+
+
+def descriptor(name: str, dtype: str, rows: int, width: int) -> tuple[str, str]:
+    """A tensor's name, and the type of a descriptor of its tiles."""
+    return name, f"tensordesc<{signature_type(dtype)}{[1, 1, rows, width]}>"
 
 
 def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str, Any]:
@@ -84,24 +88,6 @@ def captured_values(captures: Captures | None, bound: Bound | None) -> dict[str,
     return values
 
 
-def _tensors(structure: Structure, config: Config) -> list[Argument]:
-    if not (isinstance(config, PrefillConfig) and config.use_tma):
-        return [pointer(tensor, structure) for tensor in "qkv"]
-    boxes = (
-        ("Q", config.BLOCK_M, structure.head_dim_qk),
-        ("K", config.BLOCK_N, structure.head_dim_qk),
-        ("V", config.BLOCK_N, structure.head_dim_v),
-    )
-    return [
-        Argument(
-            name,
-            f"tensordesc<{signature_type(structure.dtype_of(name.lower()))}"
-            f"[1, 1, {rows}, {pieces(head_dim)[0][1]}]>",
-        )
-        for name, rows, head_dim in boxes
-    ]
-
-
 def pointer(tensor: str, structure: Structure) -> Argument:
     """The address of "q", "k" or "v"."""
     dtype = structure.dtype_of(tensor)
@@ -109,7 +95,8 @@ def pointer(tensor: str, structure: Structure) -> Argument:
     return Argument(tensor.upper(), f"*{signature_type(dtype)}", aligned)
 
 
-def _outputs(structure: Structure) -> list[Argument]:
+def outputs(structure: Structure) -> list[Argument]:
+    """What a kernel writes."""
     found = [Argument("OUT", f"*{signature_type(structure.out_dtype)}", 16)]
     if structure.lse:
         found.append(Argument("LSE", "*fp32", 16))
@@ -120,7 +107,7 @@ def _outputs(structure: Structure) -> list[Argument]:
 
 def _strides(structure: Structure) -> list[Argument]:
     found = [each for tensor in "qkv" for each in strides_of(tensor, structure)]
-    return found + _output_strides(structure)
+    return found + output_strides(structure)
 
 
 def strides_of(tensor: str, structure: Structure) -> list[Argument]:
@@ -133,13 +120,14 @@ def strides_of(tensor: str, structure: Structure) -> list[Argument]:
     return [Argument(f"stride_{tensor}{axis}", "i64", divisor) for axis in axes]
 
 
-def _output_strides(structure: Structure) -> list[Argument]:
+def output_strides(structure: Structure) -> list[Argument]:
     """Those of a dense output, all multiples of its rows: a thread stores 16 bytes at once."""
     divisor = gcd(16, structure.head_dim_v)
     return [Argument(f"stride_o{axis}", "i64", divisor) for axis in "bhm"]
 
 
-def _sinks(structure: Structure) -> list[Argument]:
+def sinks(structure: Structure) -> list[Argument]:
+    """The logits of sinks, where there are any."""
     return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
 
 

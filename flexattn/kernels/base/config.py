@@ -1,73 +1,40 @@
-"""Config: one variant of one template, as frozen numbers."""
+"""What the config of any family has, and how one is told in words."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import fields
+from typing import Any, ClassVar, Literal, Protocol
 
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+__all__ = ["Config", "Language", "describe", "padded", "pieces"]
 
-__all__ = [
-    "ORDERS",
-    "Config",
-    "DecodeConfig",
-    "GluonPrefillConfig",
-    "Language",
-    "Order",
-    "PrefillConfig",
-    "describe",
-    "language_of",
-    "padded",
-    "pieces",
-]
-
-Order = Literal["last", "first", "group", "heads"]
-ORDERS: tuple[Order, ...] = ("last", "first", "group", "heads")
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """A tile of BLOCK_M query rows walks the keys BLOCK_N at a time.
-
-    use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
-    order: which tiles start first. "last" and "first": a head's last or first rows, head after
-    head; "group": the heads that share keys side by side; "heads": all heads side by side. The
-    last two start with the last rows. early_loads: what a score_mod loads by key alone is asked
-    for before the scores are computed.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    use_tma: bool = False
-    order: Order = "last"
-    early_loads: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """BLOCK_M packed rows (query heads of a group x query positions) walk their split of the keys.
-
-    num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
-    early_loads: as in prefill.
-    """
-
-    BLOCK_M: int
-    BLOCK_N: int
-    num_warps: int
-    num_stages: int
-    num_splits: int = 0
-    early_loads: bool = True
-
-
-Config = PrefillConfig | GluonPrefillConfig | DecodeConfig
 Language = Literal["triton", "gluon"]
 
 
-def language_of(config: Config) -> Language:
-    """What the template of a config is written in."""
-    return "gluon" if isinstance(config, GluonPrefillConfig) else "triton"
+class Config(Protocol):
+    """One variant of one template, as a frozen dataclass of numbers; its family has the class.
+
+    BLOCK_M, BLOCK_N: query rows of a tile, and keys that it walks at a time. heads: query heads
+    that a tile holds apart, each with BLOCK_M rows. language: what its template is written in.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def BLOCK_M(self) -> int: ...
+    @property
+    def BLOCK_N(self) -> int: ...
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def early_loads(self) -> bool: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def language(self) -> Language: ...
 
 
 def describe(config: Config) -> str:

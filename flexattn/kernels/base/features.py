@@ -1,21 +1,13 @@
-"""The numbers of one case that the symbols of feasibility stand for."""
+"""Features of a structure that kernels are made by: what its mods read, and when it is read."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeAlias
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import (
-    ORDERS,
-    Config,
-    DecodeConfig,
-    GluonPrefillConfig,
-    PrefillConfig,
-    padded,
-    pieces,
-)
-from flexattn.kernels.base.tiles import power_above, walks_runs
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.tiles import walks_runs
 from flexattn.mods.dependence import same_in_tiles
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.key_bounds import key_bounds, numbers_of
@@ -26,98 +18,11 @@ RANGES = {
 }  # fmt: skip
 
 
-def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
-    """What SYMBOLS stand for, in their order; truth values are bools.
-
-    Those of space/stated/gluon.py for a config of the Gluon template, else of symbols.py there.
-    """
-    if isinstance(config, GluonPrefillConfig):
-        return _gluon_numbers(config, structure, device)
-    return (
-        config.BLOCK_M,
-        config.BLOCK_N,
-        config.num_warps,
-        config.num_stages,
-        config.num_splits if isinstance(config, DecodeConfig) else 0,
-        isinstance(config, PrefillConfig) and config.use_tma,
-        not isinstance(config, PrefillConfig) or config.order in ORDERS,
-        *_fixed(structure, device),
-    )
-
-
-def _gluon_numbers(
-    config: GluonPrefillConfig, structure: Structure, device: Device
-) -> tuple[int, ...]:
-    return (
-        config.consumers,
-        config.BLOCK_N,
-        config.num_stages,
-        config.registers,
-        config.producer_registers,
-        config.ping_pong,
-        config.schedule != "grid",
-        config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
-        config.section,
-        config.q_registers,
-        config.watched,
-        1 if config.narrow else 2,
-        config.heads,
-        *_gluon_fixed(structure, device, config.BLOCK_N),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _gluon_fixed(structure: Structure, device: Device, keys: int) -> tuple[int, ...]:
-    qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
-    blocks = (0, 0, False)
-    if sparsity is not None:
-        blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
-    facts = (
-        structure.kind == "decode",
-        structure.score is not None,
-        loads_by_key(structure, keys) or loads_diagonals(structure),
-        loads_tiles(structure, keys),
-        _dense(structure),
-        sparsity is not None and sparsity.per_head,
-        structure.kv_dtype != "",
-    )
-    limits = (device.shared_memory, device.has_wgmma)
-    # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
-    return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
-
-
-def _columns(head_dim: int) -> int:
-    return max(64, power_above(head_dim))
-
-
-def _dense(structure: Structure) -> bool:
-    """Whether q, k and v lie as the bulk copy engine reads them."""
-    layout = structure.layout
-    contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
-    return contiguous and layout.aligned
-
-
-@lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
-    qk, v = structure.head_dim_qk, structure.head_dim_v
-    rows, keys = 0, 0
-    if structure.sparsity is not None:
-        rows = structure.sparsity.q_block * structure.packed_heads
-        keys = structure.sparsity.kv_block
-    sizes = (structure.itemsize, qk, v, padded(qk), padded(v), len(pieces(qk)), len(pieces(v)))
-    blocks = (rows, keys, power_above(rows), power_above(keys))
-    facts = (
-        structure.kind == "decode",
-        structure.dtype == "float32" and not structure.tf32,
-        loads_by_key(structure) and not compares_numbers(structure),
-        loads_tiles(structure),
-        multiplies_ramp(structure, device),
-        _dense(structure),
-    )
-    limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
-    engines = (device.has_tma, device.has_wgmma, device.backend == "hip")
-    return (*sizes, *blocks, *facts, *limits, *engines)
+# Values that a score_mod reads for every key are held in registers until all of them are there. On
+# sm_90, beyond this number the loops of tall tiles, and of Hopper's template, spill.
+FEW_BY_KEY = 2
+# Rows and keys of which a template can ask a mask_mod at once.
+Unit: TypeAlias = tuple[int, int]
 
 
 def multiplies_ramp(structure: Structure, device: Device) -> bool:
@@ -153,27 +58,26 @@ def skips_far(structure: Structure, config: Config) -> bool:
 
     Heads that share a tile need other keys each.
     """
-    if isinstance(config, GluonPrefillConfig) and config.packed:
+    if config.heads > 1:
         return False
     walks = structure.sparsity is None or walks_runs(structure, config)
     return walks and reaches(structure)
 
 
-def loads_tiles(structure: Structure, keys: int = 0) -> bool:
+def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value of its own for every score, which takes a tile to rearrange.
 
-    keys: of a tile of the Gluon template, which asks a mask_mod once where its tiles have one
-    answer each; 0 for the others.
+    unit: of a template that asks a mask_mod once for a unit where each has one answer.
     """
-    return any(_loads(expr, by_row=True) for expr in _tiles(structure, keys))
+    return any(_loads(expr, by_row=True) for expr in _tiles(structure, unit))
 
 
-def loads_by_key(structure: Structure, keys: int = 0) -> bool:
+def loads_by_key(structure: Structure, unit: Unit | None = None) -> bool:
     """Whether a mod reads a value for every key, the same for all rows of a tile."""
     terms = structure.terms
     column = () if terms is None or terms.column is None else (terms.column,)
     # A column's q_idx is one row, so what it loads is the same for all.
-    return any(_loads(expr, by_row=False) for expr in _tiles(structure, keys)) or any(
+    return any(_loads(expr, by_row=False) for expr in _tiles(structure, unit)) or any(
         _loads(expr, by_row=row) for expr in column for row in (False, True)
     )
 
@@ -239,17 +143,17 @@ def loads_diagonals(structure: Structure) -> bool:
     return any(node.op == "load" for node in walk(terms.diagonal))
 
 
-def asked_once(mask: Expr, keys: int) -> bool:
-    """Whether tiles of the Gluon template that have so many keys have one answer each."""
-    return keys > 0 and same_in_tiles(mask, CONSUMER_ROWS, keys)
+def asked_once(mask: Expr, unit: Unit | None) -> bool:
+    """Whether every unit of a template has one answer."""
+    return unit is not None and same_in_tiles(mask, *unit)
 
 
-def _tiles(structure: Structure, keys: int) -> list[Expr]:
+def _tiles(structure: Structure, unit: Unit | None) -> list[Expr]:
     """What is computed for every score of a tile."""
     terms = structure.terms
     found = [] if terms is None else [terms.core, terms.rest, terms.keep]
     mask = None if structure.mask is None else structure.mask.mod.expr
-    if mask is not None and not asked_once(mask, keys):
+    if mask is not None and not asked_once(mask, unit):
         found.append(mask)
     return [expr for expr in found if expr is not None]
 
@@ -264,3 +168,10 @@ def _loads(expr: Expr, by_row: bool, head_per_row: bool = False) -> list[Expr]:
         for node in nodes
         if node.op == "load" and node in per_key and (node in per_row) is by_row
     ]
+
+
+def tma_layout(structure: Structure) -> bool:
+    """Whether q, k and v lie as the bulk copy engine reads them."""
+    layout = structure.layout
+    contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
+    return contiguous and layout.aligned

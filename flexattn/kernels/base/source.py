@@ -8,14 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import Argument, arguments, combine_arguments
-from flexattn.kernels.base.config import Config, Language, PrefillConfig, describe, pieces
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.config import Language, pieces
 from flexattn.kernels.base.environment import render_template, template_hash
-from flexattn.kernels.base.features import loads_tiles, multiplies_ramp, skips_far
-from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
-from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole
-from flexattn.kernels.printers.score_printer import PrintedScore, print_score
-from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.mods.expr import pretty
@@ -70,113 +65,6 @@ class _Piece:
     @property
     def end(self) -> int:
         return self.start + self.used
-
-
-def render(structure: Structure, config: Config, device: Device, title: str) -> Source:
-    """The prefill or decode kernel of a structure with a config; title goes into its header."""
-    name = f"triton/{structure.kind}.py.jinja"
-    traits = traits_of(device, structure)
-    score = None
-    if structure.score is not None:
-        score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
-    mask = None
-    runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
-    if structure.mask is not None:
-        mask = whole(structure.mask, traits)
-        if runs:
-            heads = structure.packed_heads
-            mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
-    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
-    sparsity = structure.sparsity
-    settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
-    ragged_q = False
-    if structure.kind == "decode":
-        settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
-    if score is not None and score.strip:
-        settings |= {"STRIP": power(config.BLOCK_M + config.BLOCK_N)}
-    if sparsity is not None:
-        settings |= {
-            "SPARSE_Q": sparsity.q_block,
-            "SPARSE_KV": sparsity.kv_block,
-            "TILES_PER_Q": tiles_per_q(structure, config),
-            "TILES_PER_KV": -(-sparsity.kv_block // config.BLOCK_N),
-        }
-        ragged_q = sparsity.q_block % config.BLOCK_M != 0
-    if mask is not None and mask.segments is not None and sparsity is not None:
-        settings["EDGE"] = power(sparsity.kv_block)
-    used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
-    context = {
-        **mod_context([each.lines for each in used], device),
-        "hoisted": [line for each in used for line in each.hoisted],
-        "score": score,
-        "mask": mask,
-        "qk_pieces": qk,
-        "v_pieces": v,
-        "all_pieces": (*qk, *v),
-        "constants": (*settings.items(), *BASE_2),
-        "layout": structure.layout,
-        "sparse": sparsity is not None,
-        "runs": runs,
-        "columns": prefill,
-        "has_full": sparsity is not None and sparsity.has_full,
-        "ragged_q": ragged_q,
-        "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
-        "use_tma": isinstance(config, PrefillConfig) and config.use_tma,
-        "order": config.order if isinstance(config, PrefillConfig) else "",
-        "early_loads": config.early_loads,
-        "licm": _moves_out_of_loops(structure, config, device),
-        "fold_scale": structure.positive_scale if score is None else score.folded,
-        "element": triton_type(structure.dtype),
-        "widens": structure.kv_dtype != "",
-        "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
-        "precision": _precision(structure),
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
-        "sinks": structure.sinks != "",
-        "reach": skips_far(structure, config),
-    }
-    return make_source(
-        name,
-        device,
-        [title, f"config: {describe(config)}", *expressions(structure)],
-        context,
-        arguments(structure, config),
-        config.num_warps,
-        config.num_stages,
-    )
-
-
-def _looks_ahead(structure: Structure) -> bool:
-    """Whether a tile of rows looks at the numbers of its first and its last block of keys."""
-    sparsity = structure.sparsity
-    return structure.kind == "prefill" and sparsity is not None and sparsity.kv_block <= 1024
-
-
-def _moves_out_of_loops(structure: Structure, config: Config, device: Device) -> bool:
-    """Whether LLVM may move what does not change out of the loop over keys.
-
-    There it stays in registers, which a warpgroup's accumulator and scores have filled. A mod that
-    gathers a value for every score loses more by computing its addresses anew.
-    """
-    warpgroups = device.has_wgmma and structure.itemsize == 2 and structure.kind == "prefill"
-    return not warpgroups or config.BLOCK_M < 64 or loads_tiles(structure)
-
-
-def render_combine(structure: Structure, device: Device) -> Source:
-    """The kernel that merges the splits of a decode kernel of this structure."""
-    v = named_pieces("v", structure.head_dim_v)
-    context = {
-        "v_pieces": v,
-        "constants": (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2),
-        "element": triton_type(structure.dtype),
-        "lse": structure.lse,
-        "max_scores": structure.max_scores,
-        "sinks": structure.sinks != "",
-    }
-    title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    return make_source(
-        "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
-    )
 
 
 def make_source(
@@ -262,12 +150,6 @@ def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
         _Piece(f"{prefix}{i}", start, tile, used)
         for i, (start, tile, used) in enumerate(pieces(head_dim))
     )
-
-
-def _precision(structure: Structure) -> str:
-    if structure.dtype != "float32":
-        return ""
-    return "tf32x3" if structure.tf32 else "ieee"
 
 
 def expressions(structure: Structure) -> list[str]:

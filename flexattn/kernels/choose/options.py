@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, get_args
 
 from flexattn.errors import ConfigError, InputError
-from flexattn.kernels.base.config import Config, DecodeConfig, GluonPrefillConfig, Language
+from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.tiles import check_power
 from flexattn.kernels.choose.option_names import LEGACY, OURS_ALONE, acts, bare
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS
+from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
@@ -58,39 +59,21 @@ class Options:
 
     def apply(self, config: Config) -> Config:
         """The config with the caller's numbers in it."""
-        if self.exact is not None:
-            return self.exact
-        forced: dict[str, Any] = {
-            name: value for name in _NUMBERS if (value := getattr(self, name)) is not None
-        }
-        if isinstance(config, GluonPrefillConfig):
-            return self.compiled(_gluon(config, forced))
-        forced.pop("use_tma" if isinstance(config, DecodeConfig) else "num_splits", None)
-        return replace(config, **forced)
+        return self.exact or self._forced(config, (*_NUMBERS, *_COMPILED))
 
     def compiled(self, config: Config) -> Config:
-        """The config compiled as the caller says; only Hopper's has a choice."""
-        if not isinstance(config, GluonPrefillConfig):
-            return config
-        merge = config.merge_consumers if self.merge_consumers is None else self.merge_consumers
-        ptxas = config.ptxas if self.ptxas is None else self.ptxas
-        return replace(config, merge_consumers=merge, ptxas=ptxas)
+        """The config compiled as the caller says."""
+        return self._forced(config, _COMPILED)
 
-
-def _gluon(config: GluonPrefillConfig, forced: dict[str, Any]) -> GluonPrefillConfig:
-    """Rows are a number of consumers; its warps and its loads are no choice."""
-    for name in ("num_splits", "use_tma", "num_warps"):
-        forced.pop(name, None)
-    count = forced.pop("BLOCK_M", config.all_rows) // CONSUMER_ROWS
-    if count != config.consumers:
-        forced["consumers"] = count
-        forced["registers"] = CONSUMER_REGISTERS.get(count, config.registers)
-        forced["ping_pong"] = config.ping_pong and count > 1
-        forced["packed"] = False
-    return replace(config, **forced)
+    def _forced(self, config: Config, names: Sequence[str]) -> Config:
+        given = ((name, getattr(self, name)) for name in names)
+        numbers = {name: value for name, value in given if value is not None}
+        forced: Config = family_of(config).forced(config, numbers) if numbers else config
+        return forced
 
 
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits", "use_tma")
+_COMPILED = ("merge_consumers", "ptxas")
 NONE = Options()
 
 
@@ -129,25 +112,17 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
 
 
 def _rows(chosen: Mapping[str, Any], language: Language | None) -> int | None:
-    """Rows of a tile; those of the Gluon template are a number of consumers."""
-    if language != "gluon":
-        return _power(chosen, "BLOCK_M")
-    rows = _integer(chosen, "BLOCK_M")
-    if rows is not None and (rows < CONSUMER_ROWS or rows % CONSUMER_ROWS):
-        raise ConfigError(
-            f"kernel_options['BLOCK_M']={rows} with the Gluon template",
-            f"each of its consumers has {CONSUMER_ROWS} rows",
-            f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
-        )
+    """Rows of a tile, which the template's family has rules for."""
+    rows, family = _integer(chosen, "BLOCK_M"), by_language("prefill", language or "triton")
+    if rows is not None and family is not None:
+        family.check_rows(rows)
     return rows
 
 
 def _power(chosen: Mapping[str, Any], name: str) -> int | None:
     size = _integer(chosen, name)
-    if size is not None and (size < 16 or size & (size - 1)):
-        raise ConfigError(
-            f"kernel_options[{name!r}]={size}", f"{name} is a power of two of at least 16"
-        )
+    if size is not None:
+        check_power(name, size)
     return size
 
 

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import islice
 from math import log2
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import (
-    Config,
-    DecodeConfig,
-    GluonPrefillConfig,
-    Language,
-    language_of,
-)
-from flexattn.kernels.base.rules import Rule, reasons, unpromising, violated
-from flexattn.kernels.base.tiles import geometry, suited
-from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.triton.axes import Effort, grid
-from flexattn.kernels.triton.defaults import candidates, default, preferences
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.registry import families, family_of
 from flexattn.problem import Problem
 
-__all__ = [
-    "Effort",
-    "Rule",
-    "Survey",
-    "candidates",
-    "default",
-    "reasons",
-    "space",
-    "suited",
-    "survey",
-    "violated",
-]
+__all__ = ["LEFT_OUT", "QUICK", "Survey", "space", "survey"]
 
 # Configs of the quick effort, and how many of them are the static default's own alternatives.
 QUICK, ALTERNATIVES = 12, 3
@@ -68,12 +49,17 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     first = default(problem, device)
     starts = {_tile(first), *map(_tile, _starts(problem, device))}
     offered, rejected = [first], Counter[str]()
-    for config in dict.fromkeys(grid(problem, device, effort)):
+    every = (
+        each for family in families(structure.kind, device)
+        for each in family.axes(problem, device, effort)
+    )  # fmt: skip
+    for config in dict.fromkeys(every):
         if config == first:
             continue
-        broken = violated(config, structure, device)
+        feasibility = family_of(config).feasibility
+        broken = feasibility.violated(config, structure, device)
         if not broken and effort != "exhaustive" and _tile(config) not in starts:
-            broken = unpromising(config, structure, device)
+            broken = feasibility.unpromising(config, structure, device)
         if broken:
             rejected[broken[0].name] += 1
         else:
@@ -87,36 +73,32 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
 
 
 def _starts(problem: Problem, device: Device) -> Iterator[Config]:
-    """The first config of each language that can run."""
-    for language in _languages():
-        known = preferences(problem, device, language)
-        structure = problem.structure
+    """The first config of each family that can run."""
+    structure = problem.structure
+    for family in families(structure.kind, device):
+        violated = family.feasibility.violated
+        known = family.defaults(problem, device)
         yield from islice((c for c in known if not violated(c, structure, device)), 1)
-
-
-def _languages() -> tuple[Language, ...]:
-    return ("triton", "gluon") if gluon.offered() else ("triton",)
 
 
 def _tile(config: Config) -> Config:
     """The config without what changes neither its tiles nor what they take."""
-    if isinstance(config, DecodeConfig):
-        return replace(config, num_splits=0, early_loads=True)
-    if isinstance(config, GluonPrefillConfig):
-        config = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)
-    return replace(config, order="last", early_loads=True)
+    tile: Config = family_of(config).tile(config)
+    return tile
 
 
 def _nearest(problem: Problem, device: Device, offered: list[Config]) -> list[Config]:
     """The default, what else its table prefers, then what differs from it least."""
     first = offered[0]
     preferred: list[Config] = []
-    for language in sorted(_languages(), key=lambda each: each != language_of(first)):
-        known = (each for each in preferences(problem, device, language) if each in offered)
+    own = family_of(first)
+    every = families(problem.structure.kind, device)
+    for family in sorted(every, key=lambda each: each is not own):
+        known = (each for each in family.defaults(problem, device) if each in offered)
         preferred += islice(known, 1 + ALTERNATIVES)
 
     def distance(config: Config) -> tuple[int, float]:
-        if language_of(config) != language_of(first):
+        if family_of(config) is not own:
             return len(fields(first)), 0.0
         steps = [
             _step(problem, device, first, config, field.name)
@@ -133,7 +115,7 @@ def _step(problem: Problem, device: Device, first: Config, config: Config, name:
     """How far a field moved: doublings of a number, 1 for any other change."""
     one, other = getattr(first, name), getattr(config, name)
     if name == "num_splits":
-        grids = (geometry(problem, each, device) for each in (first, config))
+        grids = (family_of(each).grid(problem, each, device) for each in (first, config))
         one, other = (each.num_splits for each in grids)
     if isinstance(one, bool) or not isinstance(one, int) or min(one, other) < 1:
         return 1.0

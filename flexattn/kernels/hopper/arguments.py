@@ -1,14 +1,10 @@
-"""The Hopper kernel's arguments: as the Triton kernel's, with descriptors that carry layouts."""
+"""The Hopper kernel's arguments, and which of them its warps take."""
 
 from __future__ import annotations
 
-from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.arguments import arguments as triton_arguments
-from flexattn.kernels.base.config import PrefillConfig
-from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
 from flexattn.kernels.hopper.config import CONSUMER_ROWS, GluonPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of
-from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.problem import Structure
 
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
@@ -24,29 +20,20 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     num_units counts the row tiles of all heads; COUNTER, where blocks take them as they come, is
     one number, 0 before every launch.
     """
-    like = PrefillConfig(config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages)
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
-    values = (config.BLOCK_N, tiles.v_width)
-    described = {
-        "Q": (given, CONSUMER_ROWS, tiles.qk_width),
-        "K": (given, config.BLOCK_N, tiles.qk_width),
-        "V": (given, *values[::-1]) if config.narrow else (out, *values),
-        "OUT": (out, CONSUMER_ROWS, tiles.out_width),
-    }
-    found: list[Argument] = []
-    for argument in triton_arguments(structure, like):
-        if argument.name == "REACH" and not skips_far(structure, config):
-            continue  # heads that share a tile need other keys each
-        if argument.name in described:
-            argument = _descriptor(argument.name, *described[argument.name])
-        found.append(argument)
-        if argument.name == "num_tiles":
-            found.append(Argument("num_units", "i32"))
-            if config.schedule == "dynamic":
-                found.append(Argument("COUNTER", "*i32", 4))
-    return tuple(found)
+    keys, width = config.BLOCK_N, tiles.v_width
+    values = (given, width, keys) if config.narrow else (out, keys, width)
+    described = (
+        descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
+        descriptor("K", given, keys, tiles.qk_width),
+        descriptor("V", *values),
+        descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
+    )
+    counts = config.schedule == "dynamic"
+    sizes = (Argument("num_units", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
+    return attention_arguments(structure, config, dict(described), sizes=sizes)
 
 
 def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
@@ -71,7 +58,3 @@ def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
     captured = ("mask_buf", "mask_scalar") if masked else ()
     taken = (*_LISTS, *_LOCATION, "stride_kb", "q_len", "kv_len", *captured)
     return [argument.name for argument in found if argument.name.startswith(taken)]
-
-
-def _descriptor(name: str, dtype: str, rows: int, width: int) -> Argument:
-    return Argument(name, f"tensordesc<{signature_type(dtype)}{[1, 1, rows, width]}>")

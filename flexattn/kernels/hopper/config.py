@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
+from flexattn.kernels.base.config import Language
 from flexattn.kernels.ptx.assembler import Ptxas
 
 __all__ = [
@@ -76,6 +77,8 @@ class GluonPrefillConfig:
     packed: bool = False
     merge_consumers: bool = True
     ptxas: Ptxas = ""
+
+    language: ClassVar[Language] = "gluon"
 
     @property
     def heads(self) -> int:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from flexattn.kernels.base.features import asked_once
+from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.printers.score_printer import PrintedScore
 from flexattn.kernels.printers.score_printer import print_score as triton_score
 from flexattn.kernels.printers.triton_printer import INDEX_RANGES, Printed, Traits, View
@@ -102,7 +103,7 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
     last = replace(first, q_idx="(row_start + ROWS - 1)")
-    once = found.rest is not None and asked_once(found.rest, keys)
+    once = found.rest is not None and asked_once(found.rest, (CONSUMER_ROWS, keys))
     pieces = MaskPieces(
         piece("mask", found.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
         piece("low", found.low, column),

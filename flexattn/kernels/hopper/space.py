@@ -10,18 +10,19 @@ from itertools import product
 from pathlib import Path
 
 from flexattn.kernels.base.features import RANGES, loads_by_key, loads_early, loads_tiles
-from flexattn.kernels.base.tiles import shares_keys, suited
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
+    CONSUMER_ROWS,
     GluonOrder,
     GluonPrefillConfig,
     Schedule,
 )
+from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 
-__all__ = ["forms", "grid", "offered", "orders", "preferences", "section_of"]
+__all__ = ["axes", "forms", "offered", "orders", "preferences", "section_of"]
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
@@ -79,10 +80,10 @@ def preferences(structure: Structure, packed: bool = False) -> Iterator[GluonPre
         if structure.fp8:
             each = replace(each, q_registers=0)
         # What is held from before the scores are there takes registers that they need.
-        found = suited(replace(each, packed=packed), structure)
+        found = fit_to_mask(replace(each, packed=packed), structure)
         keys = found.BLOCK_N
-        late = loads_tiles(structure, keys)
-        reads = loads_by_key(structure, keys) or late
+        late = loads_tiles(structure, (CONSUMER_ROWS, keys))
+        reads = loads_by_key(structure, (CONSUMER_ROWS, keys)) or late
         watched = _watches(structure, widest, reads or diagonal)
         found = replace(found, early_loads=not late, watched=watched)
         if structure.sparsity is not None:
@@ -180,7 +181,7 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
 )
 
 
-def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
+def axes(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     """The preferences, then every combination of the axes, cut to the mask's blocks.
 
     Some cannot run.
@@ -218,8 +219,8 @@ def grid(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     walks = [(each, one) for each in schedules for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = replace(config(consumers, width, stages, held=held), ptxas=preferred())
-        tile = suited(tile, structure)
-        waits = early if not loads_tiles(structure, tile.BLOCK_N) else (False,)
+        tile = fit_to_mask(tile, structure)
+        waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
         for ping_pong, (schedule, chained), order, loads in product(
             turns, walks, orders(problem, tile, every), waits

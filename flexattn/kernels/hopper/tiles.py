@@ -78,7 +78,7 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
 
 def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
     """Whether what a mod reads for keys passes through shared memory to its threads."""
-    return loads_by_key(structure, config.BLOCK_N) or loads_diagonals(structure)
+    return loads_by_key(structure, (CONSUMER_ROWS, config.BLOCK_N)) or loads_diagonals(structure)
 
 
 def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flexattn.device.neuroncore import BANK_BYTES
 from flexattn.problem import ITEMSIZE, Problem, Structure
@@ -54,6 +54,8 @@ class NkiPrefillConfig:
     mask: MaskForm = "range"
     mixed: bool = False
     form: Form = "s"
+
+    num_splits: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.environment import render_template, template_hash
 from flexattn.kernels.nki.config import (
     NkiConfig,
-    NkiDecodeConfig,
     NkiShape,
     described,
     shape_of,
@@ -133,7 +132,7 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     mods = print_mods(problem, config, target)
     name = f"nki/{structure.kind}.py.jinja"
     results = ["out", *["lse"] * structure.lse, *["max_scores"] * structure.max_scores]
-    split = isinstance(config, NkiDecodeConfig) and config.num_splits > 1
+    split = config.num_splits > 1
     if split:
         results = ["partial", "maxima", "sums"]
     named = [(kind, captures) for kind, captures in _mods(problem) if captures is not None]
@@ -190,7 +189,7 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "infinite": any("INFINITY" in line for line in lines),
         "relative": any(table.kind == "relative" for table in mods.tables),
         "split": split,
-        "num_splits": config.num_splits if isinstance(config, NkiDecodeConfig) else 1,
+        "num_splits": config.num_splits,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
     }

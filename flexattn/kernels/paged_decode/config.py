@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from flexattn.device import Device
+from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import padded
 from flexattn.problem import Captures
 
@@ -18,6 +19,7 @@ __all__ = [
     "Deal",
     "ServingConfig",
     "ServingForm",
+    "check_config",
     "shared_memory",
 ]
 
@@ -136,6 +138,16 @@ class ServingConfig:
         if found > device.max_registers and self.BLOCK_M >= 64:
             return 0
         return max(64, min(found, device.max_registers))
+
+
+def check_config(config: object) -> None:
+    """That a plan's config is one; raises InputTypeError."""
+    if not isinstance(config, ServingConfig):
+        raise InputTypeError(
+            f"config is {config!r:.80}",
+            "it is a flexattn.serving.ServingConfig",
+            "leave it out for the tuned record's, or the default",
+        )
 
 
 def shared_memory(config: ServingConfig, form: ServingForm) -> int:

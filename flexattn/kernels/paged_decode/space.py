@@ -46,8 +46,10 @@ def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
-def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
+    if not isinstance(config, ServingConfig):
+        return [f"{config!r:.80} is no ServingConfig"]
     if config.walk == "warp":
         return serving_warps.reasons(config, form, device)
     found = []

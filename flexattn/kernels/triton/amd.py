@@ -1,16 +1,20 @@
 """Configs for AMD's GPUs: those of the Triton templates, with hints to AMD's compiler.
 
-They stand apart from space/config.py: what NVIDIA's kernels are made of knows nothing of them.
+They stand apart from triton/config.py: what NVIDIA's kernels are made of knows nothing of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from flexattn.device import Device, is_rdna
-from flexattn.kernels.base.config import Config, DecodeConfig, PrefillConfig
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 
 __all__ = ["AmdDecodeConfig", "AmdPrefillConfig", "for_device", "hints", "known", "limited"]
+
+AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Of a CU of CDNA, and of a WGP of RDNA.
 SIMDS = 4
@@ -40,14 +44,13 @@ class AmdDecodeConfig(DecodeConfig):
     matrix_instr_nonkdim: int = 0
 
 
-def for_device(config: Config, device: Device) -> Config:
+def for_device(config: AnyConfig, device: Device) -> AnyConfig:
     """The config as a device's compiler takes it: with room for hints where it is AMD's."""
     if device.backend != "hip" or isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
         return config
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    if isinstance(config, DecodeConfig):
-        return AmdDecodeConfig(**values)
-    return AmdPrefillConfig(**values) if isinstance(config, PrefillConfig) else config
+    kind: Any = AmdDecodeConfig if isinstance(config, DecodeConfig) else AmdPrefillConfig
+    hinted: AnyConfig = kind(**{each.name: getattr(config, each.name) for each in fields(config)})
+    return hinted
 
 
 def hints(config: Config) -> tuple[tuple[str, int], ...]:

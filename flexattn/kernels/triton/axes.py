@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from flexattn.device import Device, is_rdna
-from flexattn.kernels.base.config import Config, DecodeConfig, Order, PrefillConfig
 from flexattn.kernels.base.features import loads_early
-from flexattn.kernels.base.tiles import geometry, power_above, suited
-from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.triton.amd import for_device
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
+from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask
 from flexattn.problem import Problem
 
-__all__ = ["Effort", "grid", "orders", "split_counts"]
+__all__ = ["decode_axes", "orders", "prefill_axes", "split_counts"]
 
-Effort = Literal["quick", "full", "exhaustive"]
+AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Waves of programs on the SMs that a split of the keys makes; one wave is what 0 splits mean.
 WAVES = (0.5, 1.5, 2, 3)
@@ -33,18 +32,19 @@ _HINTS: dict[tuple[bool, bool], tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-def grid(problem: Problem, device: Device, effort: Effort) -> Iterator[Config]:
-    """Every combination of the axes, with tiles cut to the mask's blocks; some cannot run."""
-    every = effort == "exhaustive"
-    if problem.structure.kind == "decode":
-        yield from _hinted(_decode_grid(problem, device, every), device, every)
-    else:
-        yield from _hinted(_prefill_grid(problem, device, every), device, every)
-        if device.has_wgmma and gluon.offered():
-            yield from gluon.grid(problem, every)
+def prefill_axes(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
+    """Every combination for prefill, with tiles cut to the mask's blocks; some cannot run."""
+    yield from _hinted(_prefill_grid(problem, device, every), device, every)
 
 
-def orders(problem: Problem, config: Config, every: bool) -> tuple[Order, ...]:
+def decode_axes(
+    problem: Problem, device: Device, every: bool, height: int
+) -> Iterator[DecodeConfig]:
+    """The same for decode. height: of the static default's tiles, the only one but for `every`."""
+    yield from _hinted(_decode_grid(problem, device, every, height), device, every)
+
+
+def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[Order, ...]:
     """The orders of tiles that differ in what they do to this problem.
 
     Heads side by side pay where they share keys, or where a mask makes some tiles long.
@@ -66,8 +66,8 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
 
     0, which fills the SMs once at any length, and fractions and multiples of that at this one.
     """
-    once = geometry(problem, replace(config, num_splits=0), device)
-    units = max(1, once.programs // once.num_splits)
+    once = decode_grid(problem, replace(config, num_splits=0), device)
+    units = max(1, once.num_units)
     key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
     found = {int(waves * device.num_sms / units) for waves in (MORE_WAVES if every else WAVES)}
     found |= {1} if every else set()
@@ -75,7 +75,7 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
     return [0, *sorted(allowed - {once.num_splits})]
 
 
-def _hinted(configs: Iterator[Config], device: Device, every: bool) -> Iterator[Config]:
+def _hinted(configs: Iterator[AnyConfig], device: Device, every: bool) -> Iterator[AnyConfig]:
     """Each config with what AMD's compiler may be told besides; as it is for another's."""
     if device.backend != "hip":
         yield from configs
@@ -86,7 +86,7 @@ def _hinted(configs: Iterator[Config], device: Device, every: bool) -> Iterator[
         yield replace(for_device(config, device), **hints)
 
 
-def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Config]:
+def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[PrefillConfig]:
     structure = problem.structure
     # One stage loads nothing ahead, and on NVIDIA spills where two do not.
     depths = (1, 2) if device.backend == "hip" else (2, 3)
@@ -100,14 +100,15 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Con
     tma = (False, True) if device.has_tma else (False,)
     early = (True, False) if loads_early(structure) else (True,)
     for (rows, width, warps, stages), use_tma in product(product(*axes), tma):
-        tile = suited(PrefillConfig(rows, width, warps, stages, use_tma), structure)
+        tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
         for order, loads in product(orders(problem, tile, every), early):
             yield replace(tile, order=order, early_loads=loads)
 
 
-def _decode_grid(problem: Problem, device: Device, every: bool) -> Iterator[Config]:
+def _decode_grid(
+    problem: Problem, device: Device, every: bool, height: int
+) -> Iterator[DecodeConfig]:
     structure = problem.structure
-    height = default(problem, device).BLOCK_M
     # Two warps would hold all keys of a tile in too few registers.
     axes: tuple[tuple[int, ...], ...] = ((height,), (32, 64, 128), (4, 8), (2, 3, 4))
     if every:
@@ -120,6 +121,6 @@ def _decode_grid(problem: Problem, device: Device, every: bool) -> Iterator[Conf
         axes = (axes[0], (16, 32, 64, 128), groups, (1, 2, 3))
     early = (True, False) if loads_early(structure) else (True,)
     for rows, width, warps, stages in product(*axes):
-        tile = suited(DecodeConfig(rows, width, warps, stages), structure)
+        tile = fit_to_mask(DecodeConfig(rows, width, warps, stages), structure)
         for splits, loads in product(split_counts(problem, tile, device, every), early):
             yield replace(tile, num_splits=splits, early_loads=loads)

@@ -1,4 +1,4 @@
-"""The static defaults: where to start, and what to fall back to, with nothing tuned."""
+"""Where to start with the Triton templates, and what to fall back to, with nothing tuned."""
 
 from __future__ import annotations
 
@@ -7,128 +7,45 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flexattn.device import Device, is_rdna
-from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import (
-    Config,
-    DecodeConfig,
-    GluonPrefillConfig,
-    Language,
-    Order,
-    PrefillConfig,
-)
 from flexattn.kernels.base.features import (
+    FEW_BY_KEY,
     RANGES,
     compares_numbers,
     loads_by_key,
     loads_tiles,
     values_by_key,
 )
-from flexattn.kernels.base.rules import reasons
-from flexattn.kernels.base.tiles import suited
-from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.triton.amd import for_device
+from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
+from flexattn.kernels.triton.tiles import fit_to_mask
 from flexattn.mods.key_bounds import key_bounds
 from flexattn.problem import Problem, Structure
 
-__all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
+__all__ = ["decode_defaults", "prefill_defaults"]
 
-# The one switch: which templates serve a prefill on Hopper that nobody tuned. Either way the other
-# serves what this one cannot, and a tuner chooses between both.
-HOPPER_PREFILL: Language = "gluon"
-# Values that a score_mod reads for every key are held in registers until all of them are there. On
-# sm_90, beyond the first number the loops of the Gluon template and of tall tiles spill; beyond
-# the second those of 64 x 64, and beyond twice that all but the smallest.
-FEW_BY_KEY, MANY_BY_KEY = 2, 8
+# On sm_90, beyond so many values by key the loops of 64 x 64 spill, and beyond twice that all but
+# the smallest.
+MANY_BY_KEY = 8
 
 
-def language_for(structure: Structure, device: Device) -> Language:
-    """Whose configs the static defaults start with."""
-    if structure.fp8:
-        return "gluon"
-    if structure.kv_dtype or values_by_key(structure) > FEW_BY_KEY:
-        return "triton"
-    if device.has_wgmma and structure.kind == "prefill" and structure.dtype != "float32":
-        return HOPPER_PREFILL if gluon.offered() else "triton"
-    return "triton"
-
-
-def candidates(
-    problem: Problem, device: Device, language: Language | None = None
-) -> Iterator[Config]:
-    """The static default, then what to fall back to where it does not build or fit, or spills.
-
-    Of Hopper's template all tiles come first, each in its forms; then Triton's, the smallest last.
-    Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
-    between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
-    nothing can run.
-    """
+def prefill_defaults(problem: Problem, device: Device) -> Iterator[PrefillConfig]:
+    """Prefill configs, best first; not all of them can run."""
     structure = problem.structure
-    rejected: list[str] = []
-    offered = False
-    wanted = [language] if language else [language_for(structure, device), "triton"]
-    for config in dict.fromkeys(_wanted(problem, device, wanted)):
-        found = reasons(config, structure, device)
-        if not found:
-            offered = True
-            yield config
-        rejected.append(f"{config}: {'; '.join(found)}")
-    if not offered:
-        template = f"Gluon {structure.kind}" if language == "gluon" else structure.kind
-        raise ConfigError(
-            f"no config of the {template} template fits {problem.describe()}",
-            "\n        ".join(rejected[-4:]),
-            "leave the choice of the backend open"
-            if language == "gluon"
-            else "use smaller head dimensions",
-        )
-
-
-def _wanted(problem: Problem, device: Device, languages: Sequence[Language]) -> Iterator[Config]:
-    for language in languages:
-        for config in preferences(problem, device, language):
-            if isinstance(config, GluonPrefillConfig):
-                yield from gluon.forms(config)
-            else:
-                yield config
-
-
-def default(problem: Problem, device: Device, language: Language | None = None) -> Config:
-    """The static default: the first config of the arch's preferences that can run here."""
-    return next(candidates(problem, device, language))
-
-
-def gluon_refused(problem: Problem, device: Device) -> str:
-    """Why no config of the Gluon template can run for a prefill on Hopper; "" where one can."""
-    refused = ""
-    if not gluon.offered() and not problem.structure.fp8:
-        return "the Triton that is installed has no Gluon for Hopper"
-    for config in preferences(problem, device, "gluon"):
-        found = reasons(config, problem.structure, device)
-        if not found:
-            return ""
-        refused = refused or "; ".join(found)
-    return refused or "its head dimensions end at 256"
-
-
-def preferences(problem: Problem, device: Device, language: Language) -> Iterator[Config]:
-    """Configs of one language's templates, best first; not all of them can run."""
-    structure = problem.structure
-    if language == "gluon":
-        yield from gluon.preferences(structure)
-        return
     order = _order(structure)
-    for candidate in _preferences(problem, device):
-        if isinstance(candidate, PrefillConfig):
-            candidate = replace(candidate, order=order)
-        yield suited(for_device(candidate, device), structure)
+    for each in _prefill(structure, device):
+        config = for_device(replace(each, order=order), device)
+        yield fit_to_mask(config, structure)
 
 
-def _preferences(problem: Problem, device: Device) -> Iterator[Config]:
+def decode_defaults(problem: Problem, device: Device) -> Iterator[DecodeConfig]:
+    """Decode configs, best first; q_len decides between two heights of tiles."""
     structure = problem.structure
+    for each in _decode(problem, max(structure.head_dim_qk, structure.head_dim_v), device):
+        yield fit_to_mask(for_device(each, device), structure)
+
+
+def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    if structure.kind == "decode":
-        yield from _decode_preferences(problem, widest, device)
-        return
     if structure.dtype == "float32":
         # Without matrix instructions the tile lives in registers: small tiles.
         shapes = ((64, 32, 4, 2), (64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 1))
@@ -170,7 +87,7 @@ def _order(structure: Structure) -> Order:
     return "heads"
 
 
-def _gathering(structure: Structure, widest: int) -> Iterator[Config]:
+def _gathering(structure: Structure, widest: int) -> Iterator[PrefillConfig]:
     """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
     values = values_by_key(structure)
     if values > 2 * MANY_BY_KEY:
@@ -222,7 +139,7 @@ _PREFILL: dict[str, tuple[tuple[int, tuple[PrefillConfig, ...]], ...]] = {
 }
 
 
-def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterator[Config]:
+def _decode(problem: Problem, widest: int, device: Device) -> Iterator[DecodeConfig]:
     rows = problem.q_len * problem.structure.packed_heads
     heights = (16,) if rows <= 16 else (64, 32, 16)
     if is_rdna(device):
@@ -241,7 +158,7 @@ def _decode_preferences(problem: Problem, widest: int, device: Device) -> Iterat
         yield DecodeConfig(height, 16, 8, 1)
 
 
-def _rdna_decode(heights: Sequence[int], widest: int) -> Iterator[Config]:
+def _rdna_decode(heights: Sequence[int], widest: int) -> Iterator[DecodeConfig]:
     """Without a tile of keys on its way: a second stage takes registers that a wave has not."""
     for height in heights:
         warps = 2 if height == 32 else 4

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from flexattn.cli import build as verb
 from flexattn.cli.app import app
 from flexattn.cli.build import Report
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.choose.space import survey
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
 from flexattn.settings import override
 from flexattn.tune.builds import Built, twins

@@ -11,11 +11,11 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError, InputError, UnsupportedError
-from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig, language_of
-from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.gate import judge
 from flexattn.problem import Shape, fingerprint
 from flexattn.problem.descales import Descales
@@ -175,7 +175,7 @@ def test_every_config_that_is_offered_is_gluon(D, mods):
     more = {"score_mod": softcap(5.0), "mask_mod": causal, "runs": True} if mods == "mods" else {}
     wanted = problem(D=D, dtype="float8_e4m3fn", **more)
     found = space(wanted, H200)
-    assert found and {language_of(each) for each in found} == {"gluon"}
+    assert found and {each.language for each in found} == {"gluon"}
     assert found[0] == default(wanted, H200)
     assert key_of(wanted) != key_of(problem(D=D, **more))
     assert fingerprint(wanted.structure) != fingerprint(problem(D=D, **more).structure)

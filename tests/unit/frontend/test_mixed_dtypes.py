@@ -9,11 +9,10 @@ import flexattn
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
 from flexattn.errors import CacheError, InputError, UnsupportedError
-from flexattn.kernels.base.config import GluonPrefillConfig, language_of
-from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.triton.defaults import default, gluon_refused
+from flexattn.kernels.hopper.config import GluonPrefillConfig
 from flexattn.measure.inputs import make_inputs
 from flexattn.problem import FP8, NARROWER, fingerprint
 from flexattn.records import untuned
@@ -23,6 +22,7 @@ from flexattn.reference import Precision, attention
 from flexattn.reference.rounding import Rounding
 from flexattn.runtime.dispatch import choices
 from flexattn.settings import override
+from tests.families import gluon_refused
 from tests.problems import problem
 from tests.support import block_mask, inputs, run, sinks
 
@@ -110,7 +110,7 @@ def test_every_config_that_is_offered_is_tritons(kind, dtype):
         for kv in ("float8_e4m3fn", "")
     )
     found = space(wanted, H200, "quick")
-    assert {language_of(each) for each in found} == {"triton"}
+    assert {each.language for each in found} == {"triton"}
     assert found[0] == default(wanted, H200)
     assert key_of(wanted) != key_of(plain)
     assert fingerprint(wanted.structure) != fingerprint(plain.structure)

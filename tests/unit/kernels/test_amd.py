@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal
-from flexattn.cli.offline import short
 from flexattn.device import detect, is_rdna, named
 from flexattn.device import device as devices
-from flexattn.kernels.base.config import Config, DecodeConfig, PrefillConfig, describe
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.choose.space import default, reasons, space
+from flexattn.kernels.base.config import Config, describe
+from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.registry import short
+from flexattn.kernels.choose.space import space
 from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.hinted import HintedSource
 from flexattn.records.codec import decode, encode
+from tests.families import render
 from tests.problems import problem
 
 MI300X, MI355X = named("amd-mi300x"), named("amd-mi355x")

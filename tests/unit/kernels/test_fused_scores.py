@@ -10,11 +10,11 @@ import torch
 from flexattn.catalogue import alibi, causal, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.kernels.base.source import traits_of
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.printer import print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
-from flexattn.kernels.triton.defaults import default
+from tests.families import render
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

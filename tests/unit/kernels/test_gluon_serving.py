@@ -9,16 +9,17 @@ import torch
 
 from flexattn import create_block_mask
 from flexattn.catalogue import alibi, causal
-from flexattn.cli.offline import kernel_options, short
 from flexattn.device import named
 from flexattn.errors import CacheError, ConfigError
-from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig, describe, language_of
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
+from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper import family as hopper
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
-from flexattn.kernels.triton import defaults
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of, sizes_of
@@ -46,24 +47,24 @@ FORCED = parse({"BACKEND": "GLUON"})
 def test_one_switch_decides_what_serves_untuned(monkeypatch):
     wanted, other = problem(), problem(D=80)
     for language in ("triton", "gluon"):
-        monkeypatch.setattr(defaults, "HOPPER_PREFILL", language)
-        assert language_of(default(wanted, H200)) == language
-        assert language_of(default(other, H200)) == "triton"
-        assert language_of(default(wanted, A100)) == "triton"
-        assert language_of(default(problem("decode"), H200)) == "triton"
+        monkeypatch.setattr(hopper, "LEADS", language == "gluon")
+        assert default(wanted, H200).language == language
+        assert default(other, H200).language == "triton"
+        assert default(wanted, A100).language == "triton"
+        assert default(problem("decode"), H200).language == "triton"
         offered = [choice.config for choice in choices(wanted, H200, NONE)]
-        assert language_of(offered[-1]) == "triton", "the last to fall back to serves all"
+        assert offered[-1].language == "triton", "the last to fall back to serves all"
 
 
 def test_backends_are_forced():
     wanted = problem()
     for options, language in ((FORCED, "gluon"), (parse({"BACKEND": "TRITON"}), "triton")):
-        assert {language_of(each.config) for each in choices(wanted, H200, options)} == {language}
+        assert {each.config.language for each in choices(wanted, H200, options)} == {language}
     (found,) = choices(wanted, H200, parse({"BACKEND": "GLUON", "BLOCK_M": 192, "BLOCK_N": 64}))
     assert (found.config.consumers, found.config.registers) == (3, CONSUMER_REGISTERS[3])
     assert found.how == "forced" and found.source.language == "gluon"
     (found,) = choices(wanted, H200, parse({"BLOCK_M": 64, "num_warps": 4}))
-    assert language_of(found.config) == "triton", "numbers alone are those that torch documents"
+    assert found.config.language == "triton", "numbers alone are those that torch documents"
     with pytest.raises(ConfigError, match="64 rows"):
         list(choices(wanted, H200, parse({"BACKEND": "GLUON", "BLOCK_M": 96})))
     with pytest.raises(ConfigError, match="inner stride 1"):
@@ -77,7 +78,7 @@ def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
     assert next(choices(problem(), H200, NONE)).config == PLAIN
     assert next(choices(problem(), H200, FORCED)).config == PLAIN
     triton = next(choices(problem(), H200, parse({"BACKEND": "TRITON"})))
-    assert language_of(triton.config) == "triton"
+    assert triton.config.language == "triton"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_its_names():
     config = replace(PLAIN, ping_pong=True, schedule="static", order="sections", section=16)
     assert short(config) == "128x128 c2 s2 turns static sections16"
     assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 registers=240"
-    forced = parse(kernel_options(PLAIN))
+    forced = parse(family_of(PLAIN).options_of(PLAIN))
     assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"
 
 

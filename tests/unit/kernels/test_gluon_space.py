@@ -11,20 +11,28 @@ from hypothesis import strategies as st
 from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import GluonPrefillConfig, language_of
-from flexattn.kernels.base.estimates import estimates
-from flexattn.kernels.base.features import numbers, skips_far
-from flexattn.kernels.base.rules import GLUON, reasons, unpromising, violated
-from flexattn.kernels.base.tiles import geometry, suited
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import space, survey
+from flexattn.kernels.hopper import family as hopper
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.arguments import arguments
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
+from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.hopper.tiles import shared_memory
 from flexattn.kernels.stated import gluon as stated
-from flexattn.kernels.triton.defaults import default, gluon_refused, preferences
 from flexattn.problem import Layout
+from tests.families import (
+    estimates,
+    fit_to_mask,
+    geometry,
+    gluon_refused,
+    numbers,
+    preferences,
+    render,
+    unpromising,
+    violated,
+)
 from tests.problems import problem
 
 
@@ -109,11 +117,13 @@ def test_each_rule_breaks_alone(name, config, about, device):
 
 
 def test_every_rule_has_a_case():
-    rules = {rule.name for rule in (*GLUON.shape, *GLUON.fit)}
+    rules = {
+        rule.name for rule in (*HOPPER.feasibility.rules.shape, *HOPPER.feasibility.rules.fit)
+    }
     assert {name for name, *_ in BREAKS} == rules
     one = replace(PLAIN, num_stages=1)
     worth = [rule.name for rule in unpromising(one, problem().structure, H200)]
-    assert worth == [rule.name for rule in GLUON.worth]
+    assert worth == [rule.name for rule in HOPPER.feasibility.rules.worth]
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,9 +139,13 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
         held = [each.holds.subs(known) for each in group]
         return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
 
-    unfit = broken(GLUON.shape, stated.SHAPE) or broken(GLUON.fit, stated.FIT)
+    unfit = broken(HOPPER.feasibility.rules.shape, stated.SHAPE) or broken(
+        HOPPER.feasibility.rules.fit, stated.FIT
+    )
     assert violated(config, structure, device) == unfit
-    assert unpromising(config, structure, device) == broken(GLUON.worth, stated.WORTH)
+    assert unpromising(config, structure, device) == broken(
+        HOPPER.feasibility.rules.worth, stated.WORTH
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +178,7 @@ def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
 def test_each_size_has_a_config_to_start_from(D, Dv, mask):
     wanted = problem(D=D, Dv=Dv, mask_mod=mask)
     config = default(wanted, H200, "gluon")
-    assert language_of(config) == "gluon" and not gluon_refused(wanted, H200)
+    assert config.language == "gluon" and not gluon_refused(wanted, H200)
     assert not reasons(config, wanted.structure, H200)
     assert config == next(preferences(wanted, H200, "gluon"))
 
@@ -214,7 +228,7 @@ def test_no_other_device_ever_sees_it():
     for device in KNOWN.values():
         for kind in ("prefill", "decode"):
             offered = space(problem(kind), device, "exhaustive")
-            found = {language_of(config) for config in offered}
+            found = {config.language for config in offered}
             assert ("gluon" in found) is (device.arch == "sm_90" and kind == "prefill")
     with pytest.raises(ConfigError, match="no wgmma"):
         default(problem(), A100, "gluon")
@@ -223,17 +237,17 @@ def test_no_other_device_ever_sees_it():
 @pytest.mark.parametrize("effort", ["quick", "full", "exhaustive"])
 def test_every_effort_tries_both_languages(effort):
     found = survey(problem(mask_mod=causal), H200, effort).configs
-    gluon_ones = [each for each in found if language_of(each) == "gluon"]
+    gluon_ones = [each for each in found if each.language == "gluon"]
     assert gluon_ones and len(gluon_ones) < len(found)
 
 
 def test_tiles_are_cut_to_a_masks_blocks():
     three = GluonPrefillConfig(3, 128, 2, 160)
     for block, rows, width in (((128, 128), 128, 128), ((192, 64), 192, 64), ((64, 96), 64, 32)):
-        found = suited(three, problem(mask_mod=causal, block=block).structure)
+        found = fit_to_mask(three, problem(mask_mod=causal, block=block).structure)
         assert (found.BLOCK_M, found.BLOCK_N) == (rows, width)
         assert found.registers == CONSUMER_REGISTERS[found.consumers]
-    assert suited(three, problem(mask_mod=causal, block=(100, 128)).structure).consumers == 3
+    assert fit_to_mask(three, problem(mask_mod=causal, block=(100, 128)).structure).consumers == 3
 
 
 def test_a_static_schedule_has_a_block_for_each_sm_at_most():
@@ -255,7 +269,7 @@ def test_sections_hold_whole_groups_in_the_cache():
 
 def test_early_loads_are_an_axis_where_they_move_anything():
     def offered(score_mod):
-        return {each.early_loads for each in gluon.grid(problem(score_mod=score_mod), False)}
+        return {each.early_loads for each in gluon.axes(problem(score_mod=score_mod), False)}
 
     keys = torch.zeros(8192)
     assert offered(None) == {True}
@@ -266,9 +280,9 @@ def test_early_loads_are_an_axis_where_they_move_anything():
 
 def test_a_triton_without_gluon_is_offered_none(monkeypatch):
     """Its release alone once decided: 3.9 was offered none, whatever it makes of a kernel."""
-    monkeypatch.setattr(gluon, "offered", lambda: False)
+    monkeypatch.setattr(hopper, "offered", lambda: False)
     wanted = problem(mask_mod=causal)
-    assert {language_of(each) for each in survey(wanted, H200, "full").configs} == {"triton"}
+    assert {each.language for each in survey(wanted, H200, "full").configs} == {"triton"}
     assert "no Gluon" in gluon_refused(wanted, H200)
     forced = default(wanted, H200, "gluon")
-    assert language_of(forced) == "gluon" and not reasons(forced, wanted.structure, H200)
+    assert forced.language == "gluon" and not reasons(forced, wanted.structure, H200)

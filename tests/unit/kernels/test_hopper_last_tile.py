@@ -12,8 +12,8 @@ import pytest
 
 from flexattn.catalogue import causal
 from flexattn.device import named
-from flexattn.kernels.choose.kernel import render
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.choose.defaults import default
+from tests.families import render
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

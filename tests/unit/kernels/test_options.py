@@ -12,8 +12,8 @@ from torch.nn.attention import flex_attention as torch_flex
 import flexattn
 from flexattn import FlexKernelOptions
 from flexattn.errors import ConfigError, InputError
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.mods.rules import RULES
 from flexattn.problem.checks import tf32_allowed
 from flexattn.settings import say_once

@@ -18,13 +18,14 @@ from flexattn.catalogue import (
 )
 from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
-from flexattn.kernels.base.config import GluonPrefillConfig, PrefillConfig
 from flexattn.kernels.base.features import reaches, skips_far
-from flexattn.kernels.choose.kernel import render
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
 from flexattn.runtime.reach import pays
+from tests.families import render
 from tests.problems import problem
 
 DEVICE = named("nvidia-h200")

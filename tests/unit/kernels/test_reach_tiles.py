@@ -13,8 +13,8 @@ import pytest
 
 from flexattn.catalogue import alibi, causal, causal_offset, sliding_window
 from flexattn.device import named
-from flexattn.kernels.base.config import GluonPrefillConfig
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.hopper.config import GluonPrefillConfig
+from tests.families import render
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import INTERPRETER, KNOWN, named
-from flexattn.kernels.base.config import ORDERS, DecodeConfig, PrefillConfig, language_of
-from flexattn.kernels.base.estimates import estimates
-from flexattn.kernels.base.features import loads_early, numbers
-from flexattn.kernels.base.rules import GLUON, TRITON, reasons, unpromising, violated
-from flexattn.kernels.base.tiles import geometry, power_above
+from flexattn.kernels.base.features import loads_early
+from flexattn.kernels.base.tiles import power_above
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import LEFT_OUT, QUICK, space, survey
+from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.stated import inequalities
 from flexattn.kernels.stated.formulas import REGISTERS, SHARED_MEMORY
 from flexattn.kernels.stated.symbols import ESTIMATED, SYMBOLS
-from flexattn.kernels.triton.axes import grid, orders, split_counts
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.triton.axes import orders, split_counts
+from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.family import TRITON
 from flexattn.problem import Layout
+from tests.families import estimates, geometry, grid, numbers, unpromising, violated
 from tests.problems import problem
 
 H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-5090"))
@@ -104,8 +105,10 @@ def test_what_can_run_and_is_left_to_an_exhaustive_search(name, config):
 
 
 def test_every_rule_has_a_case():
-    assert {name for name, *_ in BREAKS} == {rule.name for rule in (*TRITON.shape, *TRITON.fit)}
-    assert [name for name, _ in UNPROMISING] == [rule.name for rule in TRITON.worth]
+    assert {name for name, *_ in BREAKS} == {
+        rule.name for rule in (*TRITON.rules.shape, *TRITON.rules.fit)
+    }
+    assert [name for name, _ in UNPROMISING] == [rule.name for rule in TRITON.rules.worth]
 
 
 # Thirds that sum to 472 in fractions and ended just below in doubles.
@@ -132,10 +135,10 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
         return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
 
     assert all(each.holds.subs(known) for each in inequalities.SHAPE)
-    unfit = broken(TRITON.fit, inequalities.FIT)
+    unfit = broken(TRITON.rules.fit, inequalities.FIT)
     assert violated(config, structure, device) == unfit
     assert bool(reasons(config, structure, device)) is bool(unfit)
-    assert unpromising(config, structure, device) == broken(TRITON.worth, inequalities.WORTH)
+    assert unpromising(config, structure, device) == broken(TRITON.rules.worth, inequalities.WORTH)
 
 
 WITHOUT_SYMPY = """
@@ -143,8 +146,8 @@ import sys
 import torch
 torchs = "sympy" in sys.modules  # a torch that imports it by itself costs us nothing more
 import flexattn
-from flexattn.kernels.triton.defaults import default
-from flexattn.kernels.base.rules import reasons
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.defaults import reasons
 from flexattn.device import named
 from tests.problems import problem
 wanted, h200 = problem(), named("nvidia-h200")
@@ -175,7 +178,12 @@ def test_a_survey_adds_up(device, kind, mods, effort):
     for config in everything - set(found.configs):
         broken = violated(config, wanted.structure, device)
         counts[broken[0].name if broken else "other"] -= 1
-    rules = (*TRITON.shape, *TRITON.fit, *GLUON.shape, *GLUON.fit)
+    rules = (
+        *TRITON.rules.shape,
+        *TRITON.rules.fit,
+        *HOPPER.feasibility.rules.shape,
+        *HOPPER.feasibility.rules.fit,
+    )
     assert not any(counts[rule.name] for rule in rules), "every infeasible config is counted"
     if effort == "exhaustive":
         assert not counts["other"], "in the space exactly where there are no reasons"
@@ -241,7 +249,7 @@ def test_loads_are_moved_only_where_a_score_mod_reads_by_key():
         for kind, moved in zip(("prefill", "decode"), moves, strict=True):
             wanted = problem(kind, score_mod=score_mod)
             assert loads_early(wanted.structure) is moved
-            triton = (each for each in space(wanted, H200) if language_of(each) == "triton")
+            triton = (each for each in space(wanted, H200) if each.language == "triton")
             offered = {config.early_loads for config in triton}
             assert offered == ({True, False} if moved else {True})
 

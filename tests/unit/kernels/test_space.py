@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from flexattn.catalogue import causal, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig, padded, pieces
-from flexattn.kernels.base.tiles import geometry
+from flexattn.kernels.base.config import padded, pieces
+from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.choose.space import default, reasons, space, suited
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Layout
 from flexattn.runtime.dispatch import choices
+from tests.families import fit_to_mask, geometry
 from tests.problems import problem
 
 DEVICES = list(KNOWN)
@@ -56,7 +58,7 @@ def test_defaults_can_run(name, kind, dtype, D, Dv, block, group, q_len, per_hea
     device = named(name)
     config = default(wanted, device)
     assert reasons(config, wanted.structure, device) == []
-    assert suited(config, wanted.structure) == config
+    assert fit_to_mask(config, wanted.structure) == config
     grid = geometry(wanted, config, device)
     rows = q_len * wanted.structure.packed_heads
     assert grid.num_tiles * config.BLOCK_M >= rows and grid.num_splits >= 1

@@ -6,12 +6,12 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import block_table, causal, document, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.base.arguments import arguments
-from flexattn.kernels.choose.kernel import render
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.triton.defaults import default
+from flexattn.kernels.triton.arguments import prefill_arguments
 from flexattn.mods import bind
 from flexattn.mods.dependence import same_in_tiles
+from tests.families import render
 from tests.problems import problem
 
 H200 = named("nvidia-h200")
@@ -65,7 +65,7 @@ def test_a_table_of_blocks_is_asked_once_a_tile():
 @pytest.mark.parametrize(("D", "divisor"), [(128, 16), (96, 16), (72, 8), (20, 4)])
 def test_strides_of_the_output_say_what_divides_them(D, divisor):
     wanted = problem("prefill", D)
-    found = arguments(wanted.structure, default(wanted, H200, "triton"))
+    found = prefill_arguments(wanted.structure, default(wanted, H200, "triton"))
     strides = [each for each in found if each.name.startswith("stride_o")]
     assert len(strides) == 3
     assert {each.divisible_by for each in strides} == {divisor}

@@ -13,7 +13,7 @@ from functools import partial
 
 from flexattn.device import named
 from flexattn.errors import BuildError, InputError
-from flexattn.kernels.base.config import PrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.clock import CpuClock
 from flexattn.measure.task import Task
 from flexattn.measure.timing import race

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexattn.errors import CacheError
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode_record
 from flexattn.records.key import rounded
 from flexattn.records.record import SCHEMA, Failed, Gated, Trial

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
-from flexattn.kernels.base.tiles import geometry
 from flexattn.kernels.nki.config import NkiPrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records import layers as module
 from flexattn.records.environment import environment
 from flexattn.records.key import Sizes, key_of, sizes_of
@@ -22,6 +21,7 @@ from flexattn.records.record import Policy
 from flexattn.records.store import REPLAY_MARK, Store
 from flexattn.records.why import why
 from flexattn.settings import override, say_once
+from tests.families import geometry
 from tests.problems import problem
 from tests.records import decode_record, prefill_record
 

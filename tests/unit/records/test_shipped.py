@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexattn.device import KNOWN, named
-from flexattn.kernels.choose.space import reasons
+from flexattn.kernels.choose.defaults import reasons
 from flexattn.kernels.paged_decode.space import reasons as plan_reasons
 from flexattn.presets import files
 from flexattn.records import layers

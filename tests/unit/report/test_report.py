@@ -9,7 +9,7 @@ import pytest
 
 from flexattn.device import KNOWN
 from flexattn.errors import InputError
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
 from flexattn.report.importance import FEWEST, importance

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexattn.device import named
-from flexattn.kernels.base.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.runtime.machine_code import sections
 from flexattn.runtime.resources import Resources
 from flexattn.settings import override

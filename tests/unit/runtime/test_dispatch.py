@@ -16,8 +16,8 @@ from flexattn.catalogue import causal
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError
 from flexattn.frontend.attention import make_call
-from flexattn.kernels.base.config import DecodeConfig
 from flexattn.kernels.choose.options import NONE, Options, parse
+from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout, fingerprint
 from flexattn.problem.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN

@@ -9,6 +9,7 @@ from flexattn.catalogue import alibi, causal, softcap
 from flexattn.device import named
 from flexattn.errors import BuildError
 from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.choose.registry import families
 from flexattn.records import closure
 from flexattn.records.renderers import source_hash
 from flexattn.runtime import build, dispatch
@@ -75,7 +76,8 @@ def test_dispatch_renders_nothing_that_is_there(tmp_path, monkeypatch):
     def render(*args):
         raise AssertionError("rendered")
 
-    monkeypatch.setattr(dispatch, "render", render)
+    for family in families("prefill", H200):
+        monkeypatch.setattr(family, "render", render)
     with override(binaries=tmp_path, mode="off"):
         found = next(choices(wanted, H200, NONE, stored=True)).source
         assert found == replace(source, text=found.text) and found.stored

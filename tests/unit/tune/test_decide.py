@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexattn.kernels.base.config import PrefillConfig
+from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Failed, Trial
 from flexattn.tune.decide import LOOKS, alpha, decide
 from flexattn.tune.signed_rank import EXACT_UP_TO, signed_rank

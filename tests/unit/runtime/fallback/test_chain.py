@@ -6,7 +6,6 @@ import pytest
 
 from flexattn.errors import BuildError, ConfigError, DriverError, RenderError
 from flexattn.frontend.explain import Explanation
-from flexattn.kernels.base.config import language_of
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.runtime.dispatch import _stored, candidates_of
 from flexattn.runtime.fallback import chain
@@ -27,7 +26,7 @@ def test_what_is_refused_gives_way_and_is_remembered(name, said, place):
     error, kind, words = LASTING[name]
     builder = Builder(gluon(error))
     found = served(builder)
-    assert language_of(found.config) == "triton" and found.attempts[-1].outcome.built
+    assert found.config.language == "triton" and found.attempts[-1].outcome.built
     assert found.attempts[0].outcome.kind == kind and words in str(found.attempts[0])
     assert words in found.origin
     assert len(said()) == len(builder.built) - 1
@@ -46,12 +45,12 @@ def test_what_is_refused_gives_way_and_is_remembered(name, said, place):
 def test_what_may_pass_gives_way_and_is_not_remembered(name, said, place):
     error, words = PASSING[name]
     found = served(Builder(gluon(error)))
-    assert language_of(found.config) == "triton"
+    assert found.config.language == "triton"
     assert found.attempts[0].outcome.kind == "passing" and words in str(found.attempts[0])
     assert len(said()) == 1
     assert not list(place.glob("outcomes/*/*"))
     later = Builder()
-    assert language_of(served(later).config) == "gluon" and len(later.built) == 1
+    assert served(later).config.language == "gluon" and len(later.built) == 1
 
 
 def test_a_compiler_that_refuses_a_text_is_not_asked_for_it_with_each_tile():
@@ -71,19 +70,16 @@ def test_what_does_not_fit_tries_the_next_tile():
 
 def test_a_template_that_raises_gives_way(monkeypatch, said, place):
     """A printer that lacks a function raises, and the other template is asked."""
+    from flexattn.kernels.hopper.family import PREFILL as HOPPER
     from flexattn.runtime import dispatch
 
-    render = dispatch.render
-
     def broken(structure, config, device, title):
-        if language_of(config) == "gluon":
-            raise KeyError("sigmoid")
-        return render(structure, config, device, title)
+        raise KeyError("sigmoid")
 
-    monkeypatch.setattr(dispatch, "render", broken)
+    monkeypatch.setattr(HOPPER, "render", broken)
     dispatch._rendered.cache_clear()
     found = served(Builder())
-    assert language_of(found.config) == "triton" and "sigmoid" in said()[0]
+    assert found.config.language == "triton" and "sigmoid" in said()[0]
     assert not list(place.glob("outcomes/*/*"))  # nothing was compiled that a process could save
     with override(strict=True), pytest.raises(RenderError, match="sigmoid"):
         served(Builder())
@@ -158,7 +154,7 @@ def test_what_spills_in_a_loop_gives_way():
     builder = Builder(spills=spills(gluon=4556, triton=0))
     found = served(builder)
     assert builder.languages == ["gluon", "gluon", "triton"]  # the last of Hopper's has most left
-    assert language_of(found.config) == "triton" and "4556 spills" in found.origin
+    assert found.config.language == "triton" and "4556 spills" in found.origin
     memory.cache_clear()
     later = Builder(spills=spills(gluon=4556, triton=0))
     assert served(later).config == found.config and later.languages == ["triton"]
@@ -188,7 +184,7 @@ def test_a_loop_may_spill_one_instruction_in_sixteen(monkeypatch, words, languag
     code = {"gluon": (words, 1600, 512), "triton": (0, 1600, 0)}
     monkeypatch.setattr(chain, "loop_spills", lambda cubin: code[cubin])
     builder = Builder(spills=lambda source: source.language)
-    assert language_of(served(builder).config) == language
+    assert served(builder).config.language == language
 
 
 @pytest.mark.parametrize("name", ["a pass", "ptxas"])
@@ -203,7 +199,7 @@ def test_what_a_pass_may_have_broken_is_compiled_without_it(name):
 
 def test_a_few_words_that_ptxas_spills_by_choice_are_no_reason():
     builder = Builder(spills=lambda source: (2, 16))
-    assert language_of(served(builder).config) == "gluon" and len(builder.built) == 1
+    assert served(builder).config.language == "gluon" and len(builder.built) == 1
 
 
 def test_a_forced_config_serves_whatever_it_spills():
@@ -231,7 +227,7 @@ def test_a_kernel_that_nobody_can_disassemble_serves(monkeypatch, said):
         raise BuildError("nvdisasm failed: no such file")
 
     monkeypatch.setattr(chain, "loop_spills", missing)
-    assert language_of(served(Builder()).config) == "gluon" and "nvdisasm" in said()[0]
+    assert served(Builder()).config.language == "gluon" and "nvdisasm" in said()[0]
 
 
 # what explain says

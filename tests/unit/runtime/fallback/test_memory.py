@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from flexattn.device import INTERPRETER, named
-from flexattn.kernels.base.config import language_of
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback import environment
@@ -77,7 +76,7 @@ def test_a_file_that_is_not_sound_is_ignored_and_said(fault, place, said):
 def test_a_directory_that_cannot_be_written_stops_no_call(place, said):
     (place / "outcomes").write_text("a file")
     found = served(Builder(gluon(LASTING["the compiler"][0])))
-    assert language_of(found.config) == "triton"
+    assert found.config.language == "triton"
     assert len(said()) == 2 and any("not kept" in each for each in said())
 
 
@@ -106,13 +105,12 @@ def test_without_a_compiler_that_can_be_named_nothing_is_remembered(monkeypatch,
 
 CHILD = """
 from flexattn.runtime.fallback import chain
-from flexattn.kernels.base.config import language_of
 from tests import failing_builds as here
 
 chain.loop_spills = lambda code: (code[0], 0, code[1])
 builder = here.Builder(here.gluon(here.LASTING["the compiler"][0]))
 choice = here.served(builder)
-print(" ".join(builder.languages), language_of(choice.config), choice.attempts[0].remembered)
+print(" ".join(builder.languages), choice.config.language, choice.attempts[0].remembered)
 """
 
 

@@ -1,0 +1,86 @@
+"""The static defaults: where to start, and what to fall back to, with nothing tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.errors import ConfigError
+from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.family import KernelFamily
+from flexattn.kernels.choose.registry import by_language, family_of, leading
+from flexattn.problem import Problem, Structure
+
+__all__ = ["candidates", "default", "language_for", "reasons", "refused"]
+
+
+def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
+    """Why a config cannot run for a structure on a device; an empty list when it can."""
+    return family_of(config).feasibility.reasons(config, structure, device)
+
+
+def language_for(structure: Structure, device: Device) -> Language:
+    """What the template is written in whose configs the static defaults start with."""
+    return next(leading(structure, device)).language
+
+
+def candidates(
+    problem: Problem, device: Device, language: Language | None = None
+) -> Iterator[Config]:
+    """The static default, then what to fall back to where it does not build or fit, or spills.
+
+    Of Hopper's template all tiles come first, each in its variants; then Triton's, the smallest
+    last. Lengths do not matter, so a new length needs no new kernel; for decode, q_len decides
+    between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
+    nothing can run.
+    """
+    rejected: list[str] = []
+    offered = False
+    for config in dict.fromkeys(_wanted(problem, device, language)):
+        found = reasons(config, problem.structure, device)
+        if not found:
+            offered = True
+            yield config
+        rejected.append(f"{config}: {'; '.join(found)}")
+    if not offered:
+        kind = problem.structure.kind
+        template = f"Gluon {kind}" if language == "gluon" else kind
+        raise ConfigError(
+            f"no config of the {template} template fits {problem.describe()}",
+            "\n        ".join(rejected[-4:]),
+            "leave the choice of the backend open"
+            if language == "gluon"
+            else "use smaller head dimensions",
+        )
+
+
+def _wanted(problem: Problem, device: Device, language: Language | None) -> Iterator[Config]:
+    found: Iterator[KernelFamily[Any]] = leading(problem.structure, device)
+    if language is not None:
+        only = by_language(problem.structure.kind, language)
+        found = iter(() if only is None else (only,))
+    for family in found:
+        for config in family.defaults(problem, device):
+            yield from family.variants(config)
+
+
+def default(problem: Problem, device: Device, language: Language | None = None) -> Config:
+    """The static default: the first config of the device's that can run here."""
+    return next(candidates(problem, device, language))
+
+
+def refused(problem: Problem, device: Device, language: Language) -> str:
+    """Why no config of a language's template can run for a problem; "" where one can."""
+    family = by_language(problem.structure.kind, language)
+    if family is None:
+        return f"no {problem.structure.kind} template is written in it"
+    if not family.offered(device) and not problem.structure.fp8:
+        return f"the Triton that is installed has no {language.title()} for Hopper"
+    first = ""
+    for config in family.defaults(problem, device):
+        found = reasons(config, problem.structure, device)
+        if not found:
+            return ""
+        first = first or "; ".join(found)
+    return first or "its head dimensions end at 256"

@@ -1,0 +1,127 @@
+"""The registry: one row a family of kernels; who has a config, and who serves a structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.family import KernelFamily
+from flexattn.problem import Kind, Structure
+
+__all__ = [
+    "ROWS",
+    "backend_of",
+    "by_language",
+    "config_class",
+    "config_names",
+    "families",
+    "family_of",
+    "is_config",
+    "launch_key",
+    "leading",
+    "short",
+]
+
+
+class Row(NamedTuple):
+    """Where a family stands: a folder of kernels/, imported when it is asked for.
+
+    family: the name of its object in the folder's module `family`. configs: its config classes,
+    each with the module of the folder that has it. backend: of devices that its records are for.
+    """
+
+    folder: str
+    family: str
+    configs: tuple[str, ...]
+    backend: Literal["gpu", "neuron"] = "gpu"
+
+
+# In the order in which the static defaults ask them; the last of a kind always serves.
+ROWS = (
+    Row("hopper", "PREFILL", ("config.GluonPrefillConfig",)),
+    Row("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
+    Row("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
+    Row("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
+    Row("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),
+)
+_ROW_OF = {name.partition(".")[2]: row for row in ROWS for name in row.configs}
+_MODULE_OF = {
+    name.partition(".")[2]: name.partition(".")[0] for row in ROWS for name in row.configs
+}
+
+
+def _module(row: Row, name: str) -> Any:
+    return import_module(f"flexattn.kernels.{row.folder}.{name}")
+
+
+def config_names() -> tuple[str, ...]:
+    """The names of all config classes."""
+    return tuple(_ROW_OF)
+
+
+@lru_cache(maxsize=64)
+def config_class(name: str) -> type:
+    """The config class of a name of `config_names`."""
+    found: type = getattr(_module(_ROW_OF[name], _MODULE_OF[name]), name)
+    return found
+
+
+def is_config(value: object) -> bool:
+    """Whether a value is a config of any family."""
+    name = type(value).__name__
+    return name in _ROW_OF and type(value) is config_class(name)
+
+
+def backend_of(config: object) -> str:
+    """Of the devices that a config's records are for."""
+    return _ROW_OF[type(config).__name__].backend
+
+
+@lru_cache(maxsize=64)
+def _of_class(kind: type) -> Any:
+    row = _ROW_OF[kind.__name__]
+    return getattr(_module(row, "family"), row.family)
+
+
+def family_of(config: Config) -> KernelFamily[Any]:
+    """The family that a call's config is of."""
+    family: KernelFamily[Any] = _of_class(config.__class__)
+    return family
+
+
+def short(config: Any) -> str:
+    """A config of any family in a table's cell, as 128x64 w4 s2; its family has the legend."""
+    words: str = _of_class(config.__class__).short(config)
+    return words
+
+
+def launch_key(config: Any) -> tuple[object, ...]:
+    """What of a config of any GPU's family decides a launch beside the kernel's code."""
+    key: tuple[object, ...] = _of_class(config.__class__).launch_key(config)
+    return key
+
+
+@lru_cache(maxsize=8)
+def _all(kind: Kind) -> tuple[KernelFamily[Any], ...]:
+    rows = (row for row in ROWS if row.backend == "gpu")
+    found = (getattr(_module(row, "family"), row.family) for row in rows)
+    return tuple(family for family in found if family.kind == kind)
+
+
+def families(kind: Kind, device: Device) -> tuple[KernelFamily[Any], ...]:
+    """The families of a kind of calls whose templates a device and the installed Triton take."""
+    return tuple(each for each in _all(kind) if each.offered(device))
+
+
+def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]:
+    """The families that the static defaults try for a structure, in their order."""
+    return (each for each in _all(structure.kind) if each.leads(structure, device))
+
+
+def by_language(kind: Kind, language: Language) -> KernelFamily[Any] | None:
+    """The family whose template is written in a language."""
+    return next((each for each in _all(kind) if each.language == language), None)

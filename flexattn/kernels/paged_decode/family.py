@@ -1,0 +1,65 @@
+"""Paged decode as a family: what a DecodePlan launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from flexattn.device import Device
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm, shared_memory
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
+
+__all__ = ["PAGED_DECODE"]
+
+# Told in a table's cell without their names.
+_NAMELESS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "per_sm", "combine")
+
+
+class _PagedDecode:
+    name = "paged_decode"
+    kind = "serving"
+
+    def refuses(self, config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+        return reasons(config, form, device)
+
+    def defaults(self, form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+        return serving_candidates(form, device)
+
+    def axes(self, form: ServingForm, device: Device, effort: Effort) -> Iterator[ServingConfig]:
+        return iter(space(form, device))
+
+    def resources(
+        self, config: ServingConfig, form: ServingForm, device: Device
+    ) -> tuple[int, int]:
+        return shared_memory(config, form), config.registers(form, device)
+
+    def render(
+        self, form: ServingForm, config: ServingConfig, device: Device, title: str
+    ) -> Source:
+        return render_serving(form, config, device, title)
+
+    def combine(self, form: ServingForm, config: ServingConfig, device: Device) -> Source | None:
+        """The second kernel that merges, where the config has one."""
+        if config.combine != "launch" or form.prefix:
+            return None
+        return render_serving_combine(form, config, device)
+
+    def launch_key(self, config: ServingConfig) -> tuple[object, ...]:
+        """How many programs run, and what merges them, is no part of a kernel's code."""
+        return (config,)
+
+    def short(self, config: ServingConfig) -> str:
+        """16x64 w4 s3 p2 last has two programs on an SM, the last of which merges."""
+        parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
+        parts += [f"p{config.per_sm}", config.combine]
+        for field in fields(config):
+            value = getattr(config, field.name)
+            if field.name not in _NAMELESS and value != field.default:
+                parts.append(f"{field.name}={value}")
+        return " ".join(parts)
+
+
+PAGED_DECODE = _PagedDecode()

@@ -1,0 +1,206 @@
+"""The Triton templates as families: prefill and decode, for every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.feasibility import Feasibility, Rule
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.base.tiles import Geometry, check_power
+from flexattn.kernels.triton import printed
+from flexattn.kernels.triton.amd import hints, known, limited
+from flexattn.kernels.triton.axes import decode_axes, prefill_axes
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
+from flexattn.kernels.triton.hinted import hinted
+from flexattn.kernels.triton.numbers import numbers
+from flexattn.kernels.triton.source import render, render_combine
+from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
+from flexattn.problem import Kind, Problem, Structure
+from flexattn.settings import log
+
+__all__ = ["DECODE", "HINTS", "PREFILL", "TRITON"]
+
+# Of what AMD's compiler is told beside numbers, which no inequality says.
+HINTS = Rule("hints", "the compiler for {arch} does not know the hints of {config}")
+C = TypeVar("C", PrefillConfig, DecodeConfig)
+
+
+class _Feasibility(Feasibility):
+    """The rules, on a device with the registers that a config's hints leave it."""
+
+    def __init__(self) -> None:
+        super().__init__(printed, lambda c, s, device: numbers(c, s, limited(device, c)))
+
+    def violated(self, config: Any, structure: Structure, device: Device) -> list[Rule]:
+        return super().violated(config, structure, device) if known(config, device) else [HINTS]
+
+
+TRITON = _Feasibility()
+
+
+class _Family(Generic[C]):
+    """What prefill and decode have in common."""
+
+    name = "triton"
+    language: Language = "triton"
+    feasibility: Feasibility = TRITON
+
+    def offered(self, device: Device) -> bool:
+        return True
+
+    def leads(self, structure: Structure, device: Device) -> bool:
+        return True
+
+    def check_rows(self, rows: int) -> None:
+        check_power("BLOCK_M", rows)
+
+    def variants(self, config: C) -> Iterator[C]:
+        yield config
+
+    def uncompiled(self, config: C) -> C:
+        return config
+
+    def of_this_compiler(self, config: C) -> C:
+        return config
+
+    def fit_to_mask(self, config: C, structure: Structure) -> C:
+        return fit_to_mask(config, structure)
+
+    def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
+        return hinted(render(structure, config, device, title), hints(config))
+
+    def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
+        return None
+
+    def _options(self, config: C) -> dict[str, int | bool | str]:
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        return {name: getattr(config, name) for name in names}
+
+    def _short(self, config: C, own: list[str]) -> str:
+        parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
+        parts += own + [f"{name}={value}" for name, value in hints(config)]
+        return " ".join(parts + ["late"] * (not config.early_loads))
+
+
+class _Prefill(_Family[PrefillConfig]):
+    kind: Kind = "prefill"
+
+    def defaults(self, problem: Problem, device: Device) -> Iterator[PrefillConfig]:
+        return prefill_defaults(problem, device)
+
+    def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
+        return prefill_axes(problem, device, effort == "exhaustive")
+
+    def tile(self, config: PrefillConfig) -> PrefillConfig:
+        return replace(config, order="last", early_loads=True)
+
+    def forced(self, config: PrefillConfig, numbers: Mapping[str, Any]) -> PrefillConfig:
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "use_tma")
+        return replace(config, **{name: numbers[name] for name in names if name in numbers})
+
+    def without_hints(
+        self, config: PrefillConfig, structure: Structure, device: Device
+    ) -> PrefillConfig:
+        """The copy engine, as for torch, is a hint."""
+        found = TRITON.violated(config, structure, device) if config.use_tma else []
+        if all(rule.name != "tma" for rule in found):
+            return config
+        plain = replace(config, use_tma=False)
+        kept = set(TRITON.reasons(plain, structure, device))
+        lost = set(TRITON.reasons(config, structure, device)) - kept
+        log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
+        return plain
+
+    def options_of(self, config: PrefillConfig) -> dict[str, int | bool | str]:
+        return {**self._options(config), "USE_TMA": config.use_tma}
+
+    def grid(self, problem: Problem, config: PrefillConfig, device: Device) -> Geometry:
+        return prefill_grid(problem, config)
+
+    def at_sizes(
+        self, config: PrefillConfig, measured: Problem, problem: Problem, device: Device
+    ) -> PrefillConfig:
+        return config
+
+    def combine(self, structure: Structure, device: Device) -> Source | None:
+        return None
+
+    def bind(self, problem: Problem, config: PrefillConfig, grid: Geometry) -> dict[str, Any]:
+        return {}
+
+    def launch_key(self, config: PrefillConfig) -> tuple[object, ...]:
+        return config.BLOCK_M, config.num_warps
+
+    def short(self, config: PrefillConfig) -> str:
+        """128x64 w4 s2 tma group."""
+        own = ["tma"] * config.use_tma + [config.order] * (config.order != "last")
+        return self._short(config, own)
+
+
+class _Decode(_Family[DecodeConfig]):
+    kind: Kind = "decode"
+
+    def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
+        return decode_defaults(problem, device)
+
+    def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
+        can_run = (
+            each for each in self.defaults(problem, device)
+            if not TRITON.violated(each, problem.structure, device)
+        )  # fmt: skip
+        return decode_axes(problem, device, effort == "exhaustive", next(can_run).BLOCK_M)
+
+    def tile(self, config: DecodeConfig) -> DecodeConfig:
+        return replace(config, num_splits=0, early_loads=True)
+
+    def forced(self, config: DecodeConfig, numbers: Mapping[str, Any]) -> DecodeConfig:
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits")
+        return replace(config, **{name: numbers[name] for name in names if name in numbers})
+
+    def without_hints(
+        self, config: DecodeConfig, structure: Structure, device: Device
+    ) -> DecodeConfig:
+        return config
+
+    def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
+        splits: dict[str, int | bool | str] = {"SPLIT_KV": config.num_splits}
+        return self._options(config) | (splits if config.num_splits else {})
+
+    def grid(self, problem: Problem, config: DecodeConfig, device: Device) -> Geometry:
+        return decode_grid(problem, config, device)
+
+    def at_sizes(
+        self, config: DecodeConfig, measured: Problem, problem: Problem, device: Device
+    ) -> DecodeConfig:
+        """A fixed number of splits was right for a number of programs: that number is kept."""
+        if not config.num_splits:
+            return config
+        programs = decode_grid(measured, config, device).programs
+        single = decode_grid(problem, replace(config, num_splits=1), device).programs
+        # Nothing is launched where there is no row.
+        return replace(config, num_splits=max(1, round(programs / max(1, single))))
+
+    def combine(self, structure: Structure, device: Device) -> Source | None:
+        return render_combine(structure, device)
+
+    def bind(self, problem: Problem, config: DecodeConfig, grid: Geometry) -> dict[str, Any]:
+        rows = problem.B * problem.Hq * problem.q_len
+        # Without splits the kernel never touches its workspace.
+        unused = {} if grid.num_splits > 1 else {"WORKSPACE": 0}
+        return {"num_splits": grid.num_splits, "num_rows": rows, **unused}
+
+    def launch_key(self, config: DecodeConfig) -> tuple[object, ...]:
+        return config.BLOCK_M, config.num_warps, config.num_splits
+
+    def short(self, config: DecodeConfig) -> str:
+        """16x128 w4 s3 x8 for eight splits."""
+        return self._short(config, [f"x{config.num_splits}"] * (config.num_splits > 0))
+
+
+PREFILL, DECODE = _Prefill(), _Decode()
