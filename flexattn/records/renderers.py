@@ -57,7 +57,7 @@ RENDERERS: dict[str, Renderer] = {
         ("hopper/prefill.py.jinja", "hopper/narrow_values.py.jinja"),
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
-    "amd": Renderer(("kernels.triton.hinted", "kernels.triton.amd"), ()),
+    "amd": Renderer(("kernels.triton.amd",), ()),
     "nki": Renderer(("kernels.nki.source",), ()),
 }  # fmt: skip
 

@@ -17,10 +17,9 @@ from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
 from flexattn.kernels.base.binding import Binding, bind
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper.merge_consumers import block_warps
 from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.hook import compiled_by
-from flexattn.kernels.triton.hinted import HintedSource
+from flexattn.kernels.ptx.stages import block_warps
 from flexattn.runtime.binary import Binary, binary_of
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.codecache.files import text_file
@@ -158,7 +157,7 @@ def compile_source(source: Source, device: Device) -> Any:
     Returns triton's CompiledKernel. Raises BuildError with the compiler's words and the path.
     """
     compiled = _compiled(source, device)
-    warps = block_warps(source.text)
+    warps = block_warps(source.stages, source.text)
     if warps is not None and compiled.metadata.num_warps != warps:
         # Triton 3.6 keeps kernels by their source alone: this one was compiled without the pass.
         with anew():
@@ -198,7 +197,7 @@ def _compiled(source: Source, device: Device) -> Any:
                     # Asserts that only a debug build keeps take time to write in every other.
                     "sanitize_overflow": False,
                     **({"maxnreg": source.registers} if source.registers else {}),
-                    **dict(source.hints if isinstance(source, HintedSource) else ()),
+                    **dict(source.hints),
                     **({"ptx_version": version} if version else {}),
                 },
             )

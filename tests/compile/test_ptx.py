@@ -32,7 +32,7 @@ def test_a_kernel_that_was_compiled_without_the_hook_is_compiled_anew(monkeypatc
     source = render(problem("prefill", 64).structure, SMALL, H200, "test")
     with monkeypatch.context() as alone:
         alone.setattr(build, "compiled_by", lambda stages: nullcontext())
-        alone.setattr(build, "block_warps", lambda text: None)
+        alone.setattr(build, "block_warps", lambda stages, text: None)
         assert compile_source(source, H200).metadata.num_warps == 8
     for _ in range(2):
         assert compile_source(source, H200).metadata.num_warps == 16

@@ -18,6 +18,8 @@ RANGES = {
 }  # fmt: skip
 
 
+# A number of keys that is past all of them.
+ALL_KEYS = 2 * MAX_LENGTH
 # Values that a score_mod reads for every key are held in registers until all of them are there. On
 # sm_90, beyond this number the loops of tall tiles, and of Hopper's template, spill.
 FEW_BY_KEY = 2

@@ -38,8 +38,8 @@ class Source:
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
     that a thread may have, 0 for what the compiler finds best. stages: passes over its PTX, and
-    which ptxas. stored: it was read, not rendered,
-    and is not compiled.
+    which ptxas. hints: options of Triton's compiler for AMD, by Triton's names. stored: it was
+    read, not rendered, and is not compiled.
     """
 
     text: str
@@ -50,6 +50,7 @@ class Source:
     language: Language = "triton"
     registers: int = 0
     stages: Stages = OWN_STAGES
+    hints: tuple[tuple[str, int], ...] = ()
     stored: bool = field(default=False, compare=False)
 
 
@@ -81,7 +82,9 @@ def make_source(
 ) -> Source:
     """A template with its context, header and arguments as a Source; found: the arguments."""
     lines = [*header, f"template: {template} {template_hash(template)}"]
-    lines += [f"pass: {name} (flexattn/kernels/ptx/{name}.py)" for name in stages.passes]
+    lines += [
+        f"pass: {name} (flexattn/kernels/{name.replace('.', '/')}.py)" for name in stages.passes
+    ]
     text = render_template(
         template,
         {
@@ -99,6 +102,14 @@ def make_source(
     return replace(source, hash=digest_of(source))
 
 
+def hinted(source: Source, hints: tuple[tuple[str, int], ...]) -> Source:
+    """The source with hints, under a hash of its own; as it is without any."""
+    if not hints:
+        return source
+    source = replace(source, hints=hints)
+    return replace(source, hash=digest_of(source))
+
+
 def digest_of(source: Source) -> str:
     """The hash of what is compiled, and how: all of a Source but its header."""
     # The header names lengths; kernels that differ in nothing else are one kernel.
@@ -109,6 +120,8 @@ def digest_of(source: Source) -> str:
         key += f" {source.registers}"
     if source.stages.ptxas:
         key += f" {source.stages.ptxas}"
+    if source.hints:
+        key += f" {source.hints}"
     return hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments, pointer, strides_of
+from flexattn.kernels.base.features import ALL_KEYS
 from flexattn.kernels.base.source import BASE_2, Source, make_source, mod_context, traits_of
 from flexattn.kernels.printers.score_printer import LOG2E
 from flexattn.kernels.printers.triton_printer import View, print_mod
 from flexattn.mods.rules import FLOAT
 from flexattn.mods.simplify import make
-from flexattn.problem import MAX_LENGTH, Structure
+from flexattn.problem import Structure
 
-__all__ = ["ALL_KEYS", "render_norms", "render_reach", "rows_of_part"]
+__all__ = ["render_norms", "render_reach", "rows_of_part"]
 
 # Of a program that takes norms, and squared norms that are compared at once.
 ELEMENTS, PARTS = 8192, 256
@@ -23,8 +24,8 @@ VANISHES = 150
 TWICE = 2.02
 # Up to here the numbers that are added are rounded by less than the bound has room for.
 ROUNDED = 2**24
-# Past all keys; and past all bounds that are met before these.
-ALL_KEYS, HUGE = 2 * MAX_LENGTH, 1e18
+# Past all bounds that are met before all keys are.
+HUGE = 1e18
 
 
 def rows_of_part(head_dim: int) -> int:

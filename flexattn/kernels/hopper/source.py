@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.base.features import skips_far
+from flexattn.kernels.base.features import ALL_KEYS, skips_far
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -15,7 +15,6 @@ from flexattn.kernels.base.source import (
     mod_context,
     traits_of,
 )
-from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.kernels.hopper import merge_consumers
 from flexattn.kernels.hopper.arguments import (
     arguments,

@@ -13,9 +13,8 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from flexattn.kernels.hopper import merge_consumers
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
-from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
+from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, module_of
 
 __all__ = ["compiled_by"]
 
@@ -71,8 +70,9 @@ def _change(made: dict[str, Any], wanted: Stages) -> None:
     for name in ("ptx", "cubin"):
         if name in made:
             made[name] = partial(_assembled, wanted.ptxas, made[name])
-    if "ptx" in made and merge_consumers.NAME in wanted.passes:
-        made["ptx"] = partial(_merged, made["ptx"])
+    if "ptx" in made:
+        for name in wanted.passes:
+            made["ptx"] = partial(_passed, name, made["ptx"])
 
 
 def _assembled(ptxas: Ptxas, make: Callable[..., Any], given: Any, metadata: Any) -> Any:
@@ -80,9 +80,11 @@ def _assembled(ptxas: Ptxas, make: Callable[..., Any], given: Any, metadata: Any
         return make(given, metadata)
 
 
-def _merged(make: Callable[..., Any], given: Any, metadata: Any) -> str:
-    ptx = make(given, metadata)
-    warps = merge_consumers.block_warps(ptx)
+def _passed(name: str, make: Callable[..., Any], given: Any, metadata: Any) -> str:
+    ptx: str = make(given, metadata)
+    found = module_of(name)
+    warps = found.block_warps(ptx)
     if warps is not None:
         metadata["num_warps"] = warps
-    return merge_consumers.merged(ptx)
+    rewritten: str = found.rewritten(ptx)
+    return rewritten

@@ -10,14 +10,13 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility, Rule
-from flexattn.kernels.base.source import Source
+from flexattn.kernels.base.source import Source, hinted
 from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import hints, known, limited
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
-from flexattn.kernels.triton.hinted import hinted
 from flexattn.kernels.triton.numbers import numbers
 from flexattn.kernels.triton.source import render, render_combine
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid

@@ -174,7 +174,7 @@ def changed_by(monkeypatch, name):
         ("kernels/decay_skip/source.py", {"prefill", "hopper"}),
         ("kernels/hopper/tiles.py", {"hopper"}),
         ("kernels/hopper/merge_consumers.py", {"hopper"}),
-        ("kernels/triton/hinted.py", {"amd"}),
+        ("kernels/triton/amd.py", {"amd"}),
         ("kernels/triton/amd.py", {"amd"}),
         ("kernels/paged_decode/config.py", {"serving"}),
         ("runtime/launch.py", set()),
