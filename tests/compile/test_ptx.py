@@ -49,7 +49,7 @@ def test_without_the_pass_each_consumer_is_compiled(mods):
     )
     assert merged.stages.passes == (NAME,) and not plain.stages.passes
     assert (
-        f"# pass: {NAME} (flexattn/kernels/ptx/{NAME}.py)" in merged.text
+        f"# pass: {NAME} (flexattn/kernels/hopper/merge_consumers.py)" in merged.text
         and "# pass:" not in plain.text
     )
     products, warps = zip(
