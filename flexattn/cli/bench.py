@@ -21,7 +21,8 @@ from flexattn.cli.selection import rows_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.attention import flex_attention, make_call
+from flexattn.frontend.admission import make_call
+from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.plan import plan
 from flexattn.kernels.space.triton import default
 from flexattn.measure.inputs import make_inputs, make_sinks
