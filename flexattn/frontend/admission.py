@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
@@ -22,7 +22,8 @@ from flexattn.util.lru import Lru
 
 __all__ = ["admit", "bind_on", "make_call"]
 
-_texts: Lru[str, options.Options] = Lru(256)
+# kernel_options that were read before, by their text.
+_options: Lru[str, options.Options] = Lru(256)
 
 
 def make_call(*arguments: Any, **more: Any) -> Call:
@@ -36,7 +37,9 @@ def admit(given: Call) -> Call:
     Under autocast tensors have its dtype, none stands for the negative of its memory, sinks have
     no gaps, the scale is a number, and a mask that keeps everything is none.
     """
-    chosen = _options(given.kernel_options)
+    text = repr(given.kernel_options)
+    chosen = _options.get(text) or options.parse(given.kernel_options)
+    _options.put(text, chosen)
     _check_statistics(given)
     q, k, v, sinks = given.q, given.k, given.v, given.sinks
     checks.check_dense(q, k, v)
@@ -64,18 +67,6 @@ def admit(given: Call) -> Call:
         q=q, k=k, v=v, block_mask=block_mask, scale=scale, sinks=sinks, q_descale=descales.q,
         k_descale=descales.k, v_descale=descales.v, score=score, mask=mask, options=chosen,
     )  # fmt: skip
-
-
-def _options(kernel_options: Mapping[str, Any] | None) -> options.Options:
-    """What kernel_options say, read once for each text that they have."""
-    if not kernel_options:
-        return options.parse(kernel_options)
-    text = repr(kernel_options)
-    found = _texts.get(text)
-    if found is None:
-        found = options.parse(kernel_options)
-        _texts.put(text, found)
-    return found
 
 
 def _check_statistics(given: Call) -> None:

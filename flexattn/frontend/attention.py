@@ -1,4 +1,4 @@
-"""flex_attention(): validate, make the Problem, dispatch, launch."""
+"""flex_attention(): from its arguments to the path that answers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexattn.runtime.launch import Outputs, strides_like
 from flexattn.settings import current, say_once
 
 Route = Literal["kernel", "interpreter", "reference", "torch", "empty"]
-# Paths on which no plan is made, which would check the call.
+# Paths on which no plan is made.
 PLANLESS = ("reference", "torch", "empty")
 
 
@@ -114,24 +114,21 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
 
 def route_of(call: Call) -> tuple[Route, str]:
     """Which path a call takes, with the reason in words."""
-    q, fp8 = call.q, call.q.dtype in FP8
-    if fp8 and torch.is_grad_enabled() and (wants := _wants_grad(call)):
-        raise UnsupportedError(
-            f"{wants} requires grad, query is {q.dtype}",
-            "attention of float8 has no backward",
-            "call it under torch.no_grad(), or with inputs of bfloat16",
-        )
-    if checks.mixes(q, call.k) and torch.is_grad_enabled() and (wants := _wants_grad(call)):
+    q, fp8, wants = call.q, call.q.dtype in FP8, _wants_grad(call)
+    if wants and (fp8 or checks.mixes(q, call.k)):
+        what, better = "mixed dtypes", "key and value in query's dtype"
+        if fp8:
+            what, better = "float8", "inputs of bfloat16"
         raise UnsupportedError(
             f"{wants} requires grad, query is {q.dtype}, key {call.k.dtype}",
-            "attention of mixed dtypes has no backward",
-            "call it under torch.no_grad(), or with key and value in query's dtype",
+            f"attention of {what} has no backward",
+            f"call it under torch.no_grad(), or with {better}",
         )
     if not q.is_cuda and not current().interpret:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
-    if torch.is_grad_enabled() and (wants := _wants_grad(call)):
+    if wants:
         return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
     if wants := tangent(_differentiable(call)):
         if q.is_cuda:
@@ -157,7 +154,7 @@ def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
 
 def _wants_grad(call: Call) -> str:
     """The name of what requires grad, or nothing."""
-    for name, tensor in _differentiable(call):
+    for name, tensor in _differentiable(call) if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
             return name
     return ""

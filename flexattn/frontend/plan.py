@@ -42,19 +42,20 @@ class Plan(NamedTuple):
 
 def plan(call: Call) -> Plan:
     """Find the launch of a call: from memory when its facts were seen, else made."""
-    lists, masked, settings = None, None, current()
-    if call.block_mask is not None:
-        masked = mask_class(call.block_mask)  # finds the runs that its lists may have
-        lists = Lists.of(call.block_mask)
+    lists, masked, sizes, settings = None, "", None, current()
+    mask = call.block_mask
+    if mask is not None:
+        masked = mask_class(mask)  # finds the runs that its lists may have
+        lists = Lists.of(mask)
+        sizes = mask.BLOCK_SIZE, *[None if each is None else each.shape for each in lists]
     facts = call.facts()
     key = (
-        facts, call.scale > 0, _identity(call.score), _identity(call.mask),
-        _mask_identity(call, masked, lists),
+        facts, call.scale > 0, _identity(call.score), _identity(call.mask), masked, sizes,
         settings.mode, settings.cache, settings.cache_dir, generation(),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
-        launch = _prepare(call, facts, masked or "", lists)
+        launch = _prepare(call, facts, masked, lists)
         _launches.put(key, launch)
     return Plan(launch, call, lists)
 
@@ -144,19 +145,4 @@ def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> N
 def _identity(bound: Bound | None) -> object:
     if bound is None:
         return None
-    if not bound.tensors:
-        return bound.mod.fingerprint
     return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])
-
-
-def _mask_identity(call: Call, masked: str | None, lists: Lists | None) -> tuple[Any, ...] | None:
-    mask = call.block_mask
-    if mask is None or lists is None:
-        return None
-    return (
-        masked,
-        mask.BLOCK_SIZE,
-        mask.seq_lengths,
-        mask.kv_indices.device,
-        *[None if each is None else each.shape for each in lists],
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,41 +50,30 @@ def mixes(q: Tensor, k: Tensor) -> bool:
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """That query, key and value are tensors of four dimensions; raises InputError."""
-    for name, x in _named(q, k, v):
-        if (
-            not isinstance(x, Tensor)
-            or x.is_nested
-            or x.layout is not torch.strided
-            or x.dim() != 4
-        ):
-            refuse_tensor(name, x)
-
-
-def refuse_tensor(name: str, tensor: object) -> NoReturn:
-    """Say what is wrong with an argument that is no dense tensor of four dimensions."""
-    if not isinstance(tensor, Tensor):
-        raise InputTypeError(
-            f"{name} is a {type(tensor).__name__}",
-            "it is a torch.Tensor [batch, heads, length, head_dim]",
-            f"pass torch.as_tensor({name})",
-        )
-    if tensor.is_nested:
-        raise LayoutError(
-            f"{name} is a nested tensor",
-            "ragged batches are packed dense tensors with a document mask",
-            "packed = flexattn.pack(query, key, value) packs them; mask with packed.mask_mod, "
-            "and packed.unpack(out) is nested again",
-        )
-    if tensor.layout is not torch.strided:
-        raise LayoutError(
-            f"{name} has layout {tensor.layout}", "it is a dense tensor", f"pass {name}.to_dense()"
-        )
-    raise LayoutError(
-        f"{name} has shape {tuple(tensor.shape)}",
-        "it is [batch, heads, length, head_dim]",
-        "give it the dimensions it lacks, as x[None] does",
-    )
+    """That query, key and value are dense tensors of four dimensions; raises InputError."""
+    for name, tensor in _named(q, k, v):
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(
+                f"{name} is a {type(tensor).__name__}",
+                "it is a torch.Tensor [batch, heads, length, head_dim]",
+                f"pass torch.as_tensor({name})",
+            )
+        if tensor.is_nested:
+            raise LayoutError(
+                f"{name} is a nested tensor",
+                "ragged batches are packed dense tensors with a document mask",
+                "packed = flexattn.pack(query, key, value) packs them; mask with "
+                "packed.mask_mod, and packed.unpack(out) is nested again",
+            )
+        if tensor.layout is not torch.strided:
+            got = f"{name} has layout {tensor.layout}"
+            raise LayoutError(got, "it is a dense tensor", f"pass {name}.to_dense()")
+        if tensor.dim() != 4:
+            raise LayoutError(
+                f"{name} has shape {tuple(tensor.shape)}",
+                "it is [batch, heads, length, head_dim]",
+                "give it the dimensions it lacks, as x[None] does",
+            )
 
 
 def kernel_dtype(dtype: torch.dtype) -> str:
@@ -201,12 +190,7 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             f"block_mask lists {rows} blocks of {q_block} query rows for {lengths[0]} rows",
             "its lists reach over all of query",
         )
-    if mask.kv_indices.device != q.device:
-        raise PlaceError(
-            f"block_mask is on {mask.kv_indices.device}, query on {q.device}",
-            "they are on one device",
-            f"call block_mask.to({str(q.device)!r})",
-        )
+    _check_place("block_mask", mask.kv_indices, q)
 
 
 def _check_lists(mask: BlockMask) -> None:
@@ -243,12 +227,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
     if sinks.dtype not in DTYPES and sinks.dtype != q.dtype:
         allowed = ", ".join(map(str, DTYPES))
         raise InputError(f"sinks is {sinks.dtype}", f"it is {allowed} or query's", "convert it")
-    if sinks.device != q.device:
-        raise PlaceError(
-            f"sinks is on {sinks.device}, query on {q.device}",
-            "they are on one device",
-            f"call sinks.to({str(q.device)!r})",
-        )
+    _check_place("sinks", sinks, q)
 
 
 def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
@@ -274,12 +253,16 @@ def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
             )
         if x.dtype != torch.float32:
             raise InputError(f"{name} is {x.dtype}", "it is torch.float32", "convert it")
-        if x.device != q.device:
-            raise PlaceError(
-                f"{name} is on {x.device}, query on {q.device}",
-                "they are on one device",
-                f"call {name}.to({str(q.device)!r})",
-            )
+        _check_place(name, x, q)
+
+
+def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise PlaceError(
+            f"{name} is on {tensor.device}, query on {q.device}",
+            "they are on one device",
+            f"call {name}.to({str(q.device)!r})",
+        )
 
 
 def check_devices(q: Tensor) -> None:
