@@ -38,8 +38,10 @@ def admit(given: Call) -> Call:
     no gaps, the scale is a number, and a mask that keeps everything is none.
     """
     text = repr(given.kernel_options)
-    chosen = _options.get(text) or options.parse(given.kernel_options)
-    _options.put(text, chosen)
+    chosen = _options.get(text)
+    if chosen is None:
+        chosen = options.parse(given.kernel_options)
+        _options.put(text, chosen)
     _check_statistics(given)
     q, k, v, sinks = given.q, given.k, given.v, given.sinks
     checks.check_dense(q, k, v)
@@ -70,13 +72,12 @@ def admit(given: Call) -> Call:
 
 
 def _check_statistics(given: Call) -> None:
-    if given.return_lse and given.return_aux is not None:
+    asked = given.return_aux
+    if given.return_lse and asked is not None:
         raise InputError("return_lse and return_aux", "only one of them may be given")
-    if not isinstance(given.return_aux, (AuxRequest, NoneType)):
+    if not isinstance(asked, (AuxRequest, NoneType)):
         raise InputTypeError(
-            f"return_aux is {given.return_aux!r:.80}",
-            "it is an AuxRequest",
-            "pass AuxRequest(lse=True)",
+            f"return_aux is {asked!r:.80}", "it is an AuxRequest", "pass AuxRequest(lse=True)"
         )
 
 

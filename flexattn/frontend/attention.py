@@ -68,18 +68,21 @@ def flex_attention(
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
     masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925).
     """
-    call = Call(
+    given = (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
         from flexattn.frontend.graph_break import outside
 
-        return outside(_answer, call)  # type: ignore[no-any-return]
-    return _answer(call)
+        return outside(_answer, given)  # type: ignore[no-any-return]
+    return _answer(given)
 
 
-def _answer(given: Call) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+def _answer(
+    arguments: tuple[Any, ...],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    given = Call(*arguments)
     key = key_of(given)
     outputs = recall(key, given) or _serve(key, given)
     if given.return_aux is not None:

@@ -197,10 +197,7 @@ def _shapes(lists: list[Tensor]) -> list[Any]:
 
 
 def _as_large(seen: list[Any]) -> bool:
-    for each, shape, strides in seen:
-        if each.shape != shape or each.stride() != strides:
-            return False
-    return True
+    return all([x.shape == shape and x.stride() == strides for x, shape, strides in seen])
 
 
 def _wants_grad(found: _Seen, given: Call) -> bool:
