@@ -67,7 +67,7 @@ def test_the_second_call_makes_no_plan(long_ways):
 
 
 def test_parameters_are_tensors_like_others(long_ways):
-    """Queries that could learn took the long way each time, also where nobody wanted a gradient."""
+    """Queries that could learn went the long way each time, also where nobody wanted gradients."""
     q, k, v = inputs()
     learned = torch.nn.Parameter(q)
     with torch.no_grad():
