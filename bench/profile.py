@@ -17,7 +17,7 @@ import torch
 import flexattn
 from bench.inputs import make
 from bench.rows import mods_rows, prefill_rows
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 
 __all__ = ["main"]

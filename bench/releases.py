@@ -28,7 +28,7 @@ from bench.rows import Row, prefill_rows
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.device import Device, named
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.source import Source

@@ -25,7 +25,7 @@ from bench.tasks import STUDIED, task
 from bench.tuned_results import TORCH, Result, made, percent, save, table
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, MeasureError
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import Task

@@ -12,7 +12,8 @@ from torch import Tensor
 from flexattn.cli.offline import nearest
 from flexattn.cli.workloads import Workload
 from flexattn.errors import FlexAttnError
-from flexattn.frontend.attention import flex_attention, make_call
+from flexattn.frontend.admission import make_call
+from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.measure.slices import Slices

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.device import detect
-from flexattn.frontend.attention import PLANLESS, Route, check_call, make_call, route_of
-from flexattn.frontend.plan import Call, ScoreMod, plan
+from flexattn.frontend.admission import admit
+from flexattn.frontend.attention import PLANLESS, Route, route_of
+from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose import options
@@ -102,15 +104,14 @@ def explain(
 
     Raises what flex_attention would raise.
     """
-    call = make_call(
+    call = admit(Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale,
-    )  # fmt: skip
+    ))  # fmt: skip
     route, why = route_of(call)
     if route != "torch" and options.asks_flash(kernel_options):
         why = f"{why}; {options.FLASH}"
     if route in PLANLESS:
-        check_call(call)
         return Explanation(route, why)
     return _kernel(call, route, why)
 
@@ -119,7 +120,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     launch = plan(call).launch
     choice, problem = launch.choice, launch.problem
     structure = problem.structure
-    asked = options.parse(call.kernel_options)
+    asked = call.options
     forced = asked.kind
     template_why = "forced by kernel_options"
     if forced is None:

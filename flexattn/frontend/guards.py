@@ -8,56 +8,34 @@ whatever differs, or cannot be compared, goes the long way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import is_
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.frontend.plan import Plan, bind_on
+from flexattn.frontend.admission import bind_on
+from flexattn.frontend.call import Call
+from flexattn.frontend.plan import Plan
 from flexattn.frontend.transforms import in_forward_mode
 from flexattn.mods import Bound, Witness, watch
 from flexattn.problem import checks
-from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.mask_class import UNKNOWN, known_class
-from flexattn.problem.read_checks import check_reads
 from flexattn.problem.runs import known_runs, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.runtime.launch import Launch, Outputs
 from flexattn.settings import Settings, current
 from flexattn.util.lru import Lru
 
-__all__ = ["Arguments", "recall", "remember"]
+__all__ = ["key_of", "recall", "remember"]
 
-
-class Arguments(NamedTuple):
-    """flex_attention's arguments, as they were given."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    score_mod: Callable[..., Tensor] | None
-    block_mask: BlockMask | None
-    scale: float | None
-    enable_gqa: bool
-    return_lse: bool
-    kernel_options: Mapping[str, Any] | None
-    return_aux: AuxRequest | None
-    sinks: Tensor | None
-    q_descale: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
-
-    @property
-    def descales(self) -> Descales:
-        """The factors of fp8 inputs."""
-        if self.q_descale is self.k_descale is self.v_descale is None:
-            return NO_DESCALES
-        return Descales(self.q_descale, self.k_descale, self.v_descale)
+# Of a class of their own, tensors may be more than their memory.
+_PLAIN = frozenset((Tensor, Parameter, NoneType))
 
 
 class _Score(NamedTuple):
@@ -112,24 +90,34 @@ class _Seen:
 _seen: Lru[tuple[Any, ...], _Seen] = Lru(1024)
 
 
-def recall(given: Arguments) -> Outputs | None:
-    """Serve a call as the same one was served before; None where that cannot be known."""
+def key_of(given: Call) -> tuple[Any, ...] | None:
+    """What two calls have in common that the same launch may serve; None where nothing tells."""
+    scale = given.scale
     try:
-        key = _key(given)
+        if scale is not None and type(scale) is not float:
+            scale = checks.number(scale)
+            if scale is None:
+                return None
+        return given.facts(), id(given.score_mod), id(given.block_mask), scale
     # Tensors without strides: the long way says what is wrong.
-    except (RuntimeError, TypeError, ValueError):
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
+    """Serve a call as the same one was served before; None where that cannot be known."""
     found = None if key is None else _seen.get(key)
     if found is None or not _holds(found, given):
         return None
     if found.checked is not None:
         score, mask = found.checked
-        q, k, _, score_mod, block_mask, *_ = given
-        check_reads(q, k, found.scale, given.descales, score_mod, score, block_mask, mask)
-    return found.launch.run(*given[:3], found.scale, found.rest, given.sinks, given.descales)
+        given._replace(scale=found.scale, score=score, mask=mask).check_reads()
+    return found.launch.run(
+        given.q, given.k, given.v, found.scale, found.rest, given.sinks, given.descales
+    )
 
 
-def _holds(found: _Seen, given: Arguments) -> bool:
+def _holds(found: _Seen, given: Call) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
     # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
@@ -142,13 +130,13 @@ def _holds(found: _Seen, given: Arguments) -> bool:
     )
 
 
-def remember(given: Arguments, plan: Plan) -> None:
+def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[Any, ...]) -> None:
     """Keep how a call was served, if a later one can be told to be the same."""
-    key, block_mask = _key(given), given.block_mask
-    call = plan.call
+    call, block_mask = plan.call, given.block_mask
     # Autocast makes other tensors, and sinks with gaps are copied.
-    taken = (call.q, call.k, call.v, call.sinks)
-    if key is None or not all(map(is_, taken, (*given[:3], given.sinks))):
+    if key is None or not all(map(is_, call.tensors, given.tensors)):
+        return
+    if not _PLAIN.issuperset(map(type, call.tensors)):
         return
     score = mask = None
     if given.score_mod is not None:
@@ -162,16 +150,16 @@ def remember(given: Arguments, plan: Plan) -> None:
         if mask is None:
             return
     launch = plan.launch
-    where, rest = launch.device.type, plan.rest()
+    where = launch.device.type
     settings = current()
-    checked = (call.score, plan.mask) if settings.check else None
+    checked = (call.score, call.mask) if settings.check else None
     found = _Seen(launch, where, rest, call.scale, settings, generation(), score, mask, checked)
     _seen.put(key, found)
 
 
 def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask | None:
     """What tells that a mask still is what a plan was made for; None where nothing can."""
-    parts, bound = _parts(block_mask), plan.mask
+    parts, bound = _parts(block_mask), plan.call.mask
     lists = [each for each in parts[1:5] if each is not None]
     if plan.call.block_mask is None:
         # It keeps everything: what its lists say was read, and the launch has none of them.
@@ -209,52 +197,11 @@ def _shapes(lists: list[Tensor]) -> list[Any]:
 
 
 def _as_large(seen: list[Any]) -> bool:
-    for each, shape, strides in seen:
-        if each.shape != shape or each.stride() != strides:
-            return False
-    return True
+    return all([x.shape == shape and x.stride() == strides for x, shape, strides in seen])
 
 
-def _key(given: Arguments) -> tuple[Any, ...] | None:
-    """What two calls have in common that the same launch may serve; None for no plain tensors."""
-    (
-        q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux, sinks,
-        q_descale, k_descale, v_descale,
-    ) = given  # fmt: skip
-    if type(q) is not Tensor or type(k) is not Tensor or type(v) is not Tensor:
-        return None
-    if q.is_neg() or k.is_neg() or v.is_neg():  # read from copies, which no other call has
-        return None
-    if scale is not None and type(scale) is not float:
-        scale = checks.number(scale)
-        if scale is None:
-            return None
-    factors = None
-    if sinks is not None and (type(sinks) not in (Tensor, Parameter) or sinks.is_neg()):
-        return None
-    if not q_descale is k_descale is v_descale is None:
-        descales = given.descales
-        if any(x is not None and (type(x) is not Tensor or x.is_neg()) for x in descales):
-            return None
-        factors = descales.facts()
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.get_device(), k.get_device(), v.get_device(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-        id(score_mod), id(block_mask), scale, enable_gqa, return_lse, return_aux,
-        repr(options) if options else None,
-        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
-        q.dtype == torch.float32 and checks.tf32_allowed(q),
-        factors,
-    )  # fmt: skip
-
-
-def _wants_grad(found: _Seen, given: Arguments) -> bool:
-    q, k, v, sinks, descales = *given[:3], given.sinks, given.descales
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    if sinks is not None and sinks.requires_grad:
-        return True
-    if descales is not NO_DESCALES and descales.requires_grad():
-        return True
+def _wants_grad(found: _Seen, given: Call) -> bool:
+    for tensor in given.tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
     return found.score is not None and found.score.witness.requires_grad()

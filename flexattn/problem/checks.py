@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,12 @@ _SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Shapes, dtypes and devices of query, key and value; raises InputError."""
-    named = {"query": q, "key": k, "value": v}
-    shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in named.items())
-    if len({each.device for each in named.values()}) > 1:
-        devices = ", ".join(f"{name} on {each.device}" for name, each in named.items())
+    """Shapes, dtypes, sizes and devices of query, key and value; raises InputError."""
+    if not q.device == k.device == v.device:
+        devices = ", ".join(f"{name} on {x.device}" for name, x in _named(q, k, v))
         raise PlaceError(devices, "query, key and value are on one device", "move them there")
     if k.dtype != v.dtype or not (k.dtype == q.dtype or mixes(q, k)):
-        dtypes = ", ".join(f"{name} {each.dtype}" for name, each in named.items())
+        dtypes = ", ".join(f"{name} {x.dtype}" for name, x in _named(q, k, v))
         narrower = ", ".join(map(str, NARROWER.get(q.dtype, ()))) or "none"
         raise InputError(
             dtypes,
@@ -36,7 +35,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
             f"number: here {narrower}",
             "convert them",
         )
-    _check_shapes(q, k, v, enable_gqa, shapes)
+    _check_shapes(q, k, v, enable_gqa)
+    if q.dtype != torch.float64:
+        kernel_dtype(q.dtype)
+
+
+def _named(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Tensor]]:
+    return zip(("query", "key", "value"), (q, k, v), strict=True)
 
 
 def mixes(q: Tensor, k: Tensor) -> bool:
@@ -44,85 +49,72 @@ def mixes(q: Tensor, k: Tensor) -> bool:
     return k.dtype in NARROWER.get(q.dtype, ())
 
 
-def is_dense(tensor: object) -> bool:
-    """Whether an argument is a tensor of the four dimensions that attention has."""
-    if not isinstance(tensor, Tensor) or tensor.is_nested:
-        return False
-    return tensor.layout is torch.strided and tensor.dim() == 4
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """That query, key and value are dense tensors of four dimensions; raises InputError."""
+    for name, tensor in _named(q, k, v):
+        if not isinstance(tensor, Tensor):
+            raise InputTypeError(
+                f"{name} is a {type(tensor).__name__}",
+                "it is a torch.Tensor [batch, heads, length, head_dim]",
+                f"pass torch.as_tensor({name})",
+            )
+        if tensor.is_nested:
+            raise LayoutError(
+                f"{name} is a nested tensor",
+                "ragged batches are packed dense tensors with a document mask",
+                "packed = flexattn.pack(query, key, value) packs them; mask with "
+                "packed.mask_mod, and packed.unpack(out) is nested again",
+            )
+        if tensor.layout is not torch.strided:
+            got = f"{name} has layout {tensor.layout}"
+            raise LayoutError(got, "it is a dense tensor", f"pass {name}.to_dense()")
+        if tensor.dim() != 4:
+            raise LayoutError(
+                f"{name} has shape {tuple(tensor.shape)}",
+                "it is [batch, heads, length, head_dim]",
+                "give it the dimensions it lacks, as x[None] does",
+            )
 
 
-def refuse_arguments(*tensors: object) -> None:
-    """Raise InputError for the first of query, key and value that is no tensor of 4 dimensions."""
-    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
-        if not is_dense(tensor):
-            refuse_tensor(name, tensor)
-
-
-def refuse_tensor(name: str, tensor: object) -> NoReturn:
-    """Say what is wrong with an argument that is no dense tensor of four dimensions."""
-    if not isinstance(tensor, Tensor):
-        raise InputTypeError(
-            f"{name} is a {type(tensor).__name__}",
-            "it is a torch.Tensor [batch, heads, length, head_dim]",
-            f"pass torch.as_tensor({name})",
-        )
-    if tensor.is_nested:
-        raise LayoutError(
-            f"{name} is a nested tensor",
-            "ragged batches are packed dense tensors with a document mask",
-            "packed = flexattn.pack(query, key, value) packs them; mask with packed.mask_mod, "
-            "and packed.unpack(out) is nested again",
-        )
-    if tensor.layout is not torch.strided:
-        raise LayoutError(
-            f"{name} has layout {tensor.layout}", "it is a dense tensor", f"pass {name}.to_dense()"
-        )
-    raise LayoutError(
-        f"{name} has shape {tuple(tensor.shape)}",
-        "it is [batch, heads, length, head_dim]",
-        "give it the dimensions it lacks, as x[None] does",
-    )
-
-
-def check_input(q: Tensor, v: Tensor, *, float64: bool = False) -> None:
-    """The dtypes and sizes that kernels take, and plain torch with float64; raises InputError."""
-    if q.dtype not in DTYPES and q.dtype not in FP8 and not (float64 and q.dtype == torch.float64):
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in (*DTYPES, *FP8))
+def kernel_dtype(dtype: torch.dtype) -> str:
+    """A dtype as kernels name it; raises InputError for what no query of a kernel has."""
+    name = DTYPES.get(dtype) or FP8.get(dtype)
+    if name is None:
+        known = ", ".join((*DTYPES.values(), *FP8.values()))
         raise InputError(
-            f"query is {q.dtype}",
+            f"query is {dtype}",
             f"query, key and value are {known}, and on the CPU also float64",
             "convert them: x.to(torch.bfloat16)",
         )
-    for name, size in (("query", q.shape[-1]), ("value", v.shape[-1])):
+    return name
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    B, Hq, q_len, D = q.shape
+    Bkv, Hkv, kv_len, Dk = k.shape
+    *rows, Dv = v.shape
+    rule = do = ""
+    if rows != [Bkv, Hkv, kv_len]:
+        rule = "key and value agree in batch, heads and length"
+    elif D != Dk:
+        rule = "query and key have the same head dimension"
+    elif Hq == 0 or Hkv == 0:
+        rule, do = "query and key have at least one head", "make no call where there is none"
+    elif Hq != Hkv and not enable_gqa:
+        rule, do = "query and key have the same number of heads", "pass enable_gqa=True for GQA"
+    elif Hq % Hkv:
+        rule = "the number of query heads is a multiple of the key heads"
+    elif Bkv not in (1, B):
+        rule = "key's batch is query's, or 1"
+    elif max(q_len, kv_len, B) > MAX_LENGTH or Hq > MAX_HEADS:
+        rule = f"batch and lengths are at most {MAX_LENGTH}, heads at most {MAX_HEADS}"
+    if rule:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in _named(q, k, v))
+        raise InputError(shapes, rule, do)
+    for name, size in (("query", D), ("value", Dv)):
         if not 1 <= size <= MAX_HEAD_DIM:
-            raise InputError(
-                f"{name} has head dimension {size}", f"it is between 1 and {MAX_HEAD_DIM}"
-            )
-    if max(q.shape[2], v.shape[2], q.shape[0]) > MAX_LENGTH or q.shape[1] > MAX_HEADS:
-        raise InputError(
-            f"query {tuple(q.shape)}, value {tuple(v.shape)}",
-            f"batch and lengths are at most {MAX_LENGTH}, heads at most {MAX_HEADS}",
-        )
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, shapes: str) -> None:
-    if k.shape[:3] != v.shape[:3]:
-        raise InputError(shapes, "key and value agree in batch, heads and length")
-    if q.shape[-1] != k.shape[-1]:
-        raise InputError(shapes, "query and key have the same head dimension")
-    Hq, Hkv = q.shape[1], k.shape[1]
-    if Hq == 0 or Hkv == 0:
-        raise InputError(
-            shapes, "query and key have at least one head", "make no call where there is none"
-        )
-    if Hq != Hkv and not enable_gqa:
-        raise InputError(
-            shapes, "query and key have the same number of heads", "pass enable_gqa=True for GQA"
-        )
-    if Hq % Hkv:
-        raise InputError(shapes, "the number of query heads is a multiple of the key heads")
-    if k.shape[0] not in (1, q.shape[0]):
-        raise InputError(shapes, "key's batch is query's, or 1")
+            got, rule = f"{name} has head dimension {size}", f"it is between 1 and {MAX_HEAD_DIM}"
+            raise InputError(got, rule)
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -149,7 +141,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def check_is_block_mask(mask: object) -> None:
+def _check_is_block_mask(mask: object) -> None:
     """That a block_mask is torch's BlockMask with a mask_mod; raises InputError."""
     if not isinstance(mask, BlockMask):
         raise InputTypeError(
@@ -168,12 +160,12 @@ def check_is_block_mask(mask: object) -> None:
 
 def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     """That a BlockMask was made for these tensors; raises InputError."""
-    check_is_block_mask(mask)
-    lengths = tuple(int(length) for length in mask.seq_lengths)
-    if lengths != (q.shape[2], k.shape[2]):
+    _check_is_block_mask(mask)
+    batch, heads, *lengths = *q.shape[:3], k.shape[2]
+    if list(mask.seq_lengths) != lengths:
+        made_for = tuple(int(length) for length in mask.seq_lengths)
         raise InputError(
-            f"block_mask was made for lengths {lengths}, query and key have "
-            f"{(q.shape[2], k.shape[2])}",
+            f"block_mask was made for lengths {made_for}, query and key have {tuple(lengths)}",
             "a BlockMask has exactly the lengths of query and key",
             "create it anew for these lengths, or crop it with block_mask._adjust(q_len, kv_len); "
             "of a slice, set seq_lengths",
@@ -187,30 +179,27 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     if q_block < 1 or kv_block < 1:
         raise InputError(f"block_mask has BLOCK_SIZE {mask.BLOCK_SIZE}", "block sizes are above 0")
     B, H, rows, _ = mask.kv_indices.shape
-    if B not in (1, q.shape[0]) or H not in (1, q.shape[1]):
+    if B not in (1, batch) or H not in (1, heads):
         raise InputError(
-            f"block_mask is for batch {B} and {H} heads, query has {tuple(q.shape[:2])}",
+            f"block_mask is for batch {B} and {H} heads, query has {(batch, heads)}",
             "its batch and heads are query's, or 1 to serve them all",
         )
     _check_lists(mask)
-    if rows < -(-q.shape[2] // q_block):
+    if rows < -(-lengths[0] // q_block):
         raise InputError(
-            f"block_mask lists {rows} blocks of {q_block} query rows for {q.shape[2]} rows",
+            f"block_mask lists {rows} blocks of {q_block} query rows for {lengths[0]} rows",
             "its lists reach over all of query",
         )
-    if mask.kv_indices.device != q.device:
-        raise PlaceError(
-            f"block_mask is on {mask.kv_indices.device}, query on {q.device}",
-            "they are on one device",
-            f"call block_mask.to({str(q.device)!r})",
-        )
+    _check_place("block_mask", mask.kv_indices, q)
 
 
 def _check_lists(mask: BlockMask) -> None:
     """That counts and indices stand in the same rows, and kernels can count them."""
     rows = mask.kv_num_blocks.shape
-    for name in ("kv", "full_kv"):
-        counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+    for name, counts, indices in (
+        ("kv", mask.kv_num_blocks, mask.kv_indices),
+        ("full_kv", mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
         if counts is None or indices is None:
             continue
         if counts.shape != rows or indices.shape[:-1] != rows:
@@ -227,10 +216,8 @@ def _check_lists(mask: BlockMask) -> None:
             )
 
 
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
     """That sinks are one logit for each query head, where query is; raises InputError."""
-    if sinks is None:
-        return
     rule = "sinks are one logit for each query head, [Hq]"
     if not isinstance(sinks, Tensor):
         raise InputTypeError(f"sinks is a {type(sinks).__name__}", f"{rule}, in a torch.Tensor")
@@ -240,12 +227,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks.dtype not in DTYPES and sinks.dtype != q.dtype:
         allowed = ", ".join(map(str, DTYPES))
         raise InputError(f"sinks is {sinks.dtype}", f"it is {allowed} or query's", "convert it")
-    if sinks.device != q.device:
-        raise PlaceError(
-            f"sinks is on {sinks.device}, query on {q.device}",
-            "they are on one device",
-            f"call sinks.to({str(q.device)!r})",
-        )
+    _check_place("sinks", sinks, q)
 
 
 def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
@@ -271,12 +253,16 @@ def check_descales(descales: Descales, q: Tensor, k: Tensor) -> None:
             )
         if x.dtype != torch.float32:
             raise InputError(f"{name} is {x.dtype}", "it is torch.float32", "convert it")
-        if x.device != q.device:
-            raise PlaceError(
-                f"{name} is on {x.device}, query on {q.device}",
-                "they are on one device",
-                f"call {name}.to({str(q.device)!r})",
-            )
+        _check_place(name, x, q)
+
+
+def _check_place(name: str, tensor: Tensor, q: Tensor) -> None:
+    if tensor.device != q.device:
+        raise PlaceError(
+            f"{name} is on {tensor.device}, query on {q.device}",
+            "they are on one device",
+            f"call {name}.to({str(q.device)!r})",
+        )
 
 
 def check_devices(q: Tensor) -> None:
@@ -287,26 +273,6 @@ def check_devices(q: Tensor) -> None:
             "flexattn runs on cuda (NVIDIA and AMD) and cpu tensors",
             "move them with x.to('cuda') or x.cpu(); torch's own flex_attention knows xpu and mps",
         )
-
-
-def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether addresses and all strides but the last are multiples of 16 bytes, none repeated.
-
-    The keys' batch may be: kernels that read through tensor descriptors, which know no stride of
-    0, ask for that one alone.
-    """
-    batches = q.shape[0] == 1 or q.stride(0) > 0
-    return batches and _aligned(q) and _aligned(k) and _aligned(v)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    divisor = 16 // tensor.element_size()
-    if tensor.data_ptr() % 16:
-        return False
-    pairs = list(zip(tensor.shape, tensor.stride(), strict=True))[:3]
-    if any(size > 1 and stride % divisor for size, stride in pairs):
-        return False
-    return all(size == 1 or stride > 0 for size, stride in pairs[1:])
 
 
 def tf32_allowed(q: Tensor, asked: bool | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,16 +15,6 @@ class Descales(NamedTuple):
     q: Tensor | None = None
     k: Tensor | None = None
     v: Tensor | None = None
-
-    def facts(self) -> tuple[Any, ...]:
-        """What a launch depends on beside their values."""
-        return tuple(
-            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in self
-        )
-
-    def requires_grad(self) -> bool:
-        """Whether one of them requires grad."""
-        return any(x is not None and x.requires_grad for x in self)
 
     def strides(self) -> dict[str, int]:
         """Between batches and heads, 0 where there is one of them, by kernels' names for them."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexattn.problem.facts import facts_of
+
 __all__ = ["NOTHING", "Seen", "facts", "see"]
 
 # Pairs that are known at once: the caches of a model's layers, lengths and tables of its batches.
@@ -49,9 +51,5 @@ def see(known: dict[int, Seen], first: Tensor, second: Tensor | None) -> Seen:
 
 def facts(tensor: Tensor) -> tuple[Any, ...]:
     """All that admission looks at."""
-    aligned = tensor.data_ptr() % 16 == 0
     learned = tensor.requires_grad and torch.is_grad_enabled()
-    return (
-        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, aligned, tensor.is_neg(),
-        learned,
-    )  # fmt: skip
+    return (*facts_of(tensor), tensor.device, learned)

@@ -19,7 +19,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import detect
 from flexattn.errors import ConfigError
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.space import space

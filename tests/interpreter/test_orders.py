@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from flexattn.catalogue import causal, sliding_window
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.triton.config import ORDERS
@@ -31,7 +31,7 @@ def check(q, k, v, kind, score_mod=None, mask=None, **fields):
             q, k, v, usual.lists,
         )  # fmt: skip
         assert changed.choice.config == config != launch.choice.config
-        rest = changed.rest_of(usual.lists, call.score, usual.mask)
+        rest = changed.rest_of(usual.lists, call.score, usual.call.mask)
         got = changed.run(q, k, v, call.scale, rest)
         assert_judged(Reference(*got), q, k, v, score_mod=score_mod, block_mask=mask)
 

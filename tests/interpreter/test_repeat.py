@@ -66,6 +66,18 @@ def test_the_second_call_makes_no_plan(long_ways):
         torch.testing.assert_close(again.out, first.out, rtol=0, atol=0)
 
 
+def test_parameters_are_tensors_like_others(long_ways):
+    """Queries that could learn went the long way each time, also where nobody wanted gradients."""
+    q, k, v = inputs()
+    learned = torch.nn.Parameter(q)
+    with torch.no_grad():
+        for _ in range(2):
+            call(learned, k, v)
+    assert len(long_ways) == 1
+    out = flexattn.flex_attention(learned, k, v, enable_gqa=True, kernel_options=PREFILL)
+    assert out.requires_grad and len(long_ways) == 1
+
+
 def test_numbers_globals_and_code_that_change(monkeypatch, long_ways):
     q, k, v = inputs()
     mod = biased(torch.linspace(-1, 1, 53))

@@ -11,7 +11,7 @@ from flexattn.catalogue import CASES
 from flexattn.cli.app import app
 from flexattn.device import named
 from flexattn.frontend import plan
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.mods.bind import clear

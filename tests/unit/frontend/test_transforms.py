@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn import explain, flex_attention
 from flexattn.errors import UnsupportedError
-from flexattn.frontend import attention
+from flexattn.frontend import admission, attention
 
 
 def call(x):
@@ -79,7 +79,7 @@ def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
         monkeypatch.setattr(attention, "current", lambda: type("On", (), {"interpret": True}))
         found = explain(x, dual, x)
     assert (found.route, found.why) == ("reference", "key has a tangent")
-    seen = attention.make_call(x, x, x, None, None, None, False, False, None, None)
+    seen = admission.make_call(x, x, x, None, None, None, False, False, None, None)
     monkeypatch.setattr(attention, "tangent", lambda named: "query")
     on_a_gpu = type("Tensor", (), {"is_cuda": True, "dtype": x.dtype, "requires_grad": False})()
     with pytest.raises(UnsupportedError, match=r"query has a tangent.*\n.*\n.*vjp"):

@@ -15,7 +15,7 @@ from flexattn.measure.inputs import make_inputs
 from flexattn.measure.oracle import kept, mask_callable, oracle, score_callable
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
-from flexattn.problem.checks import aligned
+from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
 from tests.problems import problem
@@ -122,18 +122,21 @@ def test_inputs_are_laid_out_as_the_problem_says(D, Dv, lengths, contiguous, is_
     q, k, v = made
     assert q.shape == (2, 4, lengths[0], D) and v.shape == (2, 2, lengths[1], Dv)
     assert k.shape == (2, 2, lengths[1], D)
-    assert tuple(x.stride(-1) == 1 for x in made) == contiguous
-    assert aligned(*made) == is_aligned
+    assert laid(*made) == layout
     assert all(str(x.dtype) == f"torch.{dtype}" for x in made)
+
+
+def laid(*tensors):
+    return layout_of(*(TensorFacts(*facts_of(x)) for x in tensors))
 
 
 def test_a_batch_of_queries_with_stride_0_is_not_aligned():
     """A tensor descriptor knows no stride of 0; for the keys' batch alone kernels ask for it."""
     q, k = torch.zeros(1, 2, 8, 64), torch.zeros(1, 2, 8, 64)
-    assert aligned(q, k, k)
+    assert laid(q, k, k).aligned
     many = q.expand(3, -1, -1, -1)
-    assert aligned(many.contiguous(), many, many) and not aligned(many, k, k)
-    assert not aligned(q, k[:, :1].expand(-1, 2, -1, -1), k)
+    assert laid(many.contiguous(), many, many).aligned and not laid(many, k, k).aligned
+    assert not laid(q, k[:, :1].expand(-1, 2, -1, -1), k).aligned
 
 
 def test_inputs_are_equal_each_time_and_differ_from_one_another():

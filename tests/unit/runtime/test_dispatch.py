@@ -15,7 +15,7 @@ from flexattn import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError
-from flexattn.frontend.attention import make_call
+from flexattn.frontend.admission import make_call
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.mods import bind

@@ -1,0 +1,105 @@
+"""A call as given -> as a kernel takes it: its arguments checked, once, and its mods traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn.errors import InputError, InputTypeError
+from flexattn.frontend.call import Call
+from flexattn.frontend.transforms import check_transforms
+from flexattn.kernels.choose import options
+from flexattn.mods import Bound, bind
+from flexattn.problem import DTYPES, FP8, checks
+from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.mask_class import keeps_all
+from flexattn.util.lru import Lru
+
+__all__ = ["admit", "bind_on", "make_call"]
+
+# kernel_options that were read before, by their text.
+_options: Lru[str, options.Options] = Lru(256)
+
+
+def make_call(*arguments: Any, **more: Any) -> Call:
+    """flex_attention's arguments as a call that was admitted; raises what `admit` raises."""
+    return admit(Call(*arguments, **more))
+
+
+def admit(given: Call) -> Call:
+    """The call as kernels take it; raises InputError, ConfigError and ModError for what none can.
+
+    Under autocast tensors have its dtype, none stands for the negative of its memory, sinks have
+    no gaps, the scale is a number, and a mask that keeps everything is none.
+    """
+    text = repr(given.kernel_options)
+    chosen = _options.get(text)
+    if chosen is None:
+        chosen = options.parse(given.kernel_options)
+        _options.put(text, chosen)
+    _check_statistics(given)
+    q, k, v, sinks = given.q, given.k, given.v, given.sinks
+    checks.check_dense(q, k, v)
+    check_transforms((q, k, v, sinks))
+    checks.check_devices(q)
+    # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
+    q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
+    checks.check_tensors(q, k, v, given.enable_gqa)
+    if sinks is not None:
+        checks.check_sinks(sinks, q)
+        sinks = sinks.contiguous().resolve_neg()
+    descales = given.descales
+    if descales is not NO_DESCALES:
+        checks.check_descales(descales, q, k)
+        descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
+    scale = checks.check_scale(given.scale, q.shape[-1])
+    score = None if given.score_mod is None else bind_on(given.score_mod, "score", q)
+    block_mask, mask = given.block_mask, None
+    if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
+        block_mask = None
+    if block_mask is not None:
+        checks.check_block_mask(block_mask, q, k)
+        mask = bind_on(block_mask.mask_mod, "mask", q)
+    return given._replace(
+        q=q, k=k, v=v, block_mask=block_mask, scale=scale, sinks=sinks, q_descale=descales.q,
+        k_descale=descales.k, v_descale=descales.v, score=score, mask=mask, options=chosen,
+    )  # fmt: skip
+
+
+def _check_statistics(given: Call) -> None:
+    asked = given.return_aux
+    if given.return_lse and asked is not None:
+        raise InputError("return_lse and return_aux", "only one of them may be given")
+    if not isinstance(asked, (AuxRequest, NoneType)):
+        raise InputTypeError(
+            f"return_aux is {asked!r:.80}", "it is an AuxRequest", "pass AuxRequest(lse=True)"
+        )
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast the inputs take its dtype, as torch's flex_attention lets them."""
+    where = q.device.type
+    if not torch.is_autocast_enabled(where) or q.dtype not in DTYPES:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(where)
+    # Eight bits are converted where they are multiplied, to the same numbers.
+    k, v = (x if x.dtype in FP8 else x.to(dtype) for x in (k, v))
+    return q.to(dtype), k, v
+
+
+def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
+    """Trace a mod, and see that what it captures is where q is and lies there as it reads."""
+    bound = bind(fn, kind)
+    assert bound is not None
+    index, where = q.get_device(), q.device
+    for tensor in bound.tensors:
+        if tensor.get_device() != index or tensor.is_neg() or tensor.device != where:
+            bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
+            there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
+            return bound._replace(tensors=there)
+    return bound

@@ -1,0 +1,95 @@
+"""Call: the arguments of one flex_attention, and the facts of them that decide its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.mods import Bound
+from flexattn.problem import checks
+from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.facts import facts_of
+from flexattn.problem.read_checks import check_reads
+
+__all__ = ["TENSORS", "Call", "ScoreMod"]
+
+ScoreMod = Callable[..., Tensor]
+# flex_attention's names for `Call.tensors`.
+TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
+
+
+class Call(NamedTuple):
+    """flex_attention's arguments, in its order: as given, then as `admit` makes them for kernels.
+
+    An argument that a launch depends on stands in `facts`, from which the keys of launches and the
+    Problem are made. score, mask, options: what `admit` found the mods and kernel_options to be.
+    A tuple, which is made in a fifth of the time of a frozen dataclass.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score_mod: ScoreMod | None = None
+    block_mask: BlockMask | None = None
+    scale: Any = None  # a float, once admitted
+    enable_gqa: bool = False
+    return_lse: bool = False
+    kernel_options: Mapping[str, Any] | None = None
+    return_aux: AuxRequest | None = None
+    sinks: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    score: Bound | None = None
+    mask: Bound | None = None
+    options: Options = NONE
+
+    def facts(self) -> tuple[Any, ...]:
+        """What is the same for all calls that one launch can serve; q's, k's and v's come first.
+
+        The mods, the mask and the scale are not among them: each key tells those in its own way.
+        """
+        (
+            q, k, v, _, _, _, enable_gqa, return_lse, options, return_aux, sinks, q_descale,
+            k_descale, v_descale, _, _, _,
+        ) = self  # fmt: skip
+        descales = None
+        if not q_descale is k_descale is v_descale is None:
+            descales = facts_of(q_descale), facts_of(k_descale), facts_of(v_descale)
+        return (
+            facts_of(q), facts_of(k), facts_of(v), enable_gqa, return_lse,
+            repr(options) if options else None, return_aux,
+            None if sinks is None else facts_of(sinks), descales,
+            q.dtype == torch.float32 and checks.tf32_allowed(q),
+        )  # fmt: skip
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those among the arguments, by TENSORS' names for them."""
+        return (
+            self.q, self.k, self.v, self.sinks, self.q_descale, self.k_descale, self.v_descale,
+        )  # fmt: skip
+
+    @property
+    def descales(self) -> Descales:
+        """The factors of fp8 inputs."""
+        if self.q_descale is self.k_descale is self.v_descale is None:
+            return NO_DESCALES
+        return Descales(self.q_descale, self.k_descale, self.v_descale)
+
+    @property
+    def statistics(self) -> AuxRequest:
+        """What comes out beside the attention itself."""
+        return self.return_aux or AuxRequest(lse=self.return_lse)
+
+    def check_reads(self) -> None:
+        """That its mods read inside their tensors; raises CaptureError."""
+        check_reads(
+            self.q, self.k, self.scale, self.descales, self.score_mod, self.score,
+            self.block_mask, self.mask,
+        )  # fmt: skip

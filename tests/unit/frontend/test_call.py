@@ -1,0 +1,182 @@
+"""A call is one value: its facts make the keys of its launches, and its checks run once."""
+
+import ast
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+from flexattn import create_block_mask, explain, flex_attention
+from flexattn.catalogue import alibi, causal, sliding_window
+from flexattn.device import named
+from flexattn.frontend import admission
+from flexattn.frontend.admission import make_call
+from flexattn.frontend.call import TENSORS, Call
+from flexattn.frontend.guards import key_of
+from flexattn.kernels.choose import options
+from flexattn.kernels.choose.options import Options
+from flexattn.mods import bind
+from flexattn.problem import checks
+from flexattn.problem.facts import TensorFacts, facts_of
+
+plans = importlib.import_module("flexattn.frontend.plan")
+
+HEADS = torch.ones(1, 2)
+
+
+def tensor(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def mask_of(mod):
+    return create_block_mask(mod, None, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+
+
+BASE = Call(*(tensor(1, 2, 32, 64) for _ in range(3)))
+# For each argument another value: an argument that is added has to be added here.
+OTHERS = {
+    "q": tensor(3, 2, 32, 64),
+    "k": tensor(1, 2, 32, 64).mT.contiguous().mT,
+    "v": tensor(1, 2, 32, 8),
+    "score_mod": alibi(2, "cpu"),
+    "block_mask": mask_of(causal),
+    "scale": -1.0,
+    "enable_gqa": True,
+    "return_lse": True,
+    "kernel_options": {"BLOCK_M": 64},
+    "return_aux": AuxRequest(max_scores=True),
+    "sinks": torch.zeros(2),
+    "q_descale": HEADS,
+    "k_descale": HEADS,
+    "v_descale": HEADS,
+}
+# What admit() found the arguments to be: those of one call follow from the others.
+FOUND = {"score": bind(alibi(2, "cpu"), "score"), "mask": bind(causal, "mask"),
+         "options": Options(kind="decode")}  # fmt: skip
+# Arguments that must fit the inputs, of float8 here, before a plan is made.
+EIGHT = {"q_descale", "k_descale", "v_descale"}
+
+
+def test_every_field_is_looked_at_here():
+    assert {*OTHERS, *FOUND} == {*Call._fields}
+    assert len(BASE.tensors) == len(TENSORS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_calls_that_differ_in_one_argument_are_not_taken_for_each_other(name):
+    """Two keys listed the arguments by hand: what one forgot, it took for the call before."""
+    other = BASE._replace(**{name: OTHERS[name]})
+    assert key_of(other) != key_of(BASE) == key_of(Call(*BASE))
+    changed = isinstance(OTHERS[name], torch.Tensor)
+    assert any(x is OTHERS[name] for x in other.tensors) == changed
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_of_a_call_is_no_part_of_its_key(name):
+    assert key_of(BASE._replace(**{name: FOUND[name]})) == key_of(BASE)
+
+
+def negated(x):
+    return torch.zeros(*x.shape, dtype=torch.complex64).conj().imag
+
+
+PLAIN = torch.zeros(1, 2, 32, 16)
+CHANGED = {
+    "kind": torch.nn.Parameter(PLAIN),
+    "shape": PLAIN[:, :1],
+    "strides": PLAIN.mT.contiguous().mT,
+    "dtype": PLAIN.to(torch.int32),
+    "offset": torch.zeros(PLAIN.numel() + 1)[1:].view(PLAIN.shape),
+    "negated": negated(PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_fact_of_a_tensor_that_differs(name):
+    one, other = TensorFacts(*facts_of(PLAIN)), TensorFacts(*facts_of(CHANGED[name]))
+    assert getattr(one, name) != getattr(other, name)
+    for field in ("q", "k", "v", "sinks", *sorted(EIGHT)):
+        given = BASE._replace(**{field: PLAIN})
+        assert key_of(given) != key_of(given._replace(**{field: CHANGED[name]}))
+    # The index of a GPU is all that is left.
+    assert {*CHANGED, "device"} == {*TensorFacts._fields}
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """The Problems of the launches that plans prepare; nothing is built."""
+    problems = []
+
+    def prepare(problem, *rest):
+        problems.append(problem)
+        return SimpleNamespace(choice=SimpleNamespace(how="hit"))
+
+    monkeypatch.setattr(plans, "prepare", prepare)
+    monkeypatch.setattr(plans, "detect", lambda device: named("nvidia-h200"))
+    plans._launches.clear()
+    yield problems
+    plans._launches.clear()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_launch_is_found_again_by_the_facts(name, prepared):
+    base = BASE
+    if name in EIGHT:
+        base = base._replace(**{x: base[0].to(torch.float8_e4m3fn) for x in "qkv"})
+    for given in (base, base._replace(**{name: OTHERS[name]})):
+        for _ in range(2):
+            plans.plan(make_call(*given[: len(OTHERS)]))
+    assert len(prepared) == 2
+
+
+def test_masks_and_scales_that_one_launch_serves(prepared):
+    mask = OTHERS["block_mask"]
+    for scale, shown in ((0.5, mask), (2.0, mask), (None, mask_of(causal))):
+        plans.plan(make_call(*BASE[:3], None, shown, scale))
+    assert len(prepared) == 1
+    plans.plan(make_call(*BASE[:3], None, mask_of(sliding_window(3))))
+    assert len(prepared) == 2
+
+
+WAYS = {
+    "reference": lambda *given: flex_attention(*given[:9], sinks=given[10]),
+    "explain": lambda *given: explain(*given[:9], sinks=given[10]),
+    "plan": lambda *given: plans.plan(make_call(*given)),
+}
+RULES = ("check_dense", "check_devices", "check_tensors", "check_sinks", "check_block_mask")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rule_is_asked_once(way, prepared, monkeypatch):
+    """Plain torch's way asked of sinks twice, of kernel_options in three places."""
+    asked = []
+
+    def counted(module, name):
+        rule = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: asked.append(name) or rule(*args))
+
+    for name in RULES:
+        counted(checks, name)
+    counted(options, "parse")
+    admission._options.clear()
+    given = BASE._replace(
+        block_mask=OTHERS["block_mask"], sinks=OTHERS["sinks"], kernel_options={"BLOCK_M": 32}
+    )
+    WAYS[way](*given[:11])
+    assert sorted(asked) == sorted([*RULES, "parse"])
+
+
+# From a call's entry down to what all of them share.
+ORDER = ("explain", "attention", "guards", "plan", "admission", "call", "transforms")
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_call_goes_downwards(name):
+    path = Path(plans.__file__).with_name(f"{name}.py")
+    modules = [x.module for x in ast.walk(ast.parse(path.read_text()))
+               if isinstance(x, ast.ImportFrom) and x.module]  # fmt: skip
+    others = {x.rpartition(".")[2] for x in modules if x.startswith("flexattn.frontend.")}
+    assert others & {*ORDER} <= {*ORDER[ORDER.index(name) + 1 :]}
