@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.render.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
+from flexattn.kernels.render.triton_printer import Printed, Traits, View, print_mod
+from flexattn.mods.analysis.key_span import KeyBounds, Numbers, key_bounds, numbers_of
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import KeyBounds, Numbers, key_bounds, numbers_of
 from flexattn.mods.simplify import make
-from flexattn.problem import Captures
+from flexattn.problem import INDEX_RANGES, Captures
 
 __all__ = ["Bound", "MaskPart", "MaskParts", "mask_parts", "whole"]
 

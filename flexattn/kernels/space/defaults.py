@@ -20,15 +20,14 @@ from flexattn.kernels.space.config import (
 )
 from flexattn.kernels.space.rules import reasons
 from flexattn.kernels.space.terms import (
-    RANGES,
     compares_numbers,
     loads_by_key,
     loads_tiles,
     values_by_key,
 )
 from flexattn.kernels.space.tiles import suited
-from flexattn.mods.key_bounds import key_bounds
-from flexattn.problem import Problem, Structure
+from flexattn.mods.analysis.key_span import key_bounds
+from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
 
@@ -164,7 +163,7 @@ def _order(structure: Structure) -> Order:
     if structure.sparsity is None:
         return "last"
     if structure.sparsity.runs and structure.mask is not None:
-        found = key_bounds(structure.mask.mod.expr, RANGES)
+        found = key_bounds(structure.mask.mod.expr, INDEX_RANGES)
         if found is not None and found.low is not None and found.high is not None:
             return "last" if found.rest is None else "heads"
     return "heads"

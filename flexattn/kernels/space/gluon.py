@@ -16,10 +16,10 @@ from flexattn.kernels.space.gluon_config import (
     GluonPrefillConfig,
     Schedule,
 )
-from flexattn.kernels.space.terms import RANGES, loads_by_key, loads_early, loads_tiles
+from flexattn.kernels.space.terms import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.space.tiles import shares_keys, suited
-from flexattn.mods.key_bounds import key_bounds
-from flexattn.problem import Problem, Structure
+from flexattn.mods.analysis.key_span import key_bounds
+from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["forms", "grid", "offered", "orders", "preferences", "section_of"]
 
@@ -167,7 +167,7 @@ def _moves(structure: Structure) -> bool:
     """
     if structure.sparsity is None or not structure.sparsity.runs or structure.mask is None:
         return False
-    found = key_bounds(structure.mask.mod.expr, RANGES)
+    found = key_bounds(structure.mask.mod.expr, INDEX_RANGES)
     return found is None or found.low is not None or found.rest is not None
 
 

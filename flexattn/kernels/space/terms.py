@@ -16,14 +16,10 @@ from flexattn.kernels.space.config import (
 )
 from flexattn.kernels.space.gluon_config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
 from flexattn.kernels.space.tiles import power_above, walks_runs
-from flexattn.mods.dependence import same_in_tiles
+from flexattn.mods.analysis.dependence import same_in_tiles
+from flexattn.mods.analysis.key_span import key_bounds, numbers_of
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import key_bounds, numbers_of
-from flexattn.problem import MAX_HEADS, MAX_LENGTH, Structure
-
-RANGES = {
-    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
-}  # fmt: skip
+from flexattn.problem import INDEX_RANGES, Structure
 
 
 def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
@@ -209,7 +205,7 @@ def compares_numbers(structure: Structure) -> bool:
         _loads(expr, by_row=row) for expr in scored if expr is not None for row in (False, True)
     ):
         return False
-    found = key_bounds(mask.mod.expr, RANGES)
+    found = key_bounds(mask.mod.expr, INDEX_RANGES)
     rest = mask.mod.expr if found is None else found.rest
     told = None if rest is None else numbers_of(rest)
     narrow = all(buffer.dtype != "int64" for buffer in mask.mod.buffers)

@@ -11,7 +11,7 @@ from flexattn.kernels.render.kernel import render
 from flexattn.kernels.space import gluon
 from flexattn.kernels.space.defaults import default
 from flexattn.mods import bind
-from flexattn.mods.dependence import same_in_tiles
+from flexattn.mods.analysis.dependence import same_in_tiles
 from tests.problems import problem
 
 H200 = named("nvidia-h200")

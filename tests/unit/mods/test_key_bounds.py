@@ -8,11 +8,11 @@ from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
 from flexattn.kernels.render.torch_printer import evaluate
-from flexattn.kernels.render.triton_printer import INDEX_RANGES
 from flexattn.mods import Mod, bind
+from flexattn.mods.analysis.key_span import key_bounds, numbers_of
 from flexattn.mods.expr import const, fingerprint, pretty
-from flexattn.mods.key_bounds import key_bounds, numbers_of
 from flexattn.mods.simplify import make
+from flexattn.problem import INDEX_RANGES
 
 SIZES = {"b": 2, "h": 3, "q_idx": 37, "kv_idx": 53}
 GRID = {

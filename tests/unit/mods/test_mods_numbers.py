@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from flexattn.catalogue import checkerboard, dilated_window, natten_2d, sliding_tile_3d
 from flexattn.kernels.render.arguments import captured_arguments, captured_values
 from flexattn.kernels.render.torch_printer import evaluate
-from flexattn.kernels.render.triton_printer import INDEX_RANGES, Traits, print_mod
+from flexattn.kernels.render.triton_printer import Traits, print_mod
 from flexattn.mods import bind, site
+from flexattn.mods.analysis.intervals import interval_of
+from flexattn.mods.analysis.key_span import key_bounds
 from flexattn.mods.bind import clear, record, stats
-from flexattn.mods.bounds import bounds
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import key_bounds
 from flexattn.mods.numbers import (
     DIVISIONS,
     derived,
@@ -24,7 +24,7 @@ from flexattn.mods.numbers import (
 )
 from flexattn.mods.simplify import make
 from flexattn.mods.site import MAX_CONSTANT_DIVISORS
-from flexattn.problem import Captures
+from flexattn.problem import INDEX_RANGES, Captures
 from flexattn.settings import override
 
 Q, K = torch.arange(61)[:, None], torch.arange(67)[None, :]
@@ -257,7 +257,7 @@ def test_what_a_callable_clamps_itself_is_no_number_with_limits(one_constant):
         assert torch.equal(kept(bound), mod(n)(0, 0, Q, K))
     for node in walk(bound.mod.expr):
         found = number_of(node)
-        assert found is None or bounds(node, INDEX_RANGES) == found[1]
+        assert found is None or interval_of(node, INDEX_RANGES) == found[1]
         assert divisor_of(node) is None or node.op in DIVISIONS
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from flexattn.kernels.render.score_printer import PrintedScore
 from flexattn.kernels.render.score_printer import print_score as triton_score
-from flexattn.kernels.render.triton_printer import INDEX_RANGES, Printed, Traits, View
+from flexattn.kernels.render.triton_printer import Printed, Traits, View
 from flexattn.kernels.render.triton_printer import print_mod as triton_mod
 from flexattn.kernels.space.terms import asked_once
+from flexattn.mods.analysis.key_span import KeyBounds, key_bounds
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import KeyBounds, key_bounds
-from flexattn.problem import Captures, Structure
+from flexattn.problem import INDEX_RANGES, Captures, Structure
 
 __all__ = ["MaskPieces", "gluon_text", "print_mask", "print_mod", "print_score"]
 

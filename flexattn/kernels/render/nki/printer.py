@@ -23,7 +23,7 @@ from flexattn.kernels.render.nki.ops import (
 )
 from flexattn.kernels.render.nki.tables import Table, affine_forms, is_static
 from flexattn.kernels.render.nki.values import Pools, Value
-from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.analysis.intervals import Interval, intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
@@ -82,10 +82,10 @@ class NkiPrinter(NkiEmitter):
         self.fill(column, value)
         return column
 
-    def _bounds(self, expr: Expr) -> dict[Expr, Range | None]:
+    def _bounds(self, expr: Expr) -> dict[Expr, Interval | None]:
         """Which integers each node can be; those of tables and numbers are checked at a call."""
         q_len, kv_len = self.lengths
-        ranges: dict[str, Range] = {
+        ranges: dict[str, Interval] = {
             "b": (0, 2**16), "h": (0, 2**16),
             "q_idx": (0, max(q_len - 1, 0)), "kv_idx": (0, max(kv_len - 1, 0)),
         }  # fmt: skip
@@ -97,12 +97,12 @@ class NkiPrinter(NkiEmitter):
                 inside = (-TABLE_LIMIT, TABLE_LIMIT)
                 if node.op == "table":
                     source = self.tables[str(node.value)].mod.expr
-                    inside = all_bounds(source, ranges)[source] or inside
+                    inside = intervals_of(source, ranges)[source] or inside
                 low, high = max(inside[0], -TABLE_LIMIT), min(inside[1], TABLE_LIMIT)
                 for op, limit in (("maximum", low), ("minimum", high)):
                     bound = Expr("const", node.dtype, (), limit)
                     known[node] = Expr(op, node.dtype, (known[node], bound))
-        found = all_bounds(known[expr], ranges)
+        found = intervals_of(known[expr], ranges)
         return {node: found[twin] for node, twin in known.items()}
 
     def _value(self, node: Expr) -> Value:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from flexattn.mods.bounds import Range, all_bounds, bounds, dtype_range
+from flexattn.mods.analysis.intervals import Interval, dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
@@ -59,7 +59,7 @@ class _Span:
 _OPAQUE = _Span()
 
 
-def key_bounds(expr: Expr, ranges: Mapping[str, Range]) -> KeyBounds | None:
+def key_bounds(expr: Expr, ranges: Mapping[str, Interval]) -> KeyBounds | None:
     """The bounds of a mask_mod's expression; None where it compares nothing that gives one.
 
     ranges: what its variables can be. Sound, wrapping of 64-bit integers included: a comparison
@@ -113,7 +113,7 @@ def _numbered(expr: Expr) -> tuple[Expr, Expr] | None:
     return None
 
 
-def _join(op: str, found: list[Expr], ranges: Mapping[str, Range]) -> Expr | None:
+def _join(op: str, found: list[Expr], ranges: Mapping[str, Interval]) -> Expr | None:
     if not found:
         return None
     joined = reduce(lambda x, y: make(op, "int64", (x, y)), found)
@@ -126,7 +126,7 @@ def _terms(expr: Expr, op: str) -> list[Expr]:
     return [expr]
 
 
-def _span(expr: Expr, ranges: Mapping[str, Range]) -> _Span:
+def _span(expr: Expr, ranges: Mapping[str, Interval]) -> _Span:
     if expr.op in ("lt", "le") and is_int(expr.args[0].dtype):
         x, y = expr.args
         return _compared(expr.op, x, y, ranges)
@@ -160,7 +160,7 @@ def _either(spans: list[_Span]) -> _Span:
     return _Span(low, high, exact)
 
 
-def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> _Span:
+def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> _Span:
     """x < y or x <= y, solved for kv_idx where its factor is 1 or -1."""
     if x.op == "abs" and not _has_key(y):
         # |d| < y is -d < y and d < y, but for the one integer whose negative wraps.
@@ -176,7 +176,7 @@ def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> _Span:
             if not _within(other, "kv_idx", ranges) or _has_q(side):
                 return _OPAQUE
             # Past all that the other side can be, numbers compare as the nearest that it can.
-            low, high = bounds(other, ranges) or (0, 0)
+            low, high = interval_of(other, ranges) or (0, 0)
             clamped = _clamped(_wide(side), (low - 1, high + 1), ranges)
             x, y = (clamped if each is side else each for each in (x, y))
     terms = _linear(y)
@@ -244,17 +244,17 @@ def _is_positive(expr: Expr) -> bool:
     return int(least or 0) > 0
 
 
-def _clamped(expr: Expr, limits: Range, ranges: Mapping[str, Range]) -> Expr:
-    found = bounds(expr, ranges)
+def _clamped(expr: Expr, limits: Interval, ranges: Mapping[str, Interval]) -> Expr:
+    found = interval_of(expr, ranges)
     if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
         return expr
     low, high = (const(limit, "int64") for limit in limits)
     return make("minimum", "int64", (make("maximum", "int64", (expr, low)), high))
 
 
-def _within(expr: Expr, name: str, ranges: Mapping[str, Range]) -> bool:
+def _within(expr: Expr, name: str, ranges: Mapping[str, Interval]) -> bool:
     """Whether an expression, and what in it depends on a variable, stays far from wrapping."""
-    found = all_bounds(expr, ranges)
+    found = intervals_of(expr, ranges)
     for node in depending(walk(expr), (name,)) | {expr}:
         limits = found[node]
         if limits is None or max(map(abs, limits)) > LARGE:
