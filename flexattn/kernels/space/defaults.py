@@ -26,7 +26,7 @@ from flexattn.kernels.space.terms import (
     values_by_key,
 )
 from flexattn.kernels.space.tiles import suited
-from flexattn.mods.analysis.key_span import key_bounds
+from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["candidates", "default", "gluon_refused", "language_for", "preferences"]
@@ -163,9 +163,9 @@ def _order(structure: Structure) -> Order:
     if structure.sparsity is None:
         return "last"
     if structure.sparsity.runs and structure.mask is not None:
-        found = key_bounds(structure.mask.mod.expr, INDEX_RANGES)
-        if found is not None and found.low is not None and found.high is not None:
-            return "last" if found.rest is None else "heads"
+        span = mask_form(structure.mask.mod.expr, INDEX_RANGES).span
+        if span.low is not None and span.high is not None:
+            return "last" if span.rest is None else "heads"
     return "heads"
 
 

@@ -18,7 +18,7 @@ from flexattn.kernels.space.gluon_config import (
 )
 from flexattn.kernels.space.terms import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.space.tiles import shares_keys, suited
-from flexattn.mods.analysis.key_span import key_bounds
+from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["forms", "grid", "offered", "orders", "preferences", "section_of"]
@@ -167,8 +167,8 @@ def _moves(structure: Structure) -> bool:
     """
     if structure.sparsity is None or not structure.sparsity.runs or structure.mask is None:
         return False
-    found = key_bounds(structure.mask.mod.expr, INDEX_RANGES)
-    return found is None or found.low is not None or found.rest is not None
+    span = mask_form(structure.mask.mod.expr, INDEX_RANGES).span
+    return span.low is not None or span.rest is not None
 
 
 # Widest head dimension, then configs by preference; the last of each leaves registers for mods.

@@ -17,7 +17,7 @@ from flexattn.kernels.space.config import (
 from flexattn.kernels.space.gluon_config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
 from flexattn.kernels.space.tiles import power_above, walks_runs
 from flexattn.mods.analysis.dependence import same_in_tiles
-from flexattn.mods.analysis.key_span import key_bounds, numbers_of
+from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.problem import INDEX_RANGES, Structure
 
@@ -205,11 +205,10 @@ def compares_numbers(structure: Structure) -> bool:
         _loads(expr, by_row=row) for expr in scored if expr is not None for row in (False, True)
     ):
         return False
-    found = key_bounds(mask.mod.expr, INDEX_RANGES)
-    rest = mask.mod.expr if found is None else found.rest
-    told = None if rest is None else numbers_of(rest)
+    form = mask_form(mask.mod.expr, INDEX_RANGES)
     narrow = all(buffer.dtype != "int64" for buffer in mask.mod.buffers)
-    return (found is None or found.low is None) and told is not None and not told.rest and narrow
+    numbers = form.numbers
+    return form.span.low is None and numbers is not None and numbers.rest is None and narrow
 
 
 def loads_early(structure: Structure) -> bool:

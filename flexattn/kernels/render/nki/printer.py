@@ -21,14 +21,15 @@ from flexattn.kernels.render.nki.ops import (
     UNARY,
     number,
 )
-from flexattn.kernels.render.nki.tables import Table, affine_forms, is_static
+from flexattn.kernels.render.nki.tables import Table, is_static, static_forms
 from flexattn.kernels.render.nki.values import Pools, Value
+from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import Interval, intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 
-__all__ = ["TABLE_LIMIT", "NkiPrinter", "python_of"]
+__all__ = ["TABLE_LIMIT", "NkiPrinter", "offset_of"]
 
 # Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
 TABLE_LIMIT = 2**22
@@ -58,7 +59,7 @@ class NkiPrinter(NkiEmitter):
         self.tables |= {table.name: table for table in tables}
         nodes = list(walk(expr))
         self.ranges = self._bounds(expr)
-        self.affine = affine_forms((expr,))
+        self.affine = static_forms((expr,))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.uses[expr] += 1
         self.values = {node: value for node, value in self.values.items() if node in self.kept}
@@ -190,26 +191,26 @@ class NkiPrinter(NkiEmitter):
 
     def _iota(self, node: Expr) -> Value:
         form = self.affine[node]
-        rest = "0" if form.rest is None else python_of(form.rest, self.prefix)
+        offset = offset_of(form, self.prefix)
         if self.pools.keys_first:
             tile = self.pools.take("tile_f32")
             self.body.append(
                 f"nisa.iota(dst={tile.text}, pattern=[[{form.kv} * keys, count], "
-                f"[{form.q}, rows]], offset={form.q} * q0 + {form.kv} * k0 + {rest}, "
-                f"channel_multiplier={form.kv})",
+                f"[{form.q}, rows]], offset={offset}, channel_multiplier={form.kv})",
             )
             return tile
         if form.kv == 0:
             column = self.pools.take("column")
             self.hoisted.append(
                 f"nisa.iota(dst={column.text}, pattern=[[0, 1]], "
-                f"offset={form.q} * q0 + {rest}, channel_multiplier={form.q})",
+                f"offset={form.q} * q0 + {_constant_of(form, self.prefix)}, "
+                f"channel_multiplier={form.q})",
             )
             return column
         tile = self.pools.take("tile_f32")
         self.body.append(
             f"nisa.iota(dst={tile.text}, pattern=[[{form.kv}, cols]], "
-            f"offset={form.q} * q0 + {form.kv} * k0 + {rest}, channel_multiplier={form.q})",
+            f"offset={offset}, channel_multiplier={form.q})",
         )
         return tile
 
@@ -285,6 +286,19 @@ def _place(table: Table) -> tuple[str, str]:
 
 def _names(node: Expr) -> set[str]:
     return {str(each.value) for each in walk(node) if each.op == "var"}
+
+
+def offset_of(form: Affine, prefix: str) -> str:
+    """An affine form's value at a tile's first row and key, as Python."""
+    return f"{form.q} * q0 + {form.kv} * k0 + {_constant_of(form, prefix)}"
+
+
+def _constant_of(form: Affine, prefix: str) -> str:
+    text = str(form.number) if form.number >= 0 else f"({form.number})"
+    if form.rest is None:
+        return text
+    rest = python_of(form.rest, prefix)
+    return f"{rest} + {text}" if form.number else rest
 
 
 def python_of(node: Expr, prefix: str) -> str:

@@ -12,11 +12,13 @@ from typing import Literal
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
+from flexattn.mods.analysis.affine import Affine, affine_forms
 from flexattn.mods.expr import Expr, fingerprint, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
+from flexattn.problem import INDEX_RANGES
 
-__all__ = ["Affine", "Table", "Tabulated", "affine_forms", "is_static", "tabulate"]
+__all__ = ["Table", "Tabulated", "is_static", "static_forms", "tabulate"]
 
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
 # What engines compute on whole tiles; the printer spells each of these.
@@ -27,20 +29,6 @@ ON_CHIP = frozenset(
 )
 # What Python computes when a kernel is specialised.
 STATIC = frozenset("add sub mul neg floor_div floor_mod".split())
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """q * q_idx + kv * kv_idx + rest, where `rest` is an expression of numbers, b and h alone."""
-
-    q: int
-    kv: int
-    rest: Expr | None
-
-    @property
-    def relative(self) -> bool:
-        """It depends on kv_idx - q_idx alone."""
-        return self.q + self.kv == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,52 +64,12 @@ def tabulate(mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> Ta
     return Tabulated(tuple(map(cutter.cut, parts)), tuple(cutter.tables))
 
 
-def affine_forms(parts: tuple[Expr, ...]) -> dict[Expr, Affine]:
-    """The integer nodes that are affine in q_idx and kv_idx."""
-    found: dict[Expr, Affine] = {}
-    for node in walk(*parts):
-        form = _affine(node, [found.get(arg) for arg in node.args])
-        if form is not None:
-            found[node] = form
-    return found
-
-
-def _affine(node: Expr, args: list[Affine | None]) -> Affine | None:
-    if not is_int(node.dtype):
-        return None
-    if node.op == "var" and node.value in ("q_idx", "kv_idx"):
-        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), None)
-    if is_static(node):
-        return Affine(0, 0, node)
-    if any(arg is None for arg in args):
-        return None
-    forms = [arg for arg in args if arg is not None]
-    if node.op == "cast" and is_int(node.args[0].dtype):
-        return forms[0]
-    if node.op == "neg":
-        return _scaled(forms[0], -1, node.dtype)
-    if node.op in ("add", "sub"):
-        other = _scaled(forms[1], -1, node.dtype) if node.op == "sub" else forms[1]
-        return _sum(forms[0], other, node.dtype)
-    if node.op == "mul":
-        for place, factor in enumerate(node.args):
-            if factor.op == "const":
-                return _scaled(forms[1 - place], int(factor.value or 0), node.dtype)
-    return None
-
-
-def _scaled(form: Affine, factor: int, dtype: str) -> Affine:
-    rest = form.rest
-    if rest is not None:
-        rest = Expr("mul", dtype, (rest, Expr("const", dtype, (), factor)))
-    return Affine(form.q * factor, form.kv * factor, rest)
-
-
-def _sum(one: Affine, other: Affine, dtype: str) -> Affine:
-    rest = one.rest or other.rest
-    if one.rest is not None and other.rest is not None:
-        rest = Expr("add", dtype, (one.rest, other.rest))
-    return Affine(one.q + other.q, one.kv + other.kv, rest)
+def static_forms(parts: tuple[Expr, ...]) -> dict[Expr, Affine]:
+    """The integer nodes that are affine in q_idx and kv_idx, Python knowing the rest."""
+    forms = affine_forms(parts, INDEX_RANGES)
+    return {
+        node: form for node, form in forms.items() if form.rest is None or is_static(form.rest)
+    }
 
 
 def is_static(node: Expr) -> bool:
@@ -140,7 +88,7 @@ class _Cutter:
         self.made: dict[Expr, Expr] = {}
         self.names: dict[Expr, frozenset[str]] = {}
         self.relative: dict[Expr, bool] = {}
-        self.affine = forms = affine_forms(parts)
+        self.affine = forms = static_forms(parts)
         for node in walk(*parts):
             own = {str(node.value)} if node.op == "var" else set()
             self.names[node] = frozenset(own.union(*(self.names[arg] for arg in node.args)))
