@@ -41,14 +41,13 @@ def print_edges(
     captures: Captures, edges: Iterable[Edge], traits: Traits
 ) -> tuple[PrintedEdge, ...]:
     """The edges of a mask_mod, each with the statements that its rest takes."""
-    return tuple(_printed(captures, edge, traits) for edge in edges)
-
-
-def _printed(captures: Captures, edge: Edge, traits: Traits) -> PrintedEdge:
-    statements: tuple[str, ...] = ()
-    text = "0"
-    if edge.rest is not None:
-        part = replace(captures.mod, expr=edge.rest)
-        printed = print_mod(part, captures.contiguous, traits)
-        statements, text = (*printed.hoisted, *printed.early), printed.result
-    return PrintedEdge(edge.lowest, edge.slope, edge.offset, statements, text)
+    found = []
+    for edge in edges:
+        statements: tuple[str, ...] = ()
+        text = "0"
+        if edge.rest is not None:
+            part = replace(captures.mod, expr=edge.rest)
+            printed = print_mod(part, captures.contiguous, traits)
+            statements, text = (*printed.hoisted, *printed.early), printed.result
+        found.append(PrintedEdge(edge.lowest, edge.slope, edge.offset, statements, text))
+    return tuple(found)

@@ -207,8 +207,8 @@ def compares_numbers(structure: Structure) -> bool:
         return False
     form = mask_form(mask.mod.expr, INDEX_RANGES)
     narrow = all(buffer.dtype != "int64" for buffer in mask.mod.buffers)
-    numbers = form.numbers
-    return form.span.low is None and numbers is not None and numbers.rest is None and narrow
+    documents = form.documents
+    return form.span.low is None and documents is not None and documents.rest is None and narrow
 
 
 def loads_early(structure: Structure) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.conditions import reads, terms_of
 from flexattn.mods.analysis.intervals import Interval, dtype_range, intervals_of
-from flexattn.mods.expr import Expr, const, depending, walk
+from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from flexattn.mods.analysis.conditions import conjunction, reads, terms_of
 from flexattn.mods.analysis.intervals import Interval, dtype_range, interval_of, intervals_of
-from flexattn.mods.expr import Expr, const, depending, walk
+from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["KeyBound", "KeySpan", "key_bound", "key_span"]
+__all__ = ["KeyBound", "KeySpan", "conjunction", "key_bound", "key_span"]
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits, and where nothing wraps in 64.
@@ -50,11 +49,12 @@ class KeySpan:
 class KeyBound:
     """A condition as `kv_idx op value`, where op is lt, le, gt or ge and value reads no kv_idx.
 
-    So it is of whole numbers: sums of 64 bits are taken not to wrap.
+    rises: value is known never to fall as q_idx grows. Sums of 64 bits are taken not to wrap.
     """
 
     op: str
     value: Expr
+    rises: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ def key_span(expr: Expr, ranges: Mapping[str, Interval]) -> KeySpan:
     ranges: what its variables can be. Sound, wrapping of 64-bit integers included: a comparison
     that could wrap gives no bound.
     """
-    lows, highs = [], []
+    spans = {term: _span(term, ranges) for term in terms_of(expr, "and")}
+    both = _both(list(spans.values()))
+    if both.low is both.high is None:
+        return KeySpan(None, None, None, None, expr)
     below, above, rest = [], [], []
-    for term in terms_of(expr, "and"):
-        found = _span(term, ranges)
-        lows += [found.low] if found.low is not None else []
-        highs += [found.high] if found.high is not None else []
+    for term, found in spans.items():
         if not found.exact:
             rest.append(term)
         elif found.high is None:
@@ -90,9 +90,10 @@ def key_span(expr: Expr, ranges: Mapping[str, Interval]) -> KeySpan:
         else:
             below.append(make("le", "bool", (found.low, KEY)))
             above.append(make("lt", "bool", (KEY, found.high)))
-    if not lows and not highs:
-        return KeySpan(None, None, None, None, expr)
-    low, high = _join("maximum", lows, ranges), _join("minimum", highs, ranges)
+    low, high = (
+        None if bound is None else _clamped(bound, (-SMALL, SMALL), ranges)
+        for bound in (both.low, both.high)
+    )
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))
 
 
@@ -100,19 +101,12 @@ def key_bound(term: Expr, ranges: Mapping[str, Interval]) -> KeyBound | None:
     """A comparison solved for kv_idx, None where that cannot be."""
     if term.op not in ("lt", "le") or not is_int(term.args[0].dtype):
         return None
-    found = _solved(term.args[0], term.args[1], ranges)
-    if found is None:
-        return None
-    upper, terms = found
-    op = term.op if upper else {"lt": "gt", "le": "ge"}[term.op]
-    return KeyBound(op, _sum(terms))
+    return _solved(term.op, term.args[0], term.args[1], ranges)
 
 
-def _join(op: str, found: list[Expr], ranges: Mapping[str, Interval]) -> Expr | None:
-    if not found:
-        return None
-    joined = reduce(lambda x, y: make(op, "int64", (x, y)), found)
-    return _clamped(joined, (-SMALL, SMALL), ranges)
+def conjunction(terms: list[Expr]) -> Expr | None:
+    """The terms joined by "and"; None where there are none."""
+    return reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
 
 
 def _span(expr: Expr, ranges: Mapping[str, Interval]) -> _Span:
@@ -127,26 +121,27 @@ def _span(expr: Expr, ranges: Mapping[str, Interval]) -> _Span:
 
 
 def _both(spans: list[_Span]) -> _Span:
-    lows = [span.low for span in spans if span.low is not None]
-    highs = [span.high for span in spans if span.high is not None]
     return _Span(
-        reduce(lambda x, y: make("maximum", "int64", (x, y)), lows) if lows else None,
-        reduce(lambda x, y: make("minimum", "int64", (x, y)), highs) if highs else None,
+        _folded("maximum", [span.low for span in spans]),
+        _folded("minimum", [span.high for span in spans]),
         all(span.exact for span in spans),
     )
 
 
 def _either(spans: list[_Span]) -> _Span:
-    lows = [span.low for span in spans if span.low is not None]
-    highs = [span.high for span in spans if span.high is not None]
-    low = high = None
-    if len(lows) == len(spans):
-        low = reduce(lambda x, y: make("minimum", "int64", (x, y)), lows)
-    if len(highs) == len(spans):
-        high = reduce(lambda x, y: make("maximum", "int64", (x, y)), highs)
+    lows, highs = [span.low for span in spans], [span.high for span in spans]
     # Half-lines in one direction join to one; two intervals may leave a gap between them.
-    exact = all(span.exact for span in spans) and not (lows and highs)
-    return _Span(low, high, exact)
+    one_way = not any(lows) or not any(highs)
+    return _Span(
+        None if None in lows else _folded("minimum", lows),
+        None if None in highs else _folded("maximum", highs),
+        one_way and all(span.exact for span in spans),
+    )
+
+
+def _folded(op: str, bounds: list[Expr | None]) -> Expr | None:
+    known = [bound for bound in bounds if bound is not None]
+    return reduce(lambda x, y: make(op, "int64", (x, y)), known) if known else None
 
 
 def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> _Span:
@@ -168,24 +163,18 @@ def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> _Spa
             low, high = interval_of(other, ranges) or (0, 0)
             clamped = _clamped(_wide(side), (low - 1, high + 1), ranges)
             x, y = (clamped if each is side else each for each in (x, y))
-    solved = _solved(x, y, ranges)
-    if solved is None or not all(_rising(*each) for each in solved[1].items()):
+    found = _solved(op, x, y, ranges)
+    if found is None or not found.rises:
         return _OPAQUE
-    upper, terms = solved
-    bound = _sum(terms)
-    # kv < bound, or bound < kv; one more where the other bound is the one that is included.
-    if (op == "le") is upper:
+    bound = found.value
+    if found.op in ("le", "gt"):
         bound = make("add", "int64", (bound, const(1, "int64")))
+    upper = found.op in ("lt", "le")
     return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
 
 
-def _solved(
-    x: Expr, y: Expr, ranges: Mapping[str, Interval]
-) -> tuple[bool, dict[Expr, int]] | None:
-    """x < y solved for kv_idx, where its factor is 1 or -1.
-
-    Whether the bound is an upper one, and the bound: a sum of terms, each so many times.
-    """
+def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> KeyBound | None:
+    """x < y or x <= y as a bound of kv_idx, where its factor is 1 or -1."""
     known = intervals_of(x, ranges) | intervals_of(y, ranges)
     terms = _linear(y, known)
     for term, factor in _linear(x, known).items():
@@ -195,7 +184,8 @@ def _solved(
     terms = {term: -factor * count for term, count in terms.items() if count}
     if factor not in (1, -1) or any(reads(term, "kv_idx") for term in terms):
         return None
-    return factor == -1, terms
+    rises = all(_rising(term, count) for term, count in terms.items())
+    return KeyBound(op if factor == -1 else {"lt": "gt", "le": "ge"}[op], _sum(terms), rises)
 
 
 def _linear(expr: Expr, known: Mapping[Expr, Interval | None]) -> dict[Expr, int]:
@@ -235,12 +225,12 @@ def _rises(expr: Expr) -> bool:
         return True
     if expr.op in ("add", "minimum", "maximum", "cast"):
         return all(is_int(arg.dtype) and _rises(arg) for arg in expr.args)
-    if expr.op in ("mul", "floor_div"):
-        x, y = expr.args
-        if expr.op == "mul" and _is_positive(x):
-            x, y = y, x
-        return _rises(x) and _is_positive(y)
-    return False
+    if expr.op not in ("mul", "floor_div"):
+        return False
+    x, y = expr.args
+    if expr.op == "mul" and _is_positive(x):
+        x, y = y, x
+    return _rises(x) and _is_positive(y)
 
 
 def _is_positive(expr: Expr) -> bool:

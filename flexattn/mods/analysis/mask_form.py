@@ -14,17 +14,16 @@ from flexattn.mods.analysis.affine import (
     edges,
     free_edges,
 )
-from flexattn.mods.analysis.conditions import conjunction, reads, terms_of
 from flexattn.mods.analysis.intervals import Interval
-from flexattn.mods.analysis.key_span import KeyBound, KeySpan, key_bound, key_span
-from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.analysis.key_span import KeyBound, KeySpan, conjunction, key_bound, key_span
+from flexattn.mods.expr import Expr, depending, reads, terms_of, walk
 from flexattn.mods.ops import is_int
 
-__all__ = ["MaskForm", "MaskTerm", "Numbers", "mask_form", "numbers_of"]
+__all__ = ["DocumentIds", "MaskForm", "MaskTerm", "documents_of", "mask_form"]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class DocumentIds:
     """A condition as row == key and rest: documents, told apart by numbers in captured tensors.
 
     row: an integer that reads no kv_idx. key: one that reads no q_idx. rest: None if that is all.
@@ -54,7 +53,7 @@ class MaskForm:
     """A mask_mod as kernels see it.
 
     span: the first key of each row and one past the last, and what is left to ask between them.
-    numbers: span.rest as an equality of documents' numbers, None where it is none. terms: the mask
+    documents: span.rest as an equality of document ids, None where it is none. terms: the mask
     is their conjunction. edges: affine bounds outside which no key is kept. free_edges: those
     between which every key is kept, None where there may be no such keys. loads_by_key: whether
     it reads memory for each key. rest_loads_keys_alone: whether span.rest does, and each
@@ -62,7 +61,7 @@ class MaskForm:
     """
 
     span: KeySpan
-    numbers: Numbers | None
+    documents: DocumentIds | None
     terms: tuple[MaskTerm, ...]
     edges: tuple[Edge, ...]
     free_edges: tuple[Edge, ...] | None
@@ -88,7 +87,7 @@ def _mask_form(expr: Expr, items: tuple[tuple[str, Interval], ...]) -> MaskForm:
     )
     return MaskForm(
         span,
-        None if span.rest is None else numbers_of(span.rest),
+        None if span.rest is None else documents_of(span.rest),
         terms,
         edges(expr, anywhere),
         free_edges(expr, anywhere),
@@ -107,13 +106,13 @@ def _loads(expr: Expr, name: str) -> set[Expr]:
     return {node for node in depending(walk(expr), (name,)) if node.op == "load"}
 
 
-def numbers_of(expr: Expr) -> Numbers | None:
+def documents_of(expr: Expr) -> DocumentIds | None:
     """The first equality of a row's number and a key's that a condition has, if it has one."""
     terms = terms_of(expr, "and")
     for place, term in enumerate(terms):
         found = _numbered(term)
         if found is not None:
-            return Numbers(*found, conjunction(terms[:place] + terms[place + 1 :]))
+            return DocumentIds(*found, conjunction(terms[:place] + terms[place + 1 :]))
     return None
 
 

@@ -11,7 +11,7 @@ from flexattn.kernels.render.torch_printer import evaluate
 from flexattn.kernels.render.triton_printer import Traits, print_mod
 from flexattn.mods import bind, site
 from flexattn.mods.analysis.intervals import interval_of
-from flexattn.mods.analysis.key_span import key_bounds
+from flexattn.mods.analysis.key_span import key_span
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.numbers import (
@@ -269,8 +269,8 @@ def test_a_block_of_unknown_size_bounds_the_keys_too(one_constant):
 
     for n in (2, 12):
         bound = bind(blocks(n), "mask")
-    found = key_bounds(bound.mod.expr, INDEX_RANGES)
-    assert divisors(bound.mod.expr) and found is not None and found.high is not None
+    found = key_span(bound.mod.expr, INDEX_RANGES)
+    assert divisors(bound.mod.expr) and found.high is not None
 
 
 def test_recorded_values_stay_constants_beside_new_ones(tmp_path):

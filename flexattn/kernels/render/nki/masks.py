@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from flexattn.kernels.render.nki.ops import BINARY
 from flexattn.kernels.render.nki.printer import NkiPrinter, offset_of
-from flexattn.kernels.render.nki.tables import Table, is_static, tabulate
+from flexattn.kernels.render.nki.tables import Table, is_linear, tabulate
 from flexattn.kernels.space.nki_config import MaskSelect
 from flexattn.mods import Mod
-from flexattn.mods.analysis.affine import Affine, Comparison
-from flexattn.mods.analysis.conditions import conjunction, reads
-from flexattn.mods.analysis.key_span import KeyBound
+from flexattn.mods.analysis.affine import Affine
+from flexattn.mods.analysis.key_span import conjunction
 from flexattn.mods.analysis.mask_form import mask_form
-from flexattn.mods.expr import Expr
 from flexattn.problem import INDEX_RANGES
 
 __all__ = ["PrintedMask", "print_mask"]
@@ -47,14 +45,13 @@ def print_mask(
 
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.
     """
-    bounds: list[KeyBound] = []
-    affine: list[Comparison] = []
-    rest: list[Expr] = []
+    bounds, affine, rest = [], [], []
     for term in mask_form(mod.expr, INDEX_RANGES).terms:
-        if select == "range" and term.bound is not None:
-            bounds.append(term.bound)
-        elif select == "affine" and term.affine is not None and _static(term.affine.form, printer):
-            affine.append(term.affine)
+        bound, linear = term.bound, term.affine
+        if select == "range" and bound is not None:
+            bounds.append(bound)
+        elif select == "affine" and linear is not None and is_linear(linear.form, printer.packed):
+            affine.append(linear)
         else:
             rest.append(term.expr)
     joined = conjunction(rest)
@@ -70,8 +67,8 @@ def print_mask(
         printer.pools.give(kept)
     lines = tuple(printer.body[begin:])
     del printer.body[begin:]
-    straight_select = _affine_select_turned if printer.pools.keys_first else _affine_select
-    selections = [straight_select(each.op, each.form) for each in affine]
+    keys_first = printer.pools.keys_first
+    selections = [_affine_select(each.op, each.form, keys_first) for each in affine]
     columns = []
     for bound, value in zip(bounds, cut.parts[len(whole) :], strict=True):
         columns.append((bound.op, printer.as_column(printer.print(value, cut.tables)).text))
@@ -81,27 +78,14 @@ def print_mask(
     return PrintedMask(lines, predicate, tuple(selections), reduces, needs_sbuf), cut.tables
 
 
-def _static(form: Affine, printer: NkiPrinter) -> bool:
-    """Whether it is a number at each place of a tile; packed rows are not linear in positions."""
-    rest = form.rest
-    if printer.packed and (form.q != 0 or (rest is not None and reads(rest, "h"))):
-        return False
-    return rest is None or is_static(rest)
-
-
-def _affine_select(op: str, form: Affine) -> str:
+def _affine_select(op: str, form: Affine, keys_first: bool) -> str:
+    tile, pattern, partition = "[:rows, turn, :cols]", f"[[{form.kv}, cols]]", form.q
+    if keys_first:
+        tile, partition = "[:keys, turn, :count, :rows]", form.kv
+        pattern = f"[[{form.kv} * keys, count], [{form.q}, rows]]"
     return (
-        f"nisa.affine_select(dst=s[:rows, turn, :cols], pattern=[[{form.kv}, cols]], "
-        f"channel_multiplier={form.q}, on_true_tile=x, on_false_value=FP32_MIN, "
-        f"cmp_op=nl.{BINARY[op]}, offset={offset_of(form, 'mask')})"
-    )
-
-
-def _affine_select_turned(op: str, form: Affine) -> str:
-    return (
-        f"nisa.affine_select(dst=s[:keys, turn, :count, :rows], "
-        f"pattern=[[{form.kv} * keys, count], [{form.q}, rows]], "
-        f"channel_multiplier={form.kv}, on_true_tile=x, on_false_value=FP32_MIN, "
+        f"nisa.affine_select(dst=s{tile}, pattern={pattern}, "
+        f"channel_multiplier={partition}, on_true_tile=x, on_false_value=FP32_MIN, "
         f"cmp_op=nl.{BINARY[op]}, offset={offset_of(form, 'mask')})"
     )
 

@@ -21,11 +21,11 @@ from flexattn.kernels.render.nki.ops import (
     UNARY,
     number,
 )
-from flexattn.kernels.render.nki.tables import Table, is_static, static_forms
+from flexattn.kernels.render.nki.tables import Table, is_static, linear_forms
 from flexattn.kernels.render.nki.values import Pools, Value
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import Interval, intervals_of
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 
@@ -59,7 +59,7 @@ class NkiPrinter(NkiEmitter):
         self.tables |= {table.name: table for table in tables}
         nodes = list(walk(expr))
         self.ranges = self._bounds(expr)
-        self.affine = static_forms((expr,))
+        self.affine = linear_forms((expr,), self.packed)
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.uses[expr] += 1
         self.values = {node: value for node, value in self.values.items() if node in self.kept}
@@ -115,7 +115,7 @@ class NkiPrinter(NkiEmitter):
         return self.values[node]
 
     def _made(self, node: Expr) -> Value:
-        if is_static(node) and not (self.packed and "h" in _names(node)):
+        if is_static(node) and not (self.packed and reads(node, "h")):
             return Value("static", python_of(node, self.prefix))
         if node.op == "table":
             return self._loaded(self.tables[str(node.value)])
@@ -282,10 +282,6 @@ class NkiPrinter(NkiEmitter):
 
 def _place(table: Table) -> tuple[str, str]:
     return "b" if table.per_batch else "0", "h" if table.per_head else "0"
-
-
-def _names(node: Expr) -> set[str]:
-    return {str(each.value) for each in walk(node) if each.op == "var"}
 
 
 def offset_of(form: Affine, prefix: str) -> str:

@@ -13,12 +13,13 @@ from typing import Literal
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.analysis.affine import Affine, affine_forms
-from flexattn.mods.expr import Expr, fingerprint, walk
+from flexattn.mods.analysis.dependence import Variables
+from flexattn.mods.expr import Expr, fingerprint, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 from flexattn.problem import INDEX_RANGES
 
-__all__ = ["Table", "Tabulated", "is_static", "static_forms", "tabulate"]
+__all__ = ["Table", "Tabulated", "is_linear", "is_static", "linear_forms", "tabulate"]
 
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
 # What engines compute on whole tiles; the printer spells each of these.
@@ -64,12 +65,17 @@ def tabulate(mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> Ta
     return Tabulated(tuple(map(cutter.cut, parts)), tuple(cutter.tables))
 
 
-def static_forms(parts: tuple[Expr, ...]) -> dict[Expr, Affine]:
-    """The integer nodes that are affine in q_idx and kv_idx, Python knowing the rest."""
-    forms = affine_forms(parts, INDEX_RANGES)
-    return {
-        node: form for node, form in forms.items() if form.rest is None or is_static(form.rest)
-    }
+def linear_forms(parts: tuple[Expr, ...], packed: bool) -> dict[Expr, Affine]:
+    """The integer nodes that are linear in a tile's rows and keys; packed: as of `tabulate`."""
+    found = affine_forms(parts, INDEX_RANGES)
+    return {node: form for node, form in found.items() if is_linear(form, packed)}
+
+
+def is_linear(form: Affine, packed: bool) -> bool:
+    """Whether Python knows all of a form but the rows and keys, and packed rows are not in it."""
+    if form.rest is None:
+        return not (packed and form.q)
+    return is_static(form.rest) and not (packed and (form.q or reads(form.rest, "h")))
 
 
 def is_static(node: Expr) -> bool:
@@ -86,12 +92,10 @@ class _Cutter:
         self.mod, self.target, self.packed = mod, target, packed
         self.tables: list[Table] = []
         self.made: dict[Expr, Expr] = {}
-        self.names: dict[Expr, frozenset[str]] = {}
+        self.names = Variables()
         self.relative: dict[Expr, bool] = {}
-        self.affine = forms = static_forms(parts)
+        self.affine = forms = linear_forms(parts, packed)
         for node in walk(*parts):
-            own = {str(node.value)} if node.op == "var" else set()
-            self.names[node] = frozenset(own.union(*(self.names[arg] for arg in node.args)))
             form = forms.get(node)
             inner = all(self.relative[arg] for arg in node.args)
             position = node.op == "var" and node.value in ("q_idx", "kv_idx")
@@ -105,7 +109,7 @@ class _Cutter:
     def _new(self, node: Expr) -> Expr:
         if node.op in ("const", "scalar") or (node.op == "var" and node.value == "score"):
             return node
-        names = self.names[node]
+        names = self.names(node)
         if node.op == "cast" and _keeps(node):
             return self.cut(node.args[0])
         if "score" in names:
@@ -130,14 +134,9 @@ class _Cutter:
 
     def _easy(self, node: Expr) -> bool:
         """What costs the chip an iota, or nothing: affine indices, and numbers Python knows."""
-        form = self.affine.get(node)
-        if form is None:
-            return is_static(node) and not (self.packed and "h" in self.names[node])
-        if not self.packed:
-            return True
-        # Packed rows are query heads and positions: neither is affine in the row's number.
-        rest = frozenset() if form.rest is None else _variables(form.rest)
-        return form.q == 0 and "h" not in rest
+        return node in self.affine or (
+            is_static(node) and not (self.packed and "h" in self.names(node))
+        )
 
     def _rebuilt(self, node: Expr) -> Expr:
         args = tuple(self.cut(arg) for arg in node.args)
@@ -148,7 +147,7 @@ class _Cutter:
         mod = self.mod
         stamp = fingerprint(mod.kind, node, mod.buffers, mod.scalars)
         part = Mod(mod.kind, node, mod.buffers, mod.scalars, stamp)
-        names = self.names[node]
+        names = self.names(node)
         head = "h" in names or (self.packed and kind in ("row", "pair"))
         self.tables.append(Table(name, kind, part, "b" in names, head))
         return Expr("table", node.dtype, (), name)
@@ -171,7 +170,3 @@ def _keeps(node: Expr) -> bool:
     if is_int(target):
         return is_int(source) or source == "bool"
     return target in wide
-
-
-def _variables(expr: Expr) -> frozenset[str]:
-    return frozenset(str(node.value) for node in walk(expr) if node.op == "var")
