@@ -236,28 +236,37 @@ def test_a_narrow_row_wraps_and_is_no_position(dtype):
 
 
 Q, KV, B = (make("var", "int64", (), name) for name in ("q_idx", "kv_idx", "b"))
-leaves = st.sampled_from([Q, KV, B]) | st.integers(-40, 40).map(lambda n: const(n, "int64"))
-integers = st.recursive(
-    leaves,
-    lambda inner: st.builds(
-        lambda op, x, y: make(op, "int64", (x, y)),
-        st.sampled_from(["add", "sub", "mul", "minimum", "maximum"]), inner, inner,
-    )
-    | st.builds(
-        lambda op, x, n: make(op, "int64", (x, const(n, "int64"))),
-        st.sampled_from(["floor_div", "floor_mod"]), inner, st.integers(1, 9),
-    )
-    | st.builds(lambda op, x: make(op, "int64", (x,)), st.sampled_from(["neg", "abs"]), inner)
-    | st.builds(
-        lambda dtype, x: make("cast", "int64", (make("cast", dtype, (x,)),)),
-        st.sampled_from(["int8", "int32"]), inner,
-    ),
-    max_leaves=5,
-)  # fmt: skip
+
+
+def whole_numbers(*variables):
+    constants = st.integers(-40, 40).map(lambda n: const(n, "int64"))
+    return st.recursive(
+        st.sampled_from(variables) | constants,
+        lambda inner: st.builds(
+            lambda op, x, y: make(op, "int64", (x, y)),
+            st.sampled_from(["add", "sub", "mul", "minimum", "maximum"]), inner, inner,
+        )
+        | st.builds(
+            lambda op, x, n: make(op, "int64", (x, const(n, "int64"))),
+            st.sampled_from(["floor_div", "floor_mod"]), inner, st.integers(1, 9),
+        )
+        | st.builds(lambda op, x: make(op, "int64", (x,)), st.sampled_from(["neg", "abs"]), inner)
+        | st.builds(
+            lambda dtype, x: make("cast", "int64", (make("cast", dtype, (x,)),)),
+            st.sampled_from(["int8", "int32"]), inner,
+        ),
+        max_leaves=5,
+    )  # fmt: skip
+
+
+# Two of three tell something of the keys of a row.
 comparisons = st.builds(
-    lambda op, x, y: make(op, "bool", (x, y)),
-    st.sampled_from(["lt", "le", "gt", "ge", "eq"]), integers, integers,
-)  # fmt: skip
+    lambda op, pair: make(op, "bool", pair),
+    st.sampled_from(["lt", "le", "gt", "ge", "eq"]),
+    st.tuples(whole_numbers(Q, KV, B), whole_numbers(Q, KV, B))
+    | st.tuples(st.just(KV), whole_numbers(Q, B))
+    | st.tuples(st.just(make("sub", "int64", (Q, KV))), whole_numbers(B)),
+)
 masks = st.recursive(
     comparisons,
     lambda inner: (
@@ -270,7 +279,7 @@ masks = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(masks)
 def test_any_mask(expr):
     hold(Mod("mask", expr, (), (), "any"))
