@@ -29,9 +29,7 @@ from math import floor
 '''
 
 
-class _Exact(
-    PythonCodePrinter,  # type: ignore[misc]  # sympy ships no types
-):
+class _Exact(PythonCodePrinter):  # type: ignore[misc]  # sympy ships no types
     """Prints a floor that a double gets right: a sum of thirds that is whole must not end below.
 
     Halves and quarters are exact; other denominators are divided by once, after the sum.
