@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.bounds import bounds
+from flexattn.mods.analysis.intervals import interval_of
 from flexattn.mods.expr import VARS, Expr, const
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make
@@ -174,7 +174,7 @@ def _int(value: int) -> Expr:
 def _wrapped(index: Expr, size: int) -> Expr:
     if index.op == "const":
         return _int(int(index.value or 0) % max(size, 1))
-    known = bounds(index, _POSITIONS)
+    known = interval_of(index, _POSITIONS)
     if known is not None and known[0] >= 0:
         return index
     wrapped = make("add", "int64", (index, _int(size)))

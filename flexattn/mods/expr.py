@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["VARS", "Buffer", "Expr", "Mod", "Value", "const", "fingerprint", "pretty", "walk"]
+__all__ = [
+    "VARS", "Buffer", "Expr", "Mod", "Value", "const", "depending", "fingerprint", "pretty",
+    "reads", "terms_of", "walk",
+]  # fmt: skip
 
 Value = int | float | bool | str | None
 
@@ -123,6 +126,18 @@ def depending(nodes: Iterable[Expr], names: tuple[str, ...]) -> set[Expr]:
         if reached or any(arg in found for arg in node.args):
             found.add(node)
     return found
+
+
+def reads(expr: Expr, *names: str) -> bool:
+    """Whether one of these variables reaches an Expr."""
+    return any(node.op == "var" and node.value in names for node in walk(expr))
+
+
+def terms_of(expr: Expr, op: str) -> list[Expr]:
+    """The terms of a chain of "and" or "or"; an Expr of another op is its only term."""
+    if expr.op != op or expr.dtype != "bool":
+        return [expr]
+    return [term for arg in expr.args for term in terms_of(arg, op)]
 
 
 def fingerprint(

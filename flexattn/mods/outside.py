@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.analysis.intervals import Interval, intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, dtype_of
 
@@ -16,10 +16,10 @@ __all__ = ["Evaluated", "buffer_of", "evaluated", "read", "unproven"]
 
 
 def unproven(
-    expr: Expr, tensors: Sequence[Tensor], ranges: Mapping[str, Range]
+    expr: Expr, tensors: Sequence[Tensor], ranges: Mapping[str, Interval]
 ) -> tuple[Expr, ...]:
     """The loads whose indices are not proven to stay inside while positions stay in ranges."""
-    found = all_bounds(expr, ranges)
+    found = intervals_of(expr, ranges)
 
     def proven(index: Expr, size: int) -> bool:
         limits = found[index]

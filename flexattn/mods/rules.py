@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.mods.dependence import FREE, Reads, along_diagonals, slope_of
+from flexattn.mods.analysis.dependence import FREE, Variables, along_diagonals, slope_of
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.simplify import make
 
@@ -76,7 +76,7 @@ def times(x: Expr, y: Expr) -> Expr:
     return y if x is ONE else x if y is ONE else make("mul", FLOAT, (x, y))
 
 
-def masked(expr: Expr, reads: Reads) -> tuple[Expr | None, Expr]:
+def masked(expr: Expr, reads: Variables) -> tuple[Expr | None, Expr]:
     """Rule "mask": (where the score is kept, the score there).
 
     A lane of -inf has weight exp(-inf) = 0, and so has one that a mask removes; a row of nothing
@@ -104,7 +104,7 @@ def reciprocal(divisor: Expr) -> Expr:
     return make("div", FLOAT, (ONE, divisor))
 
 
-def spread(expr: Expr, allowed: frozenset[str], reads: Reads, note: Note) -> list[Term]:
+def spread(expr: Expr, allowed: frozenset[str], reads: Variables, note: Note) -> list[Term]:
     """Rules "scale" and "distribute": expr as a sum of terms, of which only values read the score.
 
     Sums and differences that the score reaches are taken apart. With "scale", a factor or divisor
@@ -130,7 +130,7 @@ def spread(expr: Expr, allowed: frozenset[str], reads: Reads, note: Note) -> lis
 
 
 def _opened(
-    node: Expr, factor: Expr, allowed: frozenset[str], reads: Reads, note: Note
+    node: Expr, factor: Expr, allowed: frozenset[str], reads: Variables, note: Note
 ) -> list[Term] | None:
     if node.op in ("add", "sub") and (factor is ONE or "distribute" in allowed):
         if factor is not ONE:
@@ -152,11 +152,11 @@ def _opened(
     return None
 
 
-def _leaves(factor: Expr, reads: Reads) -> bool:
+def _leaves(factor: Expr, reads: Variables) -> bool:
     return not reads(factor) & {"score", "kv_idx"}
 
 
-def place(term: Expr, allowed: frozenset[str], reads: Reads) -> Place:
+def place(term: Expr, allowed: frozenset[str], reads: Variables) -> Place:
     """Rules "row" and "column", and which other one takes a term that does not read the score.
 
     "row": a term r that reads no key is the same for all scores of a row, and softmax does not see
@@ -177,7 +177,7 @@ def place(term: Expr, allowed: frozenset[str], reads: Reads) -> Place:
     return "diagonal" if "diagonal" in allowed and diagonal(term, reads) else "rest"
 
 
-def tilt(term: Expr, reads: Reads) -> Tilted | None:
+def tilt(term: Expr, reads: Variables) -> Tilted | None:
     """Rule "tilt": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
 
     For a t that is affine in q. The first part is a value for each key, the second is constant
@@ -191,7 +191,7 @@ def tilt(term: Expr, reads: Reads) -> Tilted | None:
     return None if slope is None else Tilted(term, make("cast", FLOAT, (slope,)))
 
 
-def rise(terms: Iterable[Expr], reads: Reads) -> Rise | None:
+def rise(terms: Iterable[Expr], reads: Variables) -> Rise | None:
     """Rule "reach": how much more each key adds to its row's score than the key before it.
 
     Where it is above 0, as ALiBi's slope is, keys far behind one that the row keeps count nothing.
@@ -220,7 +220,7 @@ def rise(terms: Iterable[Expr], reads: Reads) -> Rise | None:
     return None if step is None or span is None else Rise(step, span)
 
 
-def _span(term: Expr, reads: Reads) -> Expr:
+def _span(term: Expr, reads: Variables) -> Expr:
     """An affine term as a sum of what is added on the way to it, none of which is larger."""
     done: dict[Expr, Expr] = {}
     for node in walk(term):
@@ -234,7 +234,7 @@ def _span(term: Expr, reads: Reads) -> Expr:
     return done[term]
 
 
-def diagonal(term: Expr, reads: Reads) -> bool:
+def diagonal(term: Expr, reads: Variables) -> bool:
     """Rule "diagonal": whether a tile's strip of diagonals should hold the term's values.
 
     A tile of M rows and N keys has M + N - 1 differences q - k, so a t(q - k) has as many values,

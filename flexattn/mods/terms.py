@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexattn.mods.dependence import Reads, slope_of
+from flexattn.mods.analysis.dependence import Variables, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
 from flexattn.mods.rules import (
     FLOAT,
@@ -83,7 +83,7 @@ class Terms:
         """
         if self.column is None or self.added != (self.column,) or not self.linear:
             return None
-        return slope_of(self.column, "kv_idx", Reads()) if self.positive(self.outer) else None
+        return slope_of(self.column, "kv_idx", Variables()) if self.positive(self.outer) else None
 
     @property
     def rise(self) -> Rise | None:
@@ -95,7 +95,7 @@ class Terms:
             return None
         if not self.positive(self.outer):
             return None
-        found = rise(self.added, Reads())
+        found = rise(self.added, Variables())
         if found is None or (found.step.op == "const" and not self.positive(found.step)):
             return None
         return found
@@ -119,7 +119,7 @@ def split(mod: Mod, allowed: frozenset[str] = ALL) -> Terms:
 class _Split:
     def __init__(self, mod: Mod, allowed: frozenset[str]) -> None:
         self.expr, self.allowed = mod.expr, allowed
-        self.reads = Reads()
+        self.reads = Variables()
         self.steps: list[Step] = []
         self.parts: dict[str, Expr] = {}
 

@@ -9,7 +9,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki import space as nki
 from flexattn.kernels.nki.config import (
     Form,
-    MaskForm,
+    MaskSelect,
     NkiConfig,
     NkiDecodeConfig,
     NkiPrefillConfig,
@@ -21,7 +21,7 @@ __all__ = ["default", "needs", "reasons", "survey"]
 
 
 @lru_cache(maxsize=256)
-def needs(problem: Problem, target: str, mask: MaskForm, form: Form = "s") -> nki.Needs:
+def needs(problem: Problem, target: str, mask: MaskSelect, form: Form = "s") -> nki.Needs:
     """What the mods need in one form of masks and of scores.
 
     `refused` says why they cannot be expressed.
@@ -66,7 +66,7 @@ def _check_mods(problem: Problem, target: str) -> None:
         print_mods(problem, _plain(problem, nki.FORMS[-1]), target)
 
 
-def _plain(problem: Problem, mask: MaskForm, form: Form = "s") -> NkiConfig:
+def _plain(problem: Problem, mask: MaskSelect, form: Form = "s") -> NkiConfig:
     if problem.structure.kind == "decode":
         return NkiDecodeConfig(128, 128, mask=mask, form=form)
     return NkiPrefillConfig(128, 128, mask=mask, form=form)

@@ -31,6 +31,11 @@ NARROWER: dict[torch.dtype, tuple[torch.dtype, ...]] = {
 # Lengths up to 2**26 keep index arithmetic such as `31 * q_idx - kv_idx` in 32 bits.
 MAX_LENGTH = 2**26
 MAX_HEADS = 2**16
+# What indices can be: tiles overshoot a length by less than 2**12 lanes.
+INDEX_RANGES = {
+    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS),
+    "q_idx": (0, MAX_LENGTH + 2**12), "kv_idx": (0, MAX_LENGTH + 2**12),
+}  # fmt: skip
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
 
 

@@ -8,15 +8,10 @@ from typing import TypeAlias
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.mods.dependence import same_in_tiles
+from flexattn.mods.analysis.dependence import same_in_tiles
+from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import key_bounds, numbers_of
-from flexattn.problem import MAX_HEADS, MAX_LENGTH, Structure
-
-RANGES = {
-    "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS), "q_idx": (0, MAX_LENGTH), "kv_idx": (0, MAX_LENGTH)
-}  # fmt: skip
-
+from flexattn.problem import INDEX_RANGES, MAX_LENGTH, Structure
 
 # A number of keys that is past all of them.
 ALL_KEYS = 2 * MAX_LENGTH
@@ -115,11 +110,10 @@ def compares_numbers(structure: Structure) -> bool:
         _loads(expr, by_row=row) for expr in scored if expr is not None for row in (False, True)
     ):
         return False
-    found = key_bounds(mask.mod.expr, RANGES)
-    rest = mask.mod.expr if found is None else found.rest
-    told = None if rest is None else numbers_of(rest)
+    form = mask_form(mask.mod.expr, INDEX_RANGES)
     narrow = all(buffer.dtype != "int64" for buffer in mask.mod.buffers)
-    return (found is None or found.low is None) and told is not None and not told.rest and narrow
+    documents = form.documents
+    return form.span.low is None and documents is not None and documents.rest is None and narrow
 
 
 def loads_early(structure: Structure) -> bool:

@@ -9,11 +9,11 @@ from flexattn.kernels.base.features import asked_once
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.printers.score_printer import PrintedScore
 from flexattn.kernels.printers.score_printer import print_score as triton_score
-from flexattn.kernels.printers.triton_printer import INDEX_RANGES, Printed, Traits, View
+from flexattn.kernels.printers.triton_printer import Printed, Traits, View
 from flexattn.kernels.printers.triton_printer import print_mod as triton_mod
-from flexattn.mods.expr import Expr, depending, walk
-from flexattn.mods.key_bounds import KeyBounds, key_bounds
-from flexattn.problem import Captures, Structure
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.mods.expr import Expr
+from flexattn.problem import INDEX_RANGES, Captures, Structure
 
 __all__ = ["MaskPieces", "gluon_text", "print_mask", "print_mod", "print_score"]
 
@@ -89,9 +89,8 @@ class MaskPieces:
 
 def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     """A mask_mod in pieces, of which most tiles need one alone; keys: of a tile."""
-    found = key_bounds(captures.mod.expr, INDEX_RANGES)
-    if found is None:
-        found = KeyBounds(None, None, None, None, captures.mod.expr)
+    form = mask_form(captures.mod.expr, INDEX_RANGES)
+    span = form.span
 
     def piece(name: str, expr: Expr | None, view: View) -> Printed | None:
         if expr is None:
@@ -103,28 +102,24 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     column = View(dtype="int32")
     first = View(q_idx="row_start", by_row=False, dtype="int32")
     last = replace(first, q_idx="(row_start + ROWS - 1)")
-    once = found.rest is not None and asked_once(found.rest, (CONSUMER_ROWS, keys))
+    once = span.rest is not None and asked_once(span.rest, (CONSUMER_ROWS, keys))
     pieces = MaskPieces(
-        piece("mask", found.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
-        piece("low", found.low, column),
-        piece("high", found.high, column),
-        piece("last_low", found.low, last),
-        piece("first_high", found.high, first),
+        piece("mask", span.rest, replace(first, kv_idx="start_n", dtype="") if once else View()),
+        piece("low", span.low, column),
+        piece("high", span.high, column),
+        piece("last_low", span.low, last),
+        piece("first_high", span.high, first),
     )
-    if found.low is None and found.below is found.rest is None:
+    if span.is_prefix:
         of_run = replace(first, q_idx="first_row", by_key=False)
-        pieces = replace(pieces, under=piece("under", found.high, of_run))
-    return pieces if found.rest is None or once else _ahead(pieces, found.rest)
+        pieces = replace(pieces, under=piece("under", span.high, of_run))
+    return _ahead(pieces) if form.rest_loads_keys_alone and not once else pieces
 
 
-def _ahead(pieces: MaskPieces, rest: Expr) -> MaskPieces:
+def _ahead(pieces: MaskPieces) -> MaskPieces:
     """With what rest reads by key alone read before the scores are there."""
-    nodes = list(walk(rest))
-    keyed, rowed = depending(nodes, ("kv_idx",)), depending(nodes, ("q_idx",))
-    loads = [node for node in nodes if node.op == "load" and node in keyed]
     printed = pieces.rest
-    if printed is None or not loads or any(node in rowed for node in loads):
-        return pieces
+    assert printed is not None
     text = "\n".join((*printed.body, printed.result))
     made = dict.fromkeys(line.split(" = ")[0] for line in printed.early)
     names = tuple(name for name in made if re.search(rf"\b{name}\b", text))

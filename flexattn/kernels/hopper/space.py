@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
-from flexattn.kernels.base.features import RANGES, loads_by_key, loads_early, loads_tiles
+from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
@@ -19,8 +19,8 @@ from flexattn.kernels.hopper.config import (
 )
 from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
-from flexattn.mods.key_bounds import key_bounds
-from flexattn.problem import Problem, Structure
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["axes", "forms", "offered", "orders", "preferences", "section_of"]
 
@@ -168,8 +168,8 @@ def _moves(structure: Structure) -> bool:
     """
     if structure.sparsity is None or not structure.sparsity.runs or structure.mask is None:
         return False
-    found = key_bounds(structure.mask.mod.expr, RANGES)
-    return found is None or found.low is not None or found.rest is not None
+    span = mask_form(structure.mask.mod.expr, INDEX_RANGES).span
+    return span.low is not None or span.rest is not None
 
 
 # Widest head dimension, then configs by preference; the last of each leaves registers for mods.

@@ -20,7 +20,7 @@ __all__ = [
     "shape_of",
 ]
 
-MaskForm = Literal["range", "affine", "select"]
+MaskSelect = Literal["range", "affine", "select"]
 Transpose = Literal["tensor", "dma"]
 Evict = Literal["vector", "scalar"]
 Form = Literal["s", "st"]
@@ -51,7 +51,7 @@ class NkiPrefillConfig:
     kv_buffers: int = 1
     transpose: Transpose = "tensor"
     evict: Evict = "vector"
-    mask: MaskForm = "range"
+    mask: MaskSelect = "range"
     mixed: bool = False
     form: Form = "s"
 
@@ -75,7 +75,7 @@ class NkiDecodeConfig:
     kv_buffers: int = 2
     transpose: Transpose = "tensor"
     evict: Evict = "vector"
-    mask: MaskForm = "range"
+    mask: MaskSelect = "range"
     mixed: bool = False
     form: Form = "s"
 

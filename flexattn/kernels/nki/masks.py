@@ -8,18 +8,18 @@ computed as a tile of zeros and ones, and selected by that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from flexattn.kernels.nki.ops import BINARY, MIRRORED
-from flexattn.kernels.nki.printer import NkiPrinter, python_of
-from flexattn.kernels.nki.tables import Affine, Table, affine_forms, tabulate
+from flexattn.kernels.nki.config import MaskSelect
+from flexattn.kernels.nki.ops import BINARY
+from flexattn.kernels.nki.printer import NkiPrinter, offset_of
+from flexattn.kernels.nki.tables import Table, is_linear, tabulate
 from flexattn.mods import Mod
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.analysis.affine import Affine
+from flexattn.mods.analysis.key_span import conjunction
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES
 
-__all__ = ["MaskForm", "PrintedMask", "print_mask"]
-
-MaskForm = Literal["range", "affine", "select"]
-_NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
+__all__ = ["PrintedMask", "print_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +38,24 @@ class PrintedMask:
     needs_sbuf: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """kv_idx compared with what a row has of its own."""
-
-    op: str
-    value: Expr
-
-
 def print_mask(
-    mod: Mod, form: MaskForm, printer: NkiPrinter, target: str
+    mod: Mod, select: MaskSelect, printer: NkiPrinter, target: str
 ) -> tuple[PrintedMask, tuple[Table, ...]]:
     """The mask's instructions, and the tables that they read.
 
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.
     """
-    bounds: list[_Bound] = []
-    affine: list[tuple[str, Affine]] = []
-    rest: list[Expr] = []
-    for part in _conjuncts(mod.expr):
-        bound = _bound(part) if form == "range" else None
-        straight = _straight(part, printer.packed) if form == "affine" else None
-        if bound is not None:
+    bounds, affine, rest = [], [], []
+    for term in mask_form(mod.expr, INDEX_RANGES).terms:
+        bound, linear = term.bound, term.affine
+        if select == "range" and bound is not None:
             bounds.append(bound)
-        elif straight is not None:
-            affine.append(straight)
+        elif select == "affine" and linear is not None and is_linear(linear.form, printer.packed):
+            affine.append(linear)
         else:
-            rest.append(part)
-    whole = tuple(rest[:1])
-    for part in rest[1:]:
-        whole = (Expr("and", "bool", (whole[0], part)),)
+            rest.append(term.expr)
+    joined = conjunction(rest)
+    whole = () if joined is None else (joined,)
     cut = tabulate(mod, (*whole, *(each.value for each in bounds)), target, printer.packed)
     printer.prefix = mod.kind
     begin = len(printer.body)
@@ -79,8 +67,8 @@ def print_mask(
         printer.pools.give(kept)
     lines = tuple(printer.body[begin:])
     del printer.body[begin:]
-    straight_select = _affine_select_turned if printer.pools.keys_first else _affine_select
-    selections = [straight_select(op, form_) for op, form_ in affine]
+    keys_first = printer.pools.keys_first
+    selections = [_affine_select(each.op, each.form, keys_first) for each in affine]
     columns = []
     for bound, value in zip(bounds, cut.parts[len(whole) :], strict=True):
         columns.append((bound.op, printer.as_column(printer.print(value, cut.tables)).text))
@@ -90,95 +78,15 @@ def print_mask(
     return PrintedMask(lines, predicate, tuple(selections), reduces, needs_sbuf), cut.tables
 
 
-def _conjuncts(expr: Expr) -> list[Expr]:
-    if expr.op == "and" and expr.dtype == "bool":
-        return [part for arg in expr.args for part in _conjuncts(arg)]
-    negated = expr.args[0] if expr.op == "not" else None
-    if negated is not None and negated.op in _NEGATED:
-        return [Expr(_NEGATED[negated.op], "bool", negated.args)]
-    return [expr]
-
-
-def _bound(part: Expr) -> _Bound | None:
-    """`kv_idx op row's value` where the comparison can be written so."""
-    if part.op not in _NEGATED:
-        return None
-    left, right = part.args
-    names = [{str(node.value) for node in walk(side) if node.op == "var"} for side in part.args]
-    forms = affine_forms((left, right))
-    for side, other, op in ((0, 1, part.op), (1, 0, MIRRORED[part.op])):
-        form = forms.get(part.args[side])
-        if form is None or abs(form.kv) != 1 or "kv_idx" in names[other]:
-            continue
-        op = op if form.kv == 1 else MIRRORED[op]
-        return _Bound(op, _solved(form, part.args[other]))
-    one, two = forms.get(left), forms.get(right)
-    if one is None or two is None or abs(one.kv - two.kv) != 1:
-        return None
-    # Both sides move with the key: a - b op 0 is kv_idx op whatever else there is.
-    sign = one.kv - two.kv
-    op = part.op if sign == 1 else MIRRORED[part.op]
-    rest = _expr(Affine(two.q - one.q, 0, two.rest), one.rest)
-    return _Bound(op, rest if sign == 1 else Expr("neg", "int64", (rest,)))
-
-
-def _solved(form: Affine, other: Expr) -> Expr:
-    """What kv_idx is compared with: (other - all of the form but its key), by the key's sign."""
-    parts = _expr(Affine(-form.q, 0, None), form.rest)
-    value = Expr("add", "int64", (other, parts)) if form.q or form.rest is not None else other
-    return value if form.kv == 1 else Expr("neg", "int64", (value,))
-
-
-def _expr(form: Affine, minus: Expr | None) -> Expr:
-    """q * q_idx + rest - minus, as an expression."""
-    q_idx = Expr("var", "int64", (), "q_idx")
-    value = Expr("mul", "int64", (q_idx, Expr("const", "int64", (), form.q)))
-    value = q_idx if form.q == 1 else value
-    if form.q == 0:
-        value = Expr("const", "int64", (), 0)
-    if form.rest is not None:
-        value = form.rest if form.q == 0 else Expr("add", "int64", (value, form.rest))
-    return value if minus is None else Expr("sub", "int64", (value, minus))
-
-
-def _straight(part: Expr, packed: bool) -> tuple[str, Affine] | None:
-    """`linear function of row and key op 0`; packed rows are no linear function of positions."""
-    if part.op not in (*_NEGATED, "eq"):
-        return None
-    left, right = part.args
-    forms = affine_forms((left, right))
-    one, two = forms.get(left), forms.get(right)
-    if one is None or two is None:
-        return None
-    difference = Expr("sub", "int64", (left, right))
-    form = affine_forms((difference,)).get(difference)
-    if form is None or (packed and (form.q != 0 or "h" in _names(form.rest))):
-        return None
-    return part.op, form
-
-
-def _names(expr: Expr | None) -> set[str]:
-    if expr is None:
-        return set()
-    return {str(node.value) for node in walk(expr) if node.op == "var"}
-
-
-def _affine_select(op: str, form: Affine) -> str:
-    rest = "0" if form.rest is None else python_of(form.rest, "mask")
+def _affine_select(op: str, form: Affine, keys_first: bool) -> str:
+    tile, pattern, partition = "[:rows, turn, :cols]", f"[[{form.kv}, cols]]", form.q
+    if keys_first:
+        tile, partition = "[:keys, turn, :count, :rows]", form.kv
+        pattern = f"[[{form.kv} * keys, count], [{form.q}, rows]]"
     return (
-        f"nisa.affine_select(dst=s[:rows, turn, :cols], pattern=[[{form.kv}, cols]], "
-        f"channel_multiplier={form.q}, on_true_tile=x, on_false_value=FP32_MIN, "
-        f"cmp_op=nl.{BINARY[op]}, offset={form.q} * q0 + {form.kv} * k0 + {rest})"
-    )
-
-
-def _affine_select_turned(op: str, form: Affine) -> str:
-    rest = "0" if form.rest is None else python_of(form.rest, "mask")
-    return (
-        f"nisa.affine_select(dst=s[:keys, turn, :count, :rows], "
-        f"pattern=[[{form.kv} * keys, count], [{form.q}, rows]], "
-        f"channel_multiplier={form.kv}, on_true_tile=x, on_false_value=FP32_MIN, "
-        f"cmp_op=nl.{BINARY[op]}, offset={form.q} * q0 + {form.kv} * k0 + {rest})"
+        f"nisa.affine_select(dst=s{tile}, pattern={pattern}, "
+        f"channel_multiplier={partition}, on_true_tile=x, on_false_value=FP32_MIN, "
+        f"cmp_op=nl.{BINARY[op]}, offset={offset_of(form, 'mask')})"
     )
 
 

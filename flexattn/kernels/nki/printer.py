@@ -21,14 +21,15 @@ from flexattn.kernels.nki.ops import (
     UNARY,
     number,
 )
-from flexattn.kernels.nki.tables import Table, affine_forms, is_static
+from flexattn.kernels.nki.tables import Table, is_static, linear_forms
 from flexattn.kernels.nki.values import Pools, Value
-from flexattn.mods.bounds import Range, all_bounds
-from flexattn.mods.expr import Expr, walk
+from flexattn.mods.analysis.affine import Affine
+from flexattn.mods.analysis.intervals import Interval, intervals_of
+from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 
-__all__ = ["TABLE_LIMIT", "NkiPrinter", "python_of"]
+__all__ = ["TABLE_LIMIT", "NkiPrinter", "offset_of"]
 
 # Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
 TABLE_LIMIT = 2**22
@@ -58,7 +59,7 @@ class NkiPrinter(NkiEmitter):
         self.tables |= {table.name: table for table in tables}
         nodes = list(walk(expr))
         self.ranges = self._bounds(expr)
-        self.affine = affine_forms((expr,))
+        self.affine = linear_forms((expr,), self.packed)
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.uses[expr] += 1
         self.values = {node: value for node, value in self.values.items() if node in self.kept}
@@ -82,10 +83,10 @@ class NkiPrinter(NkiEmitter):
         self.fill(column, value)
         return column
 
-    def _bounds(self, expr: Expr) -> dict[Expr, Range | None]:
+    def _bounds(self, expr: Expr) -> dict[Expr, Interval | None]:
         """Which integers each node can be; those of tables and numbers are checked at a call."""
         q_len, kv_len = self.lengths
-        ranges: dict[str, Range] = {
+        ranges: dict[str, Interval] = {
             "b": (0, 2**16), "h": (0, 2**16),
             "q_idx": (0, max(q_len - 1, 0)), "kv_idx": (0, max(kv_len - 1, 0)),
         }  # fmt: skip
@@ -97,12 +98,12 @@ class NkiPrinter(NkiEmitter):
                 inside = (-TABLE_LIMIT, TABLE_LIMIT)
                 if node.op == "table":
                     source = self.tables[str(node.value)].mod.expr
-                    inside = all_bounds(source, ranges)[source] or inside
+                    inside = intervals_of(source, ranges)[source] or inside
                 low, high = max(inside[0], -TABLE_LIMIT), min(inside[1], TABLE_LIMIT)
                 for op, limit in (("maximum", low), ("minimum", high)):
                     bound = Expr("const", node.dtype, (), limit)
                     known[node] = Expr(op, node.dtype, (known[node], bound))
-        found = all_bounds(known[expr], ranges)
+        found = intervals_of(known[expr], ranges)
         return {node: found[twin] for node, twin in known.items()}
 
     def _value(self, node: Expr) -> Value:
@@ -114,7 +115,7 @@ class NkiPrinter(NkiEmitter):
         return self.values[node]
 
     def _made(self, node: Expr) -> Value:
-        if is_static(node) and not (self.packed and "h" in _names(node)):
+        if is_static(node) and not (self.packed and reads(node, "h")):
             return Value("static", python_of(node, self.prefix))
         if node.op == "table":
             return self._loaded(self.tables[str(node.value)])
@@ -190,26 +191,26 @@ class NkiPrinter(NkiEmitter):
 
     def _iota(self, node: Expr) -> Value:
         form = self.affine[node]
-        rest = "0" if form.rest is None else python_of(form.rest, self.prefix)
+        offset = offset_of(form, self.prefix)
         if self.pools.keys_first:
             tile = self.pools.take("tile_f32")
             self.body.append(
                 f"nisa.iota(dst={tile.text}, pattern=[[{form.kv} * keys, count], "
-                f"[{form.q}, rows]], offset={form.q} * q0 + {form.kv} * k0 + {rest}, "
-                f"channel_multiplier={form.kv})",
+                f"[{form.q}, rows]], offset={offset}, channel_multiplier={form.kv})",
             )
             return tile
         if form.kv == 0:
             column = self.pools.take("column")
             self.hoisted.append(
                 f"nisa.iota(dst={column.text}, pattern=[[0, 1]], "
-                f"offset={form.q} * q0 + {rest}, channel_multiplier={form.q})",
+                f"offset={form.q} * q0 + {_constant_of(form, self.prefix)}, "
+                f"channel_multiplier={form.q})",
             )
             return column
         tile = self.pools.take("tile_f32")
         self.body.append(
             f"nisa.iota(dst={tile.text}, pattern=[[{form.kv}, cols]], "
-            f"offset={form.q} * q0 + {form.kv} * k0 + {rest}, channel_multiplier={form.q})",
+            f"offset={offset}, channel_multiplier={form.q})",
         )
         return tile
 
@@ -283,8 +284,17 @@ def _place(table: Table) -> tuple[str, str]:
     return "b" if table.per_batch else "0", "h" if table.per_head else "0"
 
 
-def _names(node: Expr) -> set[str]:
-    return {str(each.value) for each in walk(node) if each.op == "var"}
+def offset_of(form: Affine, prefix: str) -> str:
+    """An affine form's value at a tile's first row and key, as Python."""
+    return f"{form.q} * q0 + {form.kv} * k0 + {_constant_of(form, prefix)}"
+
+
+def _constant_of(form: Affine, prefix: str) -> str:
+    text = str(form.number) if form.number >= 0 else f"({form.number})"
+    if form.rest is None:
+        return text
+    rest = python_of(form.rest, prefix)
+    return f"{rest} + {text}" if form.number else rest
 
 
 def python_of(node: Expr, prefix: str) -> str:

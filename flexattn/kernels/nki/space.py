@@ -12,7 +12,7 @@ from flexattn.device.neuroncore import BANK_BYTES, PSUM_BANKS, STATIONARY_MAX, N
 from flexattn.errors import ConfigError
 from flexattn.kernels.nki.config import (
     CHUNK,
-    MaskForm,
+    MaskSelect,
     NkiConfig,
     NkiDecodeConfig,
     NkiPrefillConfig,
@@ -24,7 +24,7 @@ from flexattn.problem import Problem
 __all__ = ["Needs", "NkiRule", "NkiSurvey", "default", "reasons", "survey", "violated"]
 
 Effort = Literal["quick", "full"]
-FORMS: tuple[MaskForm, ...] = ("range", "affine", "select")
+FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +218,10 @@ def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
                 yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
 
 
-def _forms(problem: Problem) -> tuple[MaskForm, ...]:
+def _forms(problem: Problem) -> tuple[MaskSelect, ...]:
     return FORMS if problem.structure.mask is not None else FORMS[:1]
 
 
-def _with(config: NkiConfig, mask: MaskForm) -> NkiConfig:
+def _with(config: NkiConfig, mask: MaskSelect) -> NkiConfig:
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return type(config)(**{**values, "mask": mask})

@@ -12,11 +12,14 @@ from typing import Literal
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
-from flexattn.mods.expr import Expr, fingerprint, walk
+from flexattn.mods.analysis.affine import Affine, affine_forms
+from flexattn.mods.analysis.dependence import Variables
+from flexattn.mods.expr import Expr, fingerprint, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
+from flexattn.problem import INDEX_RANGES
 
-__all__ = ["Affine", "Table", "Tabulated", "affine_forms", "is_static", "tabulate"]
+__all__ = ["Table", "Tabulated", "is_linear", "is_static", "linear_forms", "tabulate"]
 
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
 # What engines compute on whole tiles; the printer spells each of these.
@@ -27,20 +30,6 @@ ON_CHIP = frozenset(
 )
 # What Python computes when a kernel is specialised.
 STATIC = frozenset("add sub mul neg floor_div floor_mod".split())
-
-
-@dataclass(frozen=True, slots=True)
-class Affine:
-    """q * q_idx + kv * kv_idx + rest, where `rest` is an expression of numbers, b and h alone."""
-
-    q: int
-    kv: int
-    rest: Expr | None
-
-    @property
-    def relative(self) -> bool:
-        """It depends on kv_idx - q_idx alone."""
-        return self.q + self.kv == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,52 +65,17 @@ def tabulate(mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> Ta
     return Tabulated(tuple(map(cutter.cut, parts)), tuple(cutter.tables))
 
 
-def affine_forms(parts: tuple[Expr, ...]) -> dict[Expr, Affine]:
-    """The integer nodes that are affine in q_idx and kv_idx."""
-    found: dict[Expr, Affine] = {}
-    for node in walk(*parts):
-        form = _affine(node, [found.get(arg) for arg in node.args])
-        if form is not None:
-            found[node] = form
-    return found
+def linear_forms(parts: tuple[Expr, ...], packed: bool) -> dict[Expr, Affine]:
+    """The integer nodes that are linear in a tile's rows and keys; packed: as of `tabulate`."""
+    found = affine_forms(parts, INDEX_RANGES)
+    return {node: form for node, form in found.items() if is_linear(form, packed)}
 
 
-def _affine(node: Expr, args: list[Affine | None]) -> Affine | None:
-    if not is_int(node.dtype):
-        return None
-    if node.op == "var" and node.value in ("q_idx", "kv_idx"):
-        return Affine(int(node.value == "q_idx"), int(node.value == "kv_idx"), None)
-    if is_static(node):
-        return Affine(0, 0, node)
-    if any(arg is None for arg in args):
-        return None
-    forms = [arg for arg in args if arg is not None]
-    if node.op == "cast" and is_int(node.args[0].dtype):
-        return forms[0]
-    if node.op == "neg":
-        return _scaled(forms[0], -1, node.dtype)
-    if node.op in ("add", "sub"):
-        other = _scaled(forms[1], -1, node.dtype) if node.op == "sub" else forms[1]
-        return _sum(forms[0], other, node.dtype)
-    if node.op == "mul":
-        for place, factor in enumerate(node.args):
-            if factor.op == "const":
-                return _scaled(forms[1 - place], int(factor.value or 0), node.dtype)
-    return None
-
-
-def _scaled(form: Affine, factor: int, dtype: str) -> Affine:
-    rest = form.rest
-    if rest is not None:
-        rest = Expr("mul", dtype, (rest, Expr("const", dtype, (), factor)))
-    return Affine(form.q * factor, form.kv * factor, rest)
-
-
-def _sum(one: Affine, other: Affine, dtype: str) -> Affine:
-    rest = one.rest or other.rest
-    if one.rest is not None and other.rest is not None:
-        rest = Expr("add", dtype, (one.rest, other.rest))
-    return Affine(one.q + other.q, one.kv + other.kv, rest)
+def is_linear(form: Affine, packed: bool) -> bool:
+    """Whether Python knows all of a form but the rows and keys, and packed rows are not in it."""
+    if form.rest is None:
+        return not (packed and form.q)
+    return is_static(form.rest) and not (packed and (form.q or reads(form.rest, "h")))
 
 
 def is_static(node: Expr) -> bool:
@@ -138,12 +92,10 @@ class _Cutter:
         self.mod, self.target, self.packed = mod, target, packed
         self.tables: list[Table] = []
         self.made: dict[Expr, Expr] = {}
-        self.names: dict[Expr, frozenset[str]] = {}
+        self.names = Variables()
         self.relative: dict[Expr, bool] = {}
-        self.affine = forms = affine_forms(parts)
+        self.affine = forms = linear_forms(parts, packed)
         for node in walk(*parts):
-            own = {str(node.value)} if node.op == "var" else set()
-            self.names[node] = frozenset(own.union(*(self.names[arg] for arg in node.args)))
             form = forms.get(node)
             inner = all(self.relative[arg] for arg in node.args)
             position = node.op == "var" and node.value in ("q_idx", "kv_idx")
@@ -157,7 +109,7 @@ class _Cutter:
     def _new(self, node: Expr) -> Expr:
         if node.op in ("const", "scalar") or (node.op == "var" and node.value == "score"):
             return node
-        names = self.names[node]
+        names = self.names(node)
         if node.op == "cast" and _keeps(node):
             return self.cut(node.args[0])
         if "score" in names:
@@ -182,14 +134,9 @@ class _Cutter:
 
     def _easy(self, node: Expr) -> bool:
         """What costs the chip an iota, or nothing: affine indices, and numbers Python knows."""
-        form = self.affine.get(node)
-        if form is None:
-            return is_static(node) and not (self.packed and "h" in self.names[node])
-        if not self.packed:
-            return True
-        # Packed rows are query heads and positions: neither is affine in the row's number.
-        rest = frozenset() if form.rest is None else _variables(form.rest)
-        return form.q == 0 and "h" not in rest
+        return node in self.affine or (
+            is_static(node) and not (self.packed and "h" in self.names(node))
+        )
 
     def _rebuilt(self, node: Expr) -> Expr:
         args = tuple(self.cut(arg) for arg in node.args)
@@ -200,7 +147,7 @@ class _Cutter:
         mod = self.mod
         stamp = fingerprint(mod.kind, node, mod.buffers, mod.scalars)
         part = Mod(mod.kind, node, mod.buffers, mod.scalars, stamp)
-        names = self.names[node]
+        names = self.names(node)
         head = "h" in names or (self.packed and kind in ("row", "pair"))
         self.tables.append(Table(name, kind, part, "b" in names, head))
         return Expr("table", node.dtype, (), name)
@@ -223,7 +170,3 @@ def _keeps(node: Expr) -> bool:
     if is_int(target):
         return is_int(source) or source == "bool"
     return target in wide
-
-
-def _variables(expr: Expr) -> frozenset[str]:
-    return frozenset(str(node.value) for node in walk(expr) if node.op == "var")

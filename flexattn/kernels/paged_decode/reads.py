@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from flexattn.kernels.paged_decode.space import LINE
 from flexattn.kernels.printers.mask_parts import MaskParts
-from flexattn.kernels.printers.span import free_bounds_of
 from flexattn.kernels.printers.triton_ops import itemsize, triton_type
 from flexattn.kernels.printers.triton_printer import buffer_names
-from flexattn.problem import Captures
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Captures
 
 __all__ = ["Fetched", "Peek", "fetched_ahead", "peeks_of", "reads_last_keys"]
 
@@ -66,14 +66,11 @@ def fetched_ahead(captures: Captures | None) -> Iterator[Fetched]:
             yield Fetched(f"{base} + {step}", " & ".join(exists))
 
 
-def reads_last_keys(captures: Captures | None, mask: MaskParts | None) -> bool:
+def reads_last_keys(captures: Captures) -> bool:
     """Whether a mask reads memory for each key, and only for the last keys of a request."""
-    if captures is None or mask is None:
-        return False
-    printed = [part.printed for part in mask.parts]
-    reads = any("tl.load(" in line for each in printed for line in (*each.early, *each.body))
-    free = free_bounds_of(captures.mod)
-    return reads and free is not None and not any(lowest for lowest, *_ in free)
+    form = mask_form(captures.mod.expr, INDEX_RANGES)
+    free = form.free_edges
+    return form.loads_by_key and free is not None and not any(edge.lowest for edge in free)
 
 
 def peeks_of(mask: MaskParts) -> tuple[Peek, ...]:

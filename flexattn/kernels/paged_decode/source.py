@@ -23,10 +23,11 @@ from flexattn.kernels.paged_decode.space import (
 )
 from flexattn.kernels.printers.mask_parts import MaskParts, whole
 from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
-from flexattn.kernels.printers.span import Edge, edges, free_bounds_of, free_edges
+from flexattn.kernels.printers.span import PrintedEdge, print_edges
 from flexattn.kernels.printers.triton_ops import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
-from flexattn.problem import Captures
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Captures
 
 __all__ = [
     "combine_rows",
@@ -91,7 +92,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     if score is not None and config.walk == "warp":
         score = with_layouts(score)
     mask = _printed(form.mask, form, device)
-    late = not form.prefix and reads_last_keys(form.mask, mask)
+    late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
     if late and config.walk == "program" and device.backend != "hip":
         mask = _printed(form.mask, form, device, peeks=True)
@@ -252,12 +253,14 @@ def _shared(
     used: Sequence[MaskParts | PrintedScore],
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
-    found: tuple[Edge, ...] = ()
-    free: tuple[Edge, ...] | None = None
+    found: tuple[PrintedEdge, ...] = ()
+    free: tuple[PrintedEdge, ...] | None = None
     if form.mask is not None and not form.prefix:
         traits = _traits(form, device, False)
-        found = edges(form.mask.mod, form.mask.contiguous, traits)
-        free = free_edges(form.mask.mod, form.mask.contiguous, traits)
+        about = mask_form(form.mask.mod.expr, INDEX_RANGES)
+        found = print_edges(form.mask, about.edges, traits)
+        if about.free_edges is not None:
+            free = print_edges(form.mask, about.free_edges, traits)
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = _request_names(form)
@@ -342,7 +345,7 @@ def _printed(
     if captures is None:
         return None
     needed = "i < end"
-    if not form.prefix and free_bounds_of(captures.mod) is not None:
+    if not form.prefix and mask_form(captures.mod.expr, INDEX_RANGES).free_edges is not None:
         needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
     if peeks:
         # Nothing but its end bounds what is free, so no tile begins before it.

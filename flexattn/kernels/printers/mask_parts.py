@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.printers.triton_printer import INDEX_RANGES, Printed, Traits, View, print_mod
-from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import KeyBounds, Numbers, key_bounds, numbers_of
+from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
+from flexattn.mods.analysis.mask_form import DocumentIds, mask_form
+from flexattn.mods.expr import Expr
 from flexattn.mods.simplify import make
-from flexattn.problem import Captures
+from flexattn.problem import INDEX_RANGES, Captures
 
-__all__ = ["Bound", "MaskPart", "MaskParts", "mask_parts", "whole"]
+__all__ = ["MaskPart", "MaskParts", "SpanEnd", "mask_parts", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class MaskPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class SpanEnd:
     """A bound on the keys of a tile's rows, for its first and for its last row.
 
     A later row's bound is never lower. first, last: what they are called. divides: whether some
@@ -47,7 +47,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Numbers of rows and keys that must be equal, looked at before the loop.
+    """DocumentIds of rows and keys that must be equal, looked at before the loop.
 
     Where the rows of a tile have one number, and its keys follow one another in the blocks that
     need the mask, two ends say what the tile keeps, and no tile of keys compares numbers: 6 % of
@@ -71,8 +71,8 @@ class MaskParts:
     """
 
     parts: tuple[MaskPart, ...]
-    low: Bound | None = None
-    high: Bound | None = None
+    low: SpanEnd | None = None
+    high: SpanEnd | None = None
     segments: Segments | None = None
     upto: bool = False
 
@@ -105,23 +105,20 @@ def mask_parts(
     segments: whether the template looks at segments before its loop. columns: whether it compares
     each row's bounds with its keys, by `keys_below`.
     """
-    found = key_bounds(captures.mod.expr, INDEX_RANGES)
-    if found is None:
-        found = KeyBounds(None, None, None, None, captures.mod.expr)
-    if packed_heads > 1 and _names_head(found):
+    form = mask_form(captures.mod.expr, INDEX_RANGES)
+    span, rest, same = form.span, form.span.rest, None
+    if packed_heads > 1 and span.per_head:
         return whole(captures, traits, "masked")
-    rest = found.rest
-    numbers = numbers_of(rest) if segments and rest is not None else None
-    same = None
-    if numbers is not None:
-        same, rest = make("eq", "bool", (numbers.row, numbers.key)), numbers.rest
+    documents = form.documents if segments else None
+    if documents is not None:
+        same, rest = make("eq", "bool", (documents.row, documents.key)), documents.rest
     sides = (
-        ("below", found.below, "masked & (i < low_end)"),
-        ("above", found.above, "masked & (i >= high_begin)"),
+        ("below", span.below, "masked & (i < low_end)"),
+        ("above", span.above, "masked & (i >= high_begin)"),
         ("same", same, "masked & apart"),
         ("rest", rest, "masked"),
     )
-    bounds = {"below": found.low, "above": found.high}
+    bounds = {"below": span.low, "above": span.high}
     parts = []
     for name, expr, needed in sides:
         bound = bounds.get(name)
@@ -129,11 +126,10 @@ def mask_parts(
             parts.append(MaskPart(_compared(captures, name, bound, traits), needed))
         elif expr is not None:
             parts.append(MaskPart(_printed(captures, expr, traits, View(f"mask_{name}")), needed))
-    low = _bound(captures, traits, "low", found.low, found.below)
-    high = _bound(captures, traits, "high", found.high, found.above)
-    looked = None if numbers is None else _segments(captures, traits, numbers)
-    upto = found.high is not None and found.low is None and found.below is found.rest is None
-    return MaskParts(tuple(parts), low, high, looked, upto)
+    low = _bound(captures, traits, "low", span.low, span.below)
+    high = _bound(captures, traits, "high", span.high, span.above)
+    looked = None if documents is None else _segments(captures, traits, documents)
+    return MaskParts(tuple(parts), low, high, looked, span.is_prefix)
 
 
 def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Printed:
@@ -143,8 +139,8 @@ def _compared(captures: Captures, name: str, bound: Expr, traits: Traits) -> Pri
     return replace(printed, result=under if name == "above" else f"{under} == 0")
 
 
-def _segments(captures: Captures, traits: Traits, numbers: Numbers) -> Segments:
-    row, key = numbers.row, numbers.key
+def _segments(captures: Captures, traits: Traits, documents: DocumentIds) -> Segments:
+    row, key = documents.row, documents.key
     views = (
         (row, View("row_number", q_idx="offs_m")),
         (row, View("one_number", q_idx="first_row", by_row=False)),
@@ -158,7 +154,7 @@ def _segments(captures: Captures, traits: Traits, numbers: Numbers) -> Segments:
 
 def _bound(
     captures: Captures, traits: Traits, name: str, expr: Expr | None, part: Expr | None
-) -> Bound | None:
+) -> SpanEnd | None:
     if expr is None:
         return None
     # Of one head the bound is a number, also where decode's rows each know their head.
@@ -169,13 +165,8 @@ def _bound(
         )
         for row in ("first", "last")
     )
-    return Bound((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
+    return SpanEnd((*first.hoisted, *last.hoisted), first.result, last.result, part is not None)
 
 
 def _printed(captures: Captures, expr: Expr, traits: Traits, view: View) -> Printed:
     return print_mod(replace(captures.mod, expr=expr), captures.contiguous, traits, view)
-
-
-def _names_head(found: KeyBounds) -> bool:
-    roots = [expr for expr in (found.low, found.high) if expr is not None]
-    return any(node.op == "var" and node.value == "h" for node in walk(*roots))

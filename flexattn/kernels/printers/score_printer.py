@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexattn.kernels.printers.printed_score import Fused, Limits, PrintedScore, Ramp
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
-from flexattn.mods.dependence import FREE, Reads, slope_of
+from flexattn.mods.analysis.dependence import FREE, Variables, slope_of
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, times
@@ -66,7 +66,7 @@ class _Score:
         self.hands = hands
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
-        self.reads = Reads()
+        self.reads = Variables()
         self.hoisted: list[str] = []
         self.early: list[str] = []
         self.body: list[str] = []
@@ -361,7 +361,7 @@ def _conjuncts(keep: Expr) -> list[Expr]:
     return [keep]
 
 
-def _affine(part: Expr, reads: Reads) -> tuple[int, int] | None:
+def _affine(part: Expr, reads: Variables) -> tuple[int, int] | None:
     """For x < y or x <= y of integers: the constant slopes of y - x in q_idx and kv_idx."""
     if part.op not in ("lt", "le") or not is_int(part.args[0].dtype):
         return None

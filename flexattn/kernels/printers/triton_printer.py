@@ -17,20 +17,13 @@ from flexattn.kernels.printers.triton_ops import (
     triton_type,
 )
 from flexattn.mods import Mod
-from flexattn.mods.bounds import Range, all_bounds
+from flexattn.mods.analysis.intervals import Interval, intervals_of
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_float, is_int
-from flexattn.problem import MAX_HEADS, MAX_LENGTH
+from flexattn.problem import INDEX_RANGES
 
-# Tiles overshoot a length by less than 2**12 lanes.
-INDEX_RANGES: dict[str, Range] = {
-    "b": (0, MAX_LENGTH),
-    "h": (0, MAX_HEADS),
-    "q_idx": (0, MAX_LENGTH + 2**12),
-    "kv_idx": (0, MAX_LENGTH + 2**12),
-}
-INT32: Range = (-(2**31), 2**31 - 1)
+INT32: Interval = (-(2**31), 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +137,7 @@ class _Printer:
         self.values: dict[Expr, _Value] = {}
         nodes = list(walk(mod.expr))
         self.uses = Counter(arg for node in nodes for arg in node.args)
-        self.ranges = all_bounds(mod.expr, INDEX_RANGES)
+        self.ranges = intervals_of(mod.expr, INDEX_RANGES)
         self.ahead = feeding_loads(nodes)
         self.summed = frozenset() if traits.interpreted else summed_halves(nodes)
         self.node = mod.expr

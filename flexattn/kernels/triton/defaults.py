@@ -9,7 +9,6 @@ from functools import lru_cache
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base.features import (
     FEW_BY_KEY,
-    RANGES,
     compares_numbers,
     loads_by_key,
     loads_tiles,
@@ -18,8 +17,8 @@ from flexattn.kernels.base.features import (
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
 from flexattn.kernels.triton.tiles import fit_to_mask
-from flexattn.mods.key_bounds import key_bounds
-from flexattn.problem import Problem, Structure
+from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.problem import INDEX_RANGES, Problem, Structure
 
 __all__ = ["decode_defaults", "prefill_defaults"]
 
@@ -81,9 +80,9 @@ def _order(structure: Structure) -> Order:
     if structure.sparsity is None:
         return "last"
     if structure.sparsity.runs and structure.mask is not None:
-        found = key_bounds(structure.mask.mod.expr, RANGES)
-        if found is not None and found.low is not None and found.high is not None:
-            return "last" if found.rest is None else "heads"
+        span = mask_form(structure.mask.mod.expr, INDEX_RANGES).span
+        if span.low is not None and span.high is not None:
+            return "last" if span.rest is None else "heads"
     return "heads"
 
 

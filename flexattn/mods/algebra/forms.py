@@ -6,8 +6,8 @@ over a tile as q alone: the difference of two ranges is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.simplify import make
@@ -108,11 +108,4 @@ def truth(value: bool) -> Expr:
 
 def both(*terms: Expr) -> Expr:
     """The conjunction of conditions."""
-    return _joined("and", terms, truth(True))
-
-
-def _joined(op: str, terms: Iterable[Expr], neutral: Expr) -> Expr:
-    result = neutral
-    for term in terms:
-        result = make(op, "bool", (result, term))
-    return result
+    return reduce(lambda x, y: make("and", "bool", (x, y)), terms, truth(True))

@@ -16,7 +16,7 @@ from flexattn.mods.algebra.flags import Flag
 from flexattn.mods.algebra.forms import both, constant, integer, single, truth
 from flexattn.mods.algebra.real import Real
 from flexattn.mods.algebra.whole import Whole, settled
-from flexattn.mods.bounds import dtype_range
+from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import make

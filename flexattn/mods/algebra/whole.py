@@ -15,7 +15,7 @@ from flexattn.mods.algebra.forms import (
     single,
     truth,
 )
-from flexattn.mods.bounds import dtype_range
+from flexattn.mods.analysis.intervals import dtype_range
 from flexattn.mods.expr import Expr
 from flexattn.mods.simplify import make
 

@@ -8,6 +8,7 @@ import torch
 from flexattn.kernels.paged_decode.reads import AHEAD, fetched_ahead
 from flexattn.mods import bind
 from flexattn.problem import captures_of
+from flexattn.serving.request import KV_DTYPES
 
 VIEWS = {
     "a row": torch.zeros(40),
@@ -60,3 +61,7 @@ def test_nothing_is_asked_for_without_captured_tensors():
     assert not tuple(fetched_ahead(None))
     captures = captures_of(bind(lambda score, b, h, q, kv: score * 2.0 - q, "score"))
     assert not tuple(fetched_ahead(captures))
+
+
+def test_every_cache_dtype_has_a_name_that_triton_knows():
+    assert all(isinstance(name, str) and "torch" not in name for name in KV_DTYPES.values())

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from flexattn.catalogue import checkerboard, dilated_window, natten_2d, sliding_tile_3d
 from flexattn.kernels.base.arguments import captured_arguments, captured_values
 from flexattn.kernels.printers.torch_printer import evaluate
-from flexattn.kernels.printers.triton_printer import INDEX_RANGES, Traits, print_mod
+from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind, site
+from flexattn.mods.analysis.intervals import interval_of
+from flexattn.mods.analysis.key_span import key_span
 from flexattn.mods.bind import clear, record, stats
-from flexattn.mods.bounds import bounds
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.key_bounds import key_bounds
 from flexattn.mods.numbers import (
     DIVISIONS,
     derived,
@@ -24,7 +24,7 @@ from flexattn.mods.numbers import (
 )
 from flexattn.mods.simplify import make
 from flexattn.mods.site import MAX_CONSTANT_DIVISORS
-from flexattn.problem import Captures
+from flexattn.problem import INDEX_RANGES, Captures
 from flexattn.settings import override
 
 Q, K = torch.arange(61)[:, None], torch.arange(67)[None, :]
@@ -257,7 +257,7 @@ def test_what_a_callable_clamps_itself_is_no_number_with_limits(one_constant):
         assert torch.equal(kept(bound), mod(n)(0, 0, Q, K))
     for node in walk(bound.mod.expr):
         found = number_of(node)
-        assert found is None or bounds(node, INDEX_RANGES) == found[1]
+        assert found is None or interval_of(node, INDEX_RANGES) == found[1]
         assert divisor_of(node) is None or node.op in DIVISIONS
 
 
@@ -269,8 +269,8 @@ def test_a_block_of_unknown_size_bounds_the_keys_too(one_constant):
 
     for n in (2, 12):
         bound = bind(blocks(n), "mask")
-    found = key_bounds(bound.mod.expr, INDEX_RANGES)
-    assert divisors(bound.mod.expr) and found is not None and found.high is not None
+    found = key_span(bound.mod.expr, INDEX_RANGES)
+    assert divisors(bound.mod.expr) and found.high is not None
 
 
 def test_recorded_values_stay_constants_beside_new_ones(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flexattn.catalogue import CASES, alibi, causal_score, relative_bias, scaled, softcap
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
-from flexattn.mods.dependence import Reads, along_diagonals, slope_of
+from flexattn.mods.analysis.dependence import Variables, along_diagonals, slope_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.rules import ONE, RULES
 from flexattn.mods.simplify import make
@@ -153,7 +153,7 @@ def test_before_equals_after(expr, mask, off, shift):
         expr = make("where", FLOAT, (mask, expr, number(-math.inf)))
     terms = check(expr, ALL - off, shift)
     assert not {step.rule for step in terms.steps} & off
-    reads = Reads()
+    reads = Variables()
     for part, barred in (
         (terms.inner, {"score", "kv_idx"}),
         (terms.outer, {"score", "kv_idx"}),
@@ -190,7 +190,7 @@ def test_every_rule_at_once(expr):
 def test_a_slope_is_exact_and_a_diagonal_constant(expr, shift):
     env = points()
     moved = env | {"q_idx": env["q_idx"] + shift}
-    slope = slope_of(expr, "q_idx", Reads())
+    slope = slope_of(expr, "q_idx", Variables())
     if slope is not None:
         change = value(make("cast", FLOAT, (slope,)), env) * shift
         assert torch.allclose(value(expr, moved), value(expr, env) + change, rtol=1e-12)

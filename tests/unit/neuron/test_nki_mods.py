@@ -68,6 +68,13 @@ def test_a_range_select_spares_the_maximum():
     assert mods.mask.reduces and not mods.mask.needs_sbuf and "s" in mods.tiles
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_not_less_may_be_no_number(kind):
+    """~(x < 0.5) was printed as x >= 0.5, which a NaN is not: kept keys were lost."""
+    bias = torch.tensor([float("nan"), 0.0, 1.0] * 5)
+    check(1, 2, 1, 4, 15, mask_mod=lambda b, h, q_idx, kv_idx: ~(bias[kv_idx] < 0.5), kind=kind)
+
+
 def test_one_source_for_what_means_the_same():
     def other(b, h, q_idx, kv_idx):
         return ~(kv_idx > q_idx)

@@ -7,30 +7,30 @@ from collections.abc import Callable, Mapping
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import is_int
 
-__all__ = ["Range", "all_bounds", "bounds", "dtype_range"]
+__all__ = ["Interval", "dtype_range", "interval_of", "intervals_of"]
 
-Range = tuple[int, int]
+Interval = tuple[int, int]
 
 
-def bounds(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
+def interval_of(expr: Expr, ranges: Mapping[str, Interval]) -> Interval | None:
     """The inclusive range of an integer or bool Expr; None for a float.
 
     Sound: no value outside the range can occur while the variables stay in theirs, wrapping
     on overflow included. Variables that are not named, run-time scalars and integers from
     memory may be anything their dtype holds.
     """
-    return all_bounds(expr, ranges)[expr]
+    return intervals_of(expr, ranges)[expr]
 
 
-def all_bounds(expr: Expr, ranges: Mapping[str, Range]) -> dict[Expr, Range | None]:
-    """`bounds` of an Expr and of everything it is made of, in one pass."""
-    found: dict[Expr, Range | None] = {}
+def intervals_of(expr: Expr, ranges: Mapping[str, Interval]) -> dict[Expr, Interval | None]:
+    """`interval_of` for an Expr and everything it is made of, in one pass."""
+    found: dict[Expr, Interval | None] = {}
     for node in walk(expr):
-        found[node] = _bound(node, [found[arg] for arg in node.args], ranges)
+        found[node] = _interval(node, [found[arg] for arg in node.args], ranges)
     return found
 
 
-def dtype_range(dtype: str) -> Range:
+def dtype_range(dtype: str) -> Interval:
     """The smallest and largest value of an integer dtype or bool."""
     if dtype == "bool":
         return 0, 1
@@ -38,7 +38,9 @@ def dtype_range(dtype: str) -> Range:
     return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def _bound(node: Expr, args: list[Range | None], ranges: Mapping[str, Range]) -> Range | None:
+def _interval(
+    node: Expr, args: list[Interval | None], ranges: Mapping[str, Interval]
+) -> Interval | None:
     if not is_int(node.dtype) and node.dtype != "bool":
         return None
     limits = dtype_range(node.dtype)
@@ -61,19 +63,19 @@ def _bound(node: Expr, args: list[Range | None], ranges: Mapping[str, Range]) ->
     return result
 
 
-def _to_bool(x: Range) -> Range:
+def _to_bool(x: Interval) -> Interval:
     return int(x[0] > 0 or x[1] < 0), int(x != (0, 0))
 
 
-def _corners(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range]:
-    def rule(x: Range, y: Range) -> Range:
+def _corners(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Interval]:
+    def rule(x: Interval, y: Interval) -> Interval:
         values = [op(i, j) for i in x for j in y]
         return min(values), max(values)
 
     return rule
 
 
-def _abs(x: Range) -> Range:
+def _abs(x: Interval) -> Interval:
     low = 0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1]))
     return low, max(abs(x[0]), abs(x[1]))
 
@@ -82,8 +84,8 @@ def _truncate(x: int, y: int) -> int:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
-def _dividing(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range | None]:
-    def rule(x: Range, y: Range) -> Range | None:
+def _dividing(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Interval | None]:
+    def rule(x: Interval, y: Interval) -> Interval | None:
         # A divisor of either sign reaches its extremes at its ends and next to zero.
         ends = {j for j in (y[0], y[1], -1, 1) if j != 0 and y[0] <= j <= y[1]}
         if y[0] <= 0 <= y[1]:  # the machine decides what a division by zero gives
@@ -94,7 +96,7 @@ def _dividing(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range |
     return rule
 
 
-def _floor_mod(x: Range, y: Range) -> Range | None:
+def _floor_mod(x: Interval, y: Interval) -> Interval | None:
     if y[0] > 0 and x[0] >= 0:
         return x if x[1] < y[0] else (0, min(x[1], y[1] - 1))
     if y[0] > 0:
@@ -102,43 +104,43 @@ def _floor_mod(x: Range, y: Range) -> Range | None:
     return (y[0] + 1, 0) if y[1] < 0 else None
 
 
-def _trunc_mod(x: Range, y: Range) -> Range | None:
+def _trunc_mod(x: Interval, y: Interval) -> Interval | None:
     if y[0] <= 0 <= y[1]:
         return None
     most = max(abs(y[0]), abs(y[1])) - 1
     return max(-most, min(x[0], 0)), min(most, max(x[1], 0))
 
 
-def _and(x: Range, y: Range) -> Range | None:
+def _and(x: Interval, y: Interval) -> Interval | None:
     positive = [r for r in (x, y) if r[0] >= 0]
     return (0, min(r[1] for r in positive)) if positive else None
 
 
-def _or(x: Range, y: Range) -> Range | None:
+def _or(x: Interval, y: Interval) -> Interval | None:
     if x[0] < 0 or y[0] < 0:
         return None
     return max(x[0], y[0]), 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
 
 
-def _xor(x: Range, y: Range) -> Range | None:
+def _xor(x: Interval, y: Interval) -> Interval | None:
     if x[0] < 0 or y[0] < 0:
         return None
     return 0, 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
 
 
-def _shl(x: Range, y: Range) -> Range | None:
+def _shl(x: Interval, y: Interval) -> Interval | None:
     return _corners(lambda i, j: i << j)(x, y) if y[0] >= 0 and y[1] < 64 else None
 
 
-def _shr(x: Range, y: Range) -> Range | None:
+def _shr(x: Interval, y: Interval) -> Interval | None:
     return _corners(lambda i, j: i >> j)(x, y) if y[0] >= 0 and y[1] < 64 else None
 
 
-def _sign(x: Range) -> Range:
+def _sign(x: Interval) -> Interval:
     return (x[0] > 0) - (x[0] < 0), (x[1] > 0) - (x[1] < 0)
 
 
-_RULES: dict[str, Callable[..., Range | None]] = {
+_RULES: dict[str, Callable[..., Interval | None]] = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "mul": _corners(lambda i, j: i * j),

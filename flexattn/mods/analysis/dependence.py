@@ -6,7 +6,7 @@ from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["FREE", "Reads", "along_diagonals", "same_in_tiles", "slope_of"]
+__all__ = ["FREE", "Variables", "along_diagonals", "same_in_tiles", "slope_of"]
 
 # What does not change over a tile of one head.
 FREE: frozenset[str] = frozenset(("b", "h"))
@@ -16,7 +16,7 @@ _COMPARE = ("eq", "ne", "lt", "le")
 STEPS = 31
 
 
-class Reads:
+class Variables:
     """The variables that reach an Expr; each node is looked at once."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def _divides(size: int, node: Expr) -> bool:
     return divisor > 0 and divisor % size == 0
 
 
-def slope_of(expr: Expr, name: str, reads: Reads) -> Expr | None:
+def slope_of(expr: Expr, name: str, reads: Variables) -> Expr | None:
     """The k of expr(x) = expr(x0) + k (x - x0) in the variable `name`; None where there is none.
 
     k reads no position. It has expr's dtype, and is the constant 0 where expr does not read the
@@ -83,7 +83,7 @@ def _stays(dtype: str, slope: Expr) -> bool:
     return dtype == "int64" or (dtype == "int32" and steps is not None and steps <= STEPS)
 
 
-def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Reads) -> Expr | None:
+def _slope(node: Expr, slopes: list[Expr | None], name: str, reads: Variables) -> Expr | None:
     found = [slope for slope in slopes if slope is not None]
     if len(found) < len(slopes):
         return None
