@@ -2,24 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 from flexattn.device import Device
+from flexattn.kernels.hopper import case as hopper
 from flexattn.kernels.space import printed, printed_gluon
-from flexattn.kernels.space.config import Config, GluonPrefillConfig
-from flexattn.kernels.space.terms import numbers
+from flexattn.kernels.space.amd_config import AmdDecodeConfig, AmdPrefillConfig, limited
+from flexattn.kernels.space.config import (
+    ORDERS,
+    Config,
+    DecodeConfig,
+    GluonPrefillConfig,
+    PrefillConfig,
+    padded,
+    pieces,
+)
+from flexattn.kernels.space.terms import (
+    compares_numbers,
+    is_dense,
+    loads_by_key,
+    loads_tiles,
+    multiplies_ramp,
+)
+from flexattn.kernels.space.tiles import power_above
 from flexattn.problem import Structure
 
-__all__ = ["estimated", "estimates"]
+__all__ = ["case_of", "estimates"]
+
+_HINTED = (AmdPrefillConfig, AmdDecodeConfig)
 
 
 def estimates(config: Config, structure: Structure, device: Device) -> tuple[int, int]:
     """Bytes of shared memory, and registers of one thread."""
-    return estimated(config, numbers(config, structure, device))
+    if isinstance(config, GluonPrefillConfig):
+        theirs = hopper.case_of(config, structure, device)
+        printed_gluon.estimate(theirs)
+        return theirs.shared_memory, theirs.registers
+    case = case_of(config, structure, device)
+    printed.estimate(case)
+    return case.shared_memory, case.registers
 
 
-def estimated(config: Config, values: Sequence[int]) -> tuple[int, int]:
-    """The estimates from a case's numbers, whose config must break no rule of its own."""
-    module = printed_gluon if isinstance(config, GluonPrefillConfig) else printed
-    shared, registers = module.estimates(values)
-    return int(shared), int(registers)
+def case_of(
+    config: PrefillConfig | DecodeConfig, structure: Structure, device: Device
+) -> printed.Case:
+    """What the symbols of space/stated/symbols.py stand for; nothing is estimated yet."""
+    splits, use_tma, known_order, waves, rows = 0, False, True, 0, 0
+    if isinstance(config, DecodeConfig):
+        splits = config.num_splits
+    else:
+        use_tma, known_order = config.use_tma, config.order in ORDERS
+    if isinstance(config, _HINTED):
+        waves, rows = config.waves_per_eu, config.matrix_instr_nonkdim
+        device = limited(device, config)
+    return printed.Case(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        config.num_warps,
+        config.num_stages,
+        splits,
+        use_tma,
+        known_order,
+        waves,
+        rows,
+        *_fixed(structure, device),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _fixed(structure: Structure, device: Device) -> tuple[Any, ...]:
+    qk, v = structure.head_dim_qk, structure.head_dim_v
+    rows, keys = 0, 0
+    if structure.sparsity is not None:
+        rows = structure.sparsity.q_block * structure.packed_heads
+        keys = structure.sparsity.kv_block
+    sizes = (structure.itemsize, qk, v, padded(qk), padded(v), len(pieces(qk)), len(pieces(v)))
+    blocks = (rows, keys, power_above(rows), power_above(keys))
+    facts = (
+        structure.kind == "decode",
+        structure.dtype == "float32" and not structure.tf32,
+        loads_by_key(structure) and not compares_numbers(structure),
+        loads_tiles(structure),
+        multiplies_ramp(structure, device),
+        is_dense(structure),
+    )
+    limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
+    engines = (device.has_tma, device.has_wgmma, device.backend == "hip")
+    return (*sizes, *blocks, *facts, *limits, *engines)

@@ -1,21 +1,13 @@
-"""The numbers of one case that the symbols of feasibility stand for."""
+"""Facts of a structure that kernels, and what they take, depend on."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 from flexattn.device import Device
-from flexattn.kernels.space.config import (
-    ORDERS,
-    Config,
-    DecodeConfig,
-    GluonPrefillConfig,
-    PrefillConfig,
-    padded,
-    pieces,
-)
-from flexattn.kernels.space.gluon_config import CONSUMER_ROWS, GLUON_ORDERS, SCHEDULES
-from flexattn.kernels.space.tiles import power_above, walks_runs
+from flexattn.kernels.space.config import Config, GluonPrefillConfig
+from flexattn.kernels.space.gluon_config import CONSUMER_ROWS
+from flexattn.kernels.space.tiles import walks_runs
 from flexattn.mods.dependence import same_in_tiles
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.key_bounds import key_bounds, numbers_of
@@ -26,98 +18,11 @@ RANGES = {
 }  # fmt: skip
 
 
-def numbers(config: Config, structure: Structure, device: Device) -> tuple[int, ...]:
-    """What SYMBOLS stand for, in their order; truth values are bools.
-
-    Those of space/stated/gluon.py for a config of the Gluon template, else of symbols.py there.
-    """
-    if isinstance(config, GluonPrefillConfig):
-        return _gluon_numbers(config, structure, device)
-    return (
-        config.BLOCK_M,
-        config.BLOCK_N,
-        config.num_warps,
-        config.num_stages,
-        config.num_splits if isinstance(config, DecodeConfig) else 0,
-        isinstance(config, PrefillConfig) and config.use_tma,
-        not isinstance(config, PrefillConfig) or config.order in ORDERS,
-        *_fixed(structure, device),
-    )
-
-
-def _gluon_numbers(
-    config: GluonPrefillConfig, structure: Structure, device: Device
-) -> tuple[int, ...]:
-    return (
-        config.consumers,
-        config.BLOCK_N,
-        config.num_stages,
-        config.registers,
-        config.producer_registers,
-        config.ping_pong,
-        config.schedule != "grid",
-        config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
-        config.section,
-        config.q_registers,
-        config.watched,
-        1 if config.narrow else 2,
-        config.heads,
-        *_gluon_fixed(structure, device, config.BLOCK_N),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _gluon_fixed(structure: Structure, device: Device, keys: int) -> tuple[int, ...]:
-    qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
-    blocks = (0, 0, False)
-    if sparsity is not None:
-        blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
-    facts = (
-        structure.kind == "decode",
-        structure.score is not None,
-        loads_by_key(structure, keys) or loads_diagonals(structure),
-        loads_tiles(structure, keys),
-        _dense(structure),
-        sparsity is not None and sparsity.per_head,
-        structure.kv_dtype != "",
-    )
-    limits = (device.shared_memory, device.has_wgmma)
-    # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
-    return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
-
-
-def _columns(head_dim: int) -> int:
-    return max(64, power_above(head_dim))
-
-
-def _dense(structure: Structure) -> bool:
+def is_dense(structure: Structure) -> bool:
     """Whether q, k and v lie as the bulk copy engine reads them."""
     layout = structure.layout
     contiguous = layout.q_contiguous and layout.k_contiguous and layout.v_contiguous
     return contiguous and layout.aligned
-
-
-@lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
-    qk, v = structure.head_dim_qk, structure.head_dim_v
-    rows, keys = 0, 0
-    if structure.sparsity is not None:
-        rows = structure.sparsity.q_block * structure.packed_heads
-        keys = structure.sparsity.kv_block
-    sizes = (structure.itemsize, qk, v, padded(qk), padded(v), len(pieces(qk)), len(pieces(v)))
-    blocks = (rows, keys, power_above(rows), power_above(keys))
-    facts = (
-        structure.kind == "decode",
-        structure.dtype == "float32" and not structure.tf32,
-        loads_by_key(structure) and not compares_numbers(structure),
-        loads_tiles(structure),
-        multiplies_ramp(structure, device),
-        _dense(structure),
-    )
-    limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
-    engines = (device.has_tma, device.has_wgmma, device.backend == "hip")
-    return (*sizes, *blocks, *facts, *limits, *engines)
 
 
 def multiplies_ramp(structure: Structure, device: Device) -> bool:

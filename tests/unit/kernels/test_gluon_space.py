@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named
 from flexattn.errors import ConfigError
+from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.render.gluon.arguments import arguments
-from flexattn.kernels.render.gluon.tiles import shared_memory
+from flexattn.kernels.render.gluon.tiles import output_and_slots
 from flexattn.kernels.render.kernel import render
 from flexattn.kernels.space import gluon
 from flexattn.kernels.space.config import GluonPrefillConfig, language_of
@@ -21,7 +22,7 @@ from flexattn.kernels.space.estimates import estimates
 from flexattn.kernels.space.gluon_config import CONSUMER_REGISTERS
 from flexattn.kernels.space.rules import GLUON, reasons, unpromising, violated
 from flexattn.kernels.space.stated import gluon as stated
-from flexattn.kernels.space.terms import numbers, skips_far
+from flexattn.kernels.space.terms import skips_far
 from flexattn.kernels.space.tiles import geometry, suited
 from flexattn.kernels.space.triton import space, survey
 from flexattn.problem import Layout
@@ -120,9 +121,10 @@ def test_every_rule_has_a_case():
 @given(cases, configs, st.sampled_from([*KNOWN.values()]))
 def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     structure = case.structure
-    known = dict(zip(stated.SYMBOLS, numbers(config, structure, device), strict=True))
-    taken = int(stated.SHARED_MEMORY.subs(known)), int(stated.REGISTERS.subs(known))
-    assert estimates(config, structure, device) == taken
+    numbers = case_of(config, structure, device)
+    known = {symbol: getattr(numbers, symbol.name) for symbol in stated.SYMBOLS}
+    taken = (*stated.SHARED_MEMORY.exact(known), stated.REGISTERS.exact(known))
+    assert estimates(config, structure, device) == (taken[0], taken[-1])
     known |= dict(zip(stated.ESTIMATED, taken, strict=True))
 
     def broken(rules, group):
@@ -134,12 +136,26 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     assert unpromising(config, structure, device) == broken(GLUON.worth, stated.WORTH)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases, configs)
-def test_the_space_and_the_kernel_count_the_same_shared_memory(case, config):
-    if not violated(config, case.structure, H200):
-        counted = shared_memory(case.structure, config, H200)
-        assert estimates(config, case.structure, H200)[0] == counted
+@pytest.mark.parametrize(
+    ("config", "about", "expected"),
+    [
+        (PLAIN, {}, (164864, False, 1)),
+        (replace(PLAIN, schedule="dynamic"), {}, (230400, True, 2)),
+        # Three persistent consumers, one short stage: the output and a second Q just fit.
+        (GluonPrefillConfig(3, 16, 1, 160, schedule="dynamic"), {"D": 256, "Dv": 64},
+         (232448, True, 2)),
+        (GluonPrefillConfig(1, 32, 2, 240, schedule="static"), {"D": 256}, (148480, True, 2)),
+        (GluonPrefillConfig(2, 64, 2, 240, schedule="static"), {"D": 192, "Dv": 128},
+         (132096, False, 1)),
+    ],
+)  # fmt: skip
+def test_the_space_and_the_kernel_count_the_same_shared_memory(config, about, expected):
+    """Once both counted, and they differed by 96 KiB in the third case: in a comparison sympy took a Piecewise for
+    its first piece, words of a mod that there was not.
+    """
+    structure = problem(**about).structure
+    assert (estimates(config, structure, H200)[0],) == expected[:1]
+    assert output_and_slots(structure, config, H200) == expected[1:]
 
 
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])

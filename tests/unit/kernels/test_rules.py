@@ -13,20 +13,22 @@ from hypothesis import strategies as st
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import INTERPRETER, KNOWN, named
+from flexattn.kernels.space.amd_config import AmdPrefillConfig
 from flexattn.kernels.space.axes import grid, orders, split_counts
 from flexattn.kernels.space.config import ORDERS, DecodeConfig, PrefillConfig, language_of
 from flexattn.kernels.space.defaults import default
-from flexattn.kernels.space.estimates import estimates
+from flexattn.kernels.space.estimates import case_of, estimates
 from flexattn.kernels.space.rules import GLUON, TRITON, reasons, unpromising, violated
 from flexattn.kernels.space.stated import inequalities
 from flexattn.kernels.space.stated.formulas import REGISTERS, SHARED_MEMORY
 from flexattn.kernels.space.stated.symbols import ESTIMATED, SYMBOLS
-from flexattn.kernels.space.terms import loads_early, numbers
+from flexattn.kernels.space.terms import loads_early
 from flexattn.kernels.space.tiles import geometry, power_above
 from flexattn.kernels.space.triton import LEFT_OUT, QUICK, space, survey
 from flexattn.problem import Layout
 from tests.problems import problem
 
+MI300X = named("amd-mi300x")
 H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-5090"))
 STRIDED = Layout(False, False, False, False)
 BIAS = relative_bias(torch.zeros(32, 64), 32)
@@ -44,6 +46,8 @@ BREAKS = [
     ("stages", PrefillConfig(64, 64, 4, 0), {}, H200),
     ("splits", DecodeConfig(16, 64, 4, 2, -1), {"kind": "decode"}, H200),
     ("order", PrefillConfig(64, 64, 4, 2, order="sideways"), {}, H200),
+    ("hints", AmdPrefillConfig(64, 64, 4, 2, waves_per_eu=2), {}, H200),
+    ("hints", AmdPrefillConfig(64, 32, 4, 1, waves_per_eu=9), {}, MI300X),
     ("dtype", PrefillConfig(64, 64, 4, 2), {"dtype": "float8_e4m3fn"}, H200),
     ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (32, 64)}, H200),
     ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (64, 32)}, H200),
@@ -122,8 +126,9 @@ THIRDS = (
 def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     """sympy's own exact arithmetic against the Python function that dispatch calls."""
     structure = case.structure
-    known = dict(zip(SYMBOLS, numbers(config, structure, device), strict=True))
-    taken = int(SHARED_MEMORY.subs(known)), int(REGISTERS.subs(known))
+    numbers = case_of(config, structure, device)
+    known = {symbol: getattr(numbers, symbol.name) for symbol in SYMBOLS}
+    taken = SHARED_MEMORY.exact(known), REGISTERS.exact(known)
     assert estimates(config, structure, device) == taken
     known |= dict(zip(ESTIMATED, taken, strict=True))
 

@@ -1,0 +1,1 @@
+"""Prefill on Hopper, in Gluon."""

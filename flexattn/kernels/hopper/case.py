@@ -1,0 +1,60 @@
+"""The numbers of one case that the symbols of Hopper's feasibility stand for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.kernels.space.gluon_config import GLUON_ORDERS, SCHEDULES, GluonPrefillConfig
+from flexattn.kernels.space.printed_gluon import Case
+from flexattn.kernels.space.terms import is_dense, loads_by_key, loads_diagonals, loads_tiles
+from flexattn.kernels.space.tiles import power_above
+from flexattn.problem import Structure
+
+__all__ = ["case_of"]
+
+
+def case_of(config: GluonPrefillConfig, structure: Structure, device: Device) -> Case:
+    """What the symbols of space/stated/gluon.py stand for; nothing is estimated yet."""
+    return Case(
+        config.consumers,
+        config.BLOCK_N,
+        config.num_stages,
+        config.registers,
+        config.producer_registers,
+        config.ping_pong,
+        config.schedule != "grid",
+        config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
+        config.section,
+        config.q_registers,
+        config.watched,
+        1 if config.narrow else 2,
+        config.heads,
+        *_fixed(structure, device, config.BLOCK_N),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _fixed(structure: Structure, device: Device, keys: int) -> tuple[Any, ...]:
+    qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
+    blocks = (0, 0, False)
+    if sparsity is not None:
+        blocks = (sparsity.q_block, sparsity.kv_block, sparsity.runs)
+    facts = (
+        structure.kind == "decode",
+        structure.score is not None,
+        loads_by_key(structure, keys) or loads_diagonals(structure),
+        loads_tiles(structure, keys),
+        is_dense(structure),
+        sparsity is not None and sparsity.per_head,
+        structure.kv_dtype != "",
+    )
+    limits = (device.shared_memory, device.has_wgmma)
+    # Tiles of K are copied in parts of 64 columns where their width is no power of two.
+    held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
+    return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
+
+
+def _columns(head_dim: int) -> int:
+    return max(64, power_above(head_dim))
