@@ -5,13 +5,22 @@ from pathlib import Path
 import pytest
 import sympy
 
-from flexattn.kernels.space import printed, printed_gluon
-from flexattn.kernels.space.stated import gluon, inequalities
+from flexattn.kernels.space import (
+    printed,
+    printed_gluon,
+    printed_nki,
+    printed_serving,
+    printed_serving_warps,
+)
+from flexattn.kernels.space.stated import gluon, inequalities, nki, serving, serving_warps
 from flexattn.kernels.space.stated.printer import text
 
 PRINTED = {
     "triton": (printed, inequalities, inequalities.TRITON),
     "hopper": (printed_gluon, gluon, gluon.HOPPER),
+    "programs": (printed_serving, serving, serving.PROGRAMS),
+    "warps": (printed_serving_warps, serving_warps, serving_warps.WARPS),
+    "nki": (printed_nki, nki, nki.NKI),
 }
 
 

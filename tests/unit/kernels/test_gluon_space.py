@@ -150,8 +150,8 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     ],
 )  # fmt: skip
 def test_the_space_and_the_kernel_count_the_same_shared_memory(config, about, expected):
-    """Once both counted, and they differed by 96 KiB in the third case: in a comparison sympy took a Piecewise for
-    its first piece, words of a mod that there was not.
+    """Once both counted, and of the third case they differed by 96 KiB: in a comparison sympy took
+    a Piecewise for its first piece, words of a mod that there was not.
     """
     structure = problem(**about).structure
     assert (estimates(config, structure, H200)[0],) == expected[:1]

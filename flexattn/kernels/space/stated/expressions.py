@@ -30,8 +30,8 @@ __all__ = ["Python", "fitted", "pieces"]
 _RELATIONS = {"Equality": "==", "Unequality": "!="}
 
 
-class Python(  # type: ignore[misc]  # sympy ships no types
-    Printer
+class Python(
+    Printer,  # type: ignore[misc]  # sympy ships no types
 ):
     """Prints expressions, a case's numbers as its fields and steps by their names.
 
