@@ -57,5 +57,16 @@ def violated(rules: Sequence[Rule[CaseT]], case: CaseT) -> list[Rule[CaseT]]:
 
 def worded(rules: Iterable[Rule[Any]], case: Any, told: Mapping[str, object]) -> list[str]:
     """What broken rules say of a case, each thing once. told: what words name beside numbers."""
-    known = {name: getattr(case, name) for name in case.__slots__} | dict(told)
-    return list(dict.fromkeys(rule.says.format(**known) for rule in rules))
+    known = _Names(case, told)
+    return list(dict.fromkeys(rule.says.format_map(known) for rule in rules))
+
+
+class _Names(dict[str, object]):
+    """What words are told, and of a case what they ask for."""
+
+    def __init__(self, case: object, told: Mapping[str, object]) -> None:
+        super().__init__(told)
+        self._case = case
+
+    def __missing__(self, name: str) -> object:
+        return getattr(self._case, name)

@@ -92,7 +92,7 @@ def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
 def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: Case) -> None:
     shape = shape_of(problem, config)
     case.itemsize, case.lanes = shape.itemsize, shape.lanes
-    case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles))
+    case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
 
 
 def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:

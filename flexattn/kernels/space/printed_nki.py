@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flexattn.kernels.base.rule import Rule, Rules
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Case:
     """The numbers of one case."""
 

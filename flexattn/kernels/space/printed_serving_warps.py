@@ -11,7 +11,7 @@ from math import floor
 from flexattn.kernels.base.rule import Rule, Rules
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Case:
     """The numbers of one case."""
 

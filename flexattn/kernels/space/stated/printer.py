@@ -53,7 +53,7 @@ def text(statement: Statement, stated: str) -> str:
 def _case(statement: Statement) -> str:
     truths = _truths(statement)
     lines = [
-        "@dataclass(slots=True, eq=False)",
+        "@dataclass(slots=True, eq=False, repr=False)",
         "class Case:",
         '    """The numbers of one case."""',
         "",
