@@ -14,13 +14,12 @@ from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.hopper import printed
+from flexattn.kernels.hopper import printed, space
+from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, GluonPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid
 from flexattn.kernels.hopper.narrow_values import render_narrow_values
-from flexattn.kernels.hopper.numbers import numbers
 from flexattn.kernels.hopper.source import render
-from flexattn.kernels.hopper.space import axes, forms, offered, preferences
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 
@@ -35,10 +34,10 @@ class _Prefill:
     name = "hopper"
     kind: Kind = "prefill"
     language: Language = "gluon"
-    feasibility = Feasibility(printed, numbers)
+    feasibility = Feasibility(printed.RULES, case_of, printed.estimate)
 
     def offered(self, device: Device) -> bool:
-        return offered() and device.has_wgmma
+        return space.offered() and device.has_wgmma
 
     def leads(self, structure: Structure, device: Device) -> bool:
         if structure.fp8:
@@ -48,15 +47,15 @@ class _Prefill:
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[GluonPrefillConfig]:
-        return preferences(problem.structure)
+        return space.preferences(problem.structure)
 
     def variants(self, config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
-        return forms(config)
+        return space.forms(config)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
     ) -> Iterator[GluonPrefillConfig]:
-        return axes(problem, effort == "exhaustive")
+        return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
         plain = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)

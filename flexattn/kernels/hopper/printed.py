@@ -1,91 +1,272 @@
-"""What space/stated says, printed by sympy as Python; `make golden` prints it again."""
+"""Feasibility of the Gluon template, Hopper's prefill.
 
-# fmt: off
-# ruff: noqa
+Printed of stated/gluon.py, which says what the numbers mean, by `make golden`.
+"""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from dataclasses import dataclass
 from math import floor
 
-NAMES = tuple("consumers BLOCK_N num_stages consumer_registers producer_registers ping_pong persistent known_words section q_held watched v_itemsize heads itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs decodes scored loads_keys loads_tile dense_layout lists_differ mixed shared_limit has_wgmma".split())
-SHAPE = (
-    ("consumers", "consumers={consumers} is not between 1 and 3"),
-    ("power of two", "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256"),
-    ("stages", "num_stages={num_stages} is not between 1 and 8"),
-    ("register split", "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves {producer_registers} of 512 for the loading warps of {consumers} consumers"),
-    ("ping pong", "ping_pong: one consumer has nobody to take turns with"),
-    ("barriers", "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more"),
-    ("order", "the order or the schedule of {config} is none of those there are"),
+from flexattn.kernels.base.rule import Rule, Rules
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Case:
+    """The numbers of one case."""
+
+    consumers: int
+    BLOCK_N: int
+    num_stages: int
+    consumer_registers: int
+    producer_registers: int
+    ping_pong: bool
+    persistent: bool
+    known_words: bool
+    section: int
+    q_held: int
+    watched: bool
+    v_itemsize: int
+    heads: int
+    itemsize: int
+    qk_dim: int
+    v_dim: int
+    qk_padded: int
+    v_padded: int
+    mask_rows: int
+    mask_keys: int
+    runs: bool
+    decodes: bool
+    scored: bool
+    loads_keys: bool
+    loads_tile: bool
+    dense_layout: bool
+    lists_differ: bool
+    mixed: bool
+    shared_limit: int
+    has_wgmma: bool
+    # Known where the rules of the shape hold.
+    shared_memory: int = 0
+    own_output: bool = False
+    q_slots: int = 0
+    registers: int = 0
+
+
+def shared_memory(case: Case) -> tuple[int, bool, int]:
+    """Bytes of shared memory; whether the output has tiles of its own; tiles of Q.
+
+    In bytes: Q, the stages of K and V, the output where it does not leave through Q's place, the
+    barriers.
+    """
+    q_tile = 64 * case.consumers * case.itemsize * case.qk_padded
+    keys = case.BLOCK_N * case.itemsize * case.num_stages * case.qk_padded
+    values = case.BLOCK_N * case.num_stages * case.v_itemsize * case.v_padded
+    # What a mod reads for keys or diagonals, at most two words for each, is handed on there.
+    handed_on = 8 * case.consumers * max(case.BLOCK_N, 64) if case.loads_keys else 0
+    loaded = handed_on + keys + q_tile + values + 1024
+    # An output of 256 columns leaves a persistent block in two halves.
+    halved = case.persistent and case.qk_padded == 256 and case.v_padded == 256
+    out_rows = 32 * case.consumers if halved else 64 * case.consumers
+    output = 2 * out_rows * case.v_padded
+    # Tiles of 192 columns are three parts of 64, each at an address of its own.
+    three = case.qk_padded == 192
+    # An output takes one or two of them.
+    in_parts = three and case.v_padded <= 128
+    in_whole = not halved and not three and case.qk_padded == case.v_padded
+    through_q = case.itemsize == 2 and (in_parts or in_whole)
+    two_parts = three and case.v_padded == 128
+    # A persistent block loads its next Q while an output leaves, if there is room.
+    early = case.persistent and not two_parts and loaded + output <= case.shared_limit
+    own = early or not through_q
+    needed = loaded + output if own else loaded
+    # It loads it while this one is multiplied, if there is room for both.
+    slots = 2 if own and case.persistent and case.shared_limit >= needed + q_tile else 1
+    return needed + q_tile * (slots - 1), own, slots
+
+
+def registers(case: Case) -> int:
+    """Registers of a consumer's thread.
+
+    Accumulator and scores in fp32, P, and what mods hold; loops of what passes do not spill.
+    """
+    # Tiles of 192 columns are three parts of 64, each at an address of its own.
+    three = case.qk_padded == 192
+    scores = case.BLOCK_N / 2
+    accumulator = case.v_padded / 2
+    # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum its
+    # own.
+    weights = accumulator + scores / 4 if case.v_itemsize == 1 else scores / 2
+    # Lists of blocks cost more than runs, of mods that read.
+    lists = 16 if not case.runs and case.mask_rows > 0 else 0
+    # Mods that read are fitted to compiled kernels.
+    if case.loads_tile:
+        gathered = floor(scores) + 8
+    elif case.loads_keys:
+        gathered = lists + floor(max(case.qk_padded - case.v_padded, 0) / 4) + 40
+    else:
+        gathered = 0
+    scored_registers = 8 if case.scored else 0
+    parts = 16 if three else 0
+    watch = 8 if case.watched and (three or case.q_held > 0) else 0
+    narrow_walk = case.v_itemsize == 1 and case.mask_rows > 0
+    watched_walk = case.persistent and case.watched and case.q_held > 0
+    walk = 8 if narrow_walk or watched_walk else 0
+    beside = parts + scored_registers + walk + watch + floor(3 * case.q_held / 16)
+    return beside + gathered + floor(accumulator + scores + weights) + 28
+
+
+def estimate(case: Case) -> None:
+    """Write into a case what its config takes."""
+    case.shared_memory, case.own_output, case.q_slots = shared_memory(case)
+    case.registers = registers(case)
+
+
+RULES: Rules[Case] = Rules(
+    shape=(
+        Rule(
+            "consumers",
+            "consumers={consumers} is not between 1 and 3",
+            lambda case: case.consumers >= 1 and case.consumers <= 3,
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256",
+            lambda case: case.BLOCK_N >= 16 and case.BLOCK_N <= 256 and 256 % case.BLOCK_N == 0,
+        ),
+        Rule(
+            "stages",
+            "num_stages={num_stages} is not between 1 and 8",
+            lambda case: case.num_stages >= 1 and case.num_stages <= 8,
+        ),
+        Rule(
+            "register split",
+            "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves "
+            "{producer_registers} of 512 for the loading warps of {consumers} consumers",
+            lambda case: (
+                case.consumer_registers >= 24
+                and case.consumer_registers <= 240
+                and case.consumer_registers * case.consumers + case.producer_registers <= 512
+                and case.consumer_registers % 8 == 0
+            ),
+        ),
+        Rule(
+            "ping pong",
+            "ping_pong: one consumer has nobody to take turns with",
+            lambda case: not case.ping_pong or case.consumers >= 2,
+        ),
+        Rule(
+            "barriers",
+            "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
+            lambda case: (
+                case.consumers * (2 if case.ping_pong else 1) + 2 * case.num_stages + 2 <= 14
+            ),
+        ),
+        Rule(
+            "order",
+            "the order or the schedule of {config} is none of those there are",
+            lambda case: case.known_words and case.section >= 1,
+        ),
+    ),
+    fit=(
+        Rule(
+            "arch",
+            "{arch} has no wgmma: the Gluon template is Hopper's",
+            lambda case: case.has_wgmma,
+        ),
+        Rule(
+            "prefill",
+            "the Gluon template is for prefill",
+            lambda case: not case.decodes,
+        ),
+        Rule(
+            "dtype",
+            "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
+            lambda case: case.itemsize <= 2,
+        ),
+        Rule(
+            "dtype",
+            "the Gluon template takes k and v in the dtype of q",
+            lambda case: not case.mixed,
+        ),
+        Rule(
+            "fp8",
+            "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
+            "q_registers is 0",
+            lambda case: (
+                case.itemsize > 1
+                or (case.q_held == 0 and case.qk_dim == case.v_dim and case.qk_dim != 192)
+            ),
+        ),
+        Rule(
+            "narrow",
+            "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
+            lambda case: case.v_itemsize != 1 or (case.itemsize == 1 and case.BLOCK_N >= 32),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256",
+            lambda case: case.qk_dim in (64, 96, 128, 192, 256),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {v_dim} is not one of 64, 96, 128, 256",
+            lambda case: case.v_dim in (64, 96, 128, 256),
+        ),
+        Rule(
+            "tma",
+            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda case: case.dense_layout,
+        ),
+        Rule(
+            "q registers",
+            "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+            lambda case: (
+                case.q_held == 0
+                or (
+                    case.qk_padded != 192
+                    and (
+                        case.q_held == case.qk_padded
+                        or (case.q_held >= 64 and 2 * case.q_held == case.qk_padded)
+                    )
+                )
+            ),
+        ),
+        Rule(
+            "mask block",
+            "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's "
+            "block of {mask_rows}",
+            lambda case: (
+                case.mask_rows == 0
+                or (case.runs and case.mask_rows % 64 == 0)
+                or case.mask_rows % (64 * case.consumers / case.heads) == 0
+            ),
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
+            lambda case: case.mask_keys == 0 or case.mask_keys % case.BLOCK_N == 0,
+        ),
+        Rule(
+            "packed",
+            "packed: the {heads} heads of a tile have lists of blocks of their own",
+            lambda case: not case.lists_differ or case.heads == 1,
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+            lambda case: case.shared_memory <= case.shared_limit,
+        ),
+        Rule(
+            "registers",
+            "registers: about {registers} a thread, a consumer has {consumer_registers}",
+            lambda case: case.registers <= case.consumer_registers,
+        ),
+    ),
+    worth=(
+        Rule(
+            "no overlap",
+            "no overlap: {num_stages} stage of K and V",
+            lambda case: case.num_stages >= 2,
+        ),
+    ),
 )
-FIT = (
-    ("arch", "{arch} has no wgmma: the Gluon template is Hopper's"),
-    ("prefill", "the Gluon template is for prefill"),
-    ("dtype", "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn"),
-    ("dtype", "the Gluon template takes k and v in the dtype of q"),
-    ("fp8", "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and q_registers is 0"),
-    ("narrow", "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys"),
-    ("head dimension", "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256"),
-    ("head dimension", "head dimension {v_dim} is not one of 64, 96, 128, 256"),
-    ("tma", "q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
-    ("q registers", "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them"),
-    ("mask block", "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block of {mask_rows}"),
-    ("mask block", "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}"),
-    ("packed", "packed: the {heads} heads of a tile have lists of blocks of their own"),
-    ("shared memory", "shared memory: about {shared_memory} bytes, {device} has {shared_limit}"),
-    ("registers", "registers: about {registers} a thread, a consumer has {consumer_registers}"),
-)
-WORTH = (
-    ("no overlap", "no overlap: {num_stages} stage of K and V"),
-)
-
-
-def estimates(values: Sequence[int]) -> tuple[float, ...]:
-    """Shared memory, registers."""
-    consumers, BLOCK_N, num_stages, _, _, _, persistent, _, _, q_held, watched, v_itemsize, _, itemsize, _, _, qk_padded, v_padded, mask_rows, _, runs, _, scored, loads_keys, loads_tile, _, _, _, shared_limit, *_ = values
-    return (
-        ((BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 2*((32*consumers*v_padded) if persistent and (qk_padded == 256) and (v_padded == 256) else (64*consumers*v_padded)) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024) if ((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))) if loads_keys and persistent and (qk_padded == 256) and (v_padded == 256) else (((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))) if persistent and (qk_padded == 256) and (v_padded == 256) else (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*itemsize*qk_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))))))) else (BLOCK_N*num_stages*v_itemsize*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 2*((32*consumers*v_padded) if persistent and (qk_padded == 256) and (v_padded == 256) else (64*consumers*v_padded)) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024) if ((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))) if loads_keys and persistent and (qk_padded == 256) and (v_padded == 256) else (((persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 64*consumers*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192)))) if persistent and (qk_padded == 256) and (v_padded == 256) else (persistent and (shared_limit >= BLOCK_N*num_stages*v_itemsize*v_padded + 128*consumers*v_padded + 8*consumers*((64) if (BLOCK_N <= 64) else (BLOCK_N)) + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + 1024) and not ((qk_padded == 192) and (v_padded == 128)) or not ((itemsize == 2) and ((qk_padded == 192) and (v_padded <= 128) or (qk_padded == v_padded) and not (persistent and (qk_padded == 256) and (v_padded == 256)) and (qk_padded != 192))))))) else (BLOCK_N*num_stages*v_itemsize*v_padded + itemsize*(BLOCK_N*num_stages*qk_padded + 64*consumers*qk_padded) + ((8*consumers*max(64, BLOCK_N)) if loads_keys else (0)) + 1024)),
-        ((8) if scored else (0)) + ((8) if watched and ((qk_padded == 192) or (q_held > 0)) else (0)) + ((8) if (v_itemsize == 1) and (mask_rows > 0) or persistent and watched and (q_held > 0) else (0)) + ((16) if (qk_padded == 192) else (0)) + ((floor((1/2)*BLOCK_N) + 8) if loads_tile else (((16) if not runs and (mask_rows > 0) else (0)) + floor((1/4)*max(0, qk_padded - v_padded)) + 40) if loads_keys else (0)) + floor((3/16)*q_held) + floor((1/2)*BLOCK_N + (1/2)*v_padded + (((1/8)*BLOCK_N + (1/2)*v_padded) if (v_itemsize == 1) else ((1/4)*BLOCK_N))) + 28,
-    )
-
-
-def shape(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of SHAPE hold."""
-    consumers, BLOCK_N, num_stages, consumer_registers, producer_registers, ping_pong, _, known_words, section, *_ = values
-    return (
-        (consumers >= 1) and (consumers <= 3),
-        (256 % max(1, BLOCK_N) == 0) and (BLOCK_N >= 16) and (BLOCK_N <= 256),
-        (num_stages >= 1) and (num_stages <= 8),
-        (consumer_registers % 8 == 0) and (consumer_registers >= 24) and (consumer_registers <= 240) and (consumer_registers*consumers + producer_registers <= 512),
-        (consumers >= 2) or not ping_pong,
-        (consumers*((2) if ping_pong else (1)) + 2*num_stages + 2 <= 14),
-        known_words and (section >= 1),
-    )
-
-
-def fit(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of FIT hold."""
-    consumers, BLOCK_N, _, consumer_registers, _, _, _, _, _, q_held, _, v_itemsize, heads, itemsize, qk_dim, v_dim, qk_padded, _, mask_rows, mask_keys, runs, decodes, _, _, _, dense_layout, lists_differ, mixed, shared_limit, has_wgmma, shared_memory, registers = values
-    return (
-        has_wgmma,
-        not decodes,
-        (itemsize <= 2),
-        not mixed,
-        (q_held == 0) and (qk_dim == v_dim) and (qk_dim != 192) or (itemsize > 1),
-        (itemsize == 1) and (BLOCK_N >= 32) or (v_itemsize != 1),
-        (qk_dim == 64) or (qk_dim == 96) or (qk_dim == 128) or (qk_dim == 192) or (qk_dim == 256),
-        (v_dim == 64) or (v_dim == 96) or (v_dim == 128) or (v_dim == 256),
-        dense_layout,
-        ((2*q_held == qk_padded) and (q_held >= 64) or (q_held == qk_padded)) and (qk_padded != 192) or (q_held == 0),
-        runs and ((mask_rows == 0) or (mask_rows % 64 == 0)) or (mask_rows == 0) or (mask_rows % max(1, 64*consumers/heads) == 0),
-        (mask_keys == 0) or (mask_keys % max(1, BLOCK_N) == 0),
-        (heads == 1) or not lists_differ,
-        (shared_memory <= shared_limit),
-        (registers <= consumer_registers),
-    )
-
-
-def worth(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of WORTH hold."""
-    _, _, num_stages, *_ = values
-    return (
-        (num_stages >= 2),
-    )

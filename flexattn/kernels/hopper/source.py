@@ -25,8 +25,7 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, GluonPrefillCon
 from flexattn.kernels.hopper.printer import MaskPieces, gluon_text, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
-    own_output,
-    q_slots,
+    output_and_slots,
     runs_of,
     tiles_of,
     value_bytes,
@@ -73,8 +72,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
-    slots = q_slots(structure, config, device)
-    persistent, apart = config.schedule != "grid", own_output(structure, config, device)
+    persistent = config.schedule != "grid"
+    apart, slots = output_and_slots(structure, config, device)
     reach = skips_far(structure, config)
     noted = config.schedule != "grid" or sparsity is not None or reach
     fold_scale = structure.positive_scale if score is None else score.folded

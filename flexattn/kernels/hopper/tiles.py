@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals
 from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
 
 __all__ = [
     "Tiles",
-    "own_output",
-    "q_slots",
+    "output_and_slots",
     "reads_shared",
     "runs_of",
-    "shared_memory",
     "tiles_of",
     "value_bytes",
 ]
-
-# Barriers, and what the compiler keeps for starting the warps.
-_REST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,56 +78,15 @@ def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
     return loads_by_key(structure, (CONSUMER_ROWS, config.BLOCK_N)) or loads_diagonals(structure)
 
 
-def shared_memory(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
-    """Bytes of shared memory that the kernel needs, barriers and all."""
-    held = _loaded(structure, config) + _written(structure, config, device)
-    return held + (q_slots(structure, config, device) - 1) * _query(structure, config)
+def output_and_slots(
+    structure: Structure, config: GluonPrefillConfig, device: Device
+) -> tuple[bool, int]:
+    """Whether the output has tiles of its own, and how many tiles of Q are held.
 
-
-def own_output(structure: Structure, config: GluonPrefillConfig, device: Device) -> bool:
-    """Whether the output has tiles of its own; else it leaves through those of Q.
-
-    A persistent block then loads the next Q while the last output leaves.
+    space/stated/gluon.py says so, and counts what all of it takes.
     """
-    tiles = tiles_of(structure, config)
-    if structure.fp8 or tiles.qk_width != tiles.out_width:
-        return True
-    if tiles.out_chunks > 1:
-        return False
-    whole = _loaded(structure, config) + _output(structure, config)
-    return config.schedule != "grid" and whole <= device.shared_memory
-
-
-def q_slots(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
-    """How many tiles of Q are held: a persistent block has room for the next one, or has not."""
-    if config.schedule == "grid" or not _written(structure, config, device):
-        return 1
-    held = _loaded(structure, config) + _written(structure, config, device)
-    return 2 if held + _query(structure, config) <= device.shared_memory else 1
-
-
-def _loaded(structure: Structure, config: GluonPrefillConfig) -> int:
-    tiles = tiles_of(structure, config)
-    held = config.num_stages * config.BLOCK_N
-    words = 8 * config.consumers * max(config.BLOCK_N, CONSUMER_ROWS)
-    handed = words if reads_shared(structure, config) else 0
-    keys = structure.itemsize * tiles.qk_padded * (config.all_rows + held)
-    return keys + value_bytes(structure, config) * held * tiles.v_width + handed + _REST
-
-
-def _query(structure: Structure, config: GluonPrefillConfig) -> int:
-    return structure.itemsize * config.all_rows * tiles_of(structure, config).qk_padded
-
-
-def _output(structure: Structure, config: GluonPrefillConfig) -> int:
-    tiles = tiles_of(structure, config)
-    parts = tiles.out_chunks if tiles.qk_chunks == 1 else 1
-    return ITEMSIZE[structure.out_dtype] * config.all_rows * tiles.v_width // parts
-
-
-def _written(structure: Structure, config: GluonPrefillConfig, device: Device) -> int:
-    """What an output needs that does not leave through Q's tiles."""
-    return _output(structure, config) if own_output(structure, config, device) else 0
+    _, own_output, slots = shared_memory(case_of(config, structure, device))
+    return own_output, slots
 
 
 def _power(value: int) -> int:

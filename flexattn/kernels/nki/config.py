@@ -185,12 +185,15 @@ def row_tiles(structure: Structure, q_len: int, height: int) -> list[tuple[int, 
     ]
 
 
-def memory_of(problem: Problem, config: NkiConfig, tiles: dict[str, int]) -> tuple[int, int]:
+def memory_of(
+    problem: Problem, config: NkiConfig, tiles: dict[str, int], shape: NkiShape | None = None
+) -> tuple[int, int]:
     """(SBUF bytes of a partition, PSUM banks) that the template allocates.
 
-    tiles: what the mods ask for, by pool. It is what the interpreter counts, to the byte.
+    tiles: what the mods ask for, by pool. shape: where it is known. It is what the interpreter
+    counts, to the byte.
     """
-    shape, s = shape_of(problem, config), problem.structure
+    shape, s = shape or shape_of(problem, config), problem.structure
     item, out = shape.itemsize, ITEMSIZE[s.dtype]
     turned = len(shape.pieces)
     sbuf = 2 * item * (2 * s.head_dim_qk + turned * config.BLOCK_M)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Literal
 
-from flexattn.device.neuroncore import BANK_BYTES, PSUM_BANKS, STATIONARY_MAX, NeuronCore
+from flexattn.device.neuroncore import NeuronCore
 from flexattn.errors import ConfigError
+from flexattn.kernels.base.rule import Rule, worded
 from flexattn.kernels.nki.config import (
     CHUNK,
     MaskSelect,
@@ -19,9 +21,10 @@ from flexattn.kernels.nki.config import (
     memory_of,
     shape_of,
 )
+from flexattn.kernels.nki.printed import RULES, Case
 from flexattn.problem import Problem
 
-__all__ = ["Needs", "NkiRule", "NkiSurvey", "default", "reasons", "survey", "violated"]
+__all__ = ["Needs", "NkiSurvey", "default", "reasons", "survey", "violated"]
 
 Effort = Literal["quick", "full"]
 FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
@@ -44,14 +47,6 @@ NeedsOf = Callable[[NkiConfig], Needs]
 
 
 @dataclass(frozen=True, slots=True)
-class NkiRule:
-    """One limit of the hardware that a config breaks: a short name to count by, and the words."""
-
-    name: str
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
 class NkiSurvey:
     """A space, the default first, and how many other configs broke each rule first."""
 
@@ -61,60 +56,43 @@ class NkiSurvey:
 
 def reasons(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[str]:
     """Why a config cannot run for a problem on a core; an empty list when it can."""
-    return [rule.says for rule in violated(config, problem, core, needs)]
+    case = _case(config, core, needs)
+    found = RULES.broken(case, partial(_estimate, config, problem, needs))
+    return worded(found, case, {"core": core.name, "refusal": needs.refused}) if found else []
 
 
-def violated(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[NkiRule]:
-    """The rules that a config breaks; with numbers that mean nothing, the others are not asked."""
-    found = list(_numbers(config))
-    return found or list(_limits(config, problem, core, needs))
-
-
-def _numbers(config: NkiConfig) -> Iterator[NkiRule]:
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if type(value) is int and value < 1:
-            yield NkiRule("at least one", f"{field.name}={value} is below 1")
-    if config.BLOCK_M > STATIONARY_MAX:
-        words = f"BLOCK_M={config.BLOCK_M}: a matmul has {STATIONARY_MAX} stationary columns"
-        yield NkiRule("rows", words)
-    if config.BLOCK_N < CHUNK:
-        yield NkiRule("keys", f"BLOCK_N={config.BLOCK_N} is less than a chunk of {CHUNK} keys")
-
-
-def _limits(
+def violated(
     config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs
-) -> Iterator[NkiRule]:
-    if needs.refused:
-        yield NkiRule("mods", needs.refused)
-    sbuf, banks = memory_of(problem, config, dict(needs.tiles))
-    if sbuf > core.sbuf_bytes:
-        words = f"SBUF: {sbuf} bytes of a partition, {core.name} has {core.sbuf_bytes}"
-        yield NkiRule("sbuf", words)
-    if banks > PSUM_BANKS:
-        yield NkiRule("psum", f"PSUM: {banks} banks, there are {PSUM_BANKS}")
-    if config.transpose == "dma" and config.form == "s":
-        if not core.has_dma_transpose:
-            yield NkiRule("dma transpose", f"transpose=dma: {core.name} has no DMA transpose")
-        if shape_of(problem, config).itemsize != 2:
-            yield NkiRule("dma transpose", "transpose=dma: it moves elements of 2 bytes")
-    if config.form == "st":
-        yield from _keys_on_partitions(config, shape_of(problem, config).lanes, core, needs)
-    elif needs.range_select and not core.has_range_select:
-        yield NkiRule("range_select", f"mask=range: {core.name} has no range_select")
+) -> list[Rule[Case]]:
+    """The rules that a config breaks; with numbers that mean nothing, the others are not asked."""
+    return RULES.broken(_case(config, core, needs), partial(_estimate, config, problem, needs))
 
 
-def _keys_on_partitions(
-    config: NkiConfig, lanes: int, core: NeuronCore, needs: Needs
-) -> Iterator[NkiRule]:
-    if needs.range_select:
-        words = "mask=range: range_select compares along the free dimension, and form=st has rows"
-        yield NkiRule("form", f"{words} there")
-    columns = BANK_BYTES // 4
-    several = config.score_buffers * lanes > columns
-    if several and columns % config.BLOCK_M and not core.has_bf16_psum:
-        words = f"form=st: tiles of BLOCK_M={config.BLOCK_M} rows cross the end of a PSUM bank"
-        yield NkiRule("form", words)
+def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
+    return Case(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        config.num_splits if isinstance(config, NkiDecodeConfig) else 1,
+        config.section,
+        config.score_buffers,
+        config.value_buffers,
+        config.buffers,
+        config.kv_buffers,
+        config.transpose == "dma",
+        config.form == "st",
+        bool(needs.refused),
+        needs.range_select,
+        core.sbuf_bytes,
+        core.has_dma_transpose,
+        core.has_range_select,
+        core.has_bf16_psum,
+    )
+
+
+def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: Case) -> None:
+    shape = shape_of(problem, config)
+    case.itemsize, case.lanes = shape.itemsize, shape.lanes
+    case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
 
 
 def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:

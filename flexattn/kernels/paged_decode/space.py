@@ -10,6 +10,8 @@ from typing import get_args
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import padded
+from flexattn.kernels.base.rule import worded
+from flexattn.kernels.paged_decode import printed as printed_serving
 from flexattn.kernels.paged_decode import warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
@@ -35,6 +37,8 @@ __all__ = [
     "workspace",
 ]
 
+COMBINES: tuple[Combine, ...] = get_args(Combine)
+
 
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
     """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
@@ -52,26 +56,22 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
         return [f"{config!r:.80} is no ServingConfig"]
     if config.walk == "warp":
         return serving_warps.reasons(config, form, device)
-    found = []
-    if config.combine == "await":
-        found.append("parts are awaited where tiles are dealt by heads or round")
-    elif config.combine not in get_args(Combine):
-        found.append(f"combine={config.combine!r} is one of {', '.join(get_args(Combine))}")
-    for name in ("BLOCK_M", "BLOCK_N"):
-        value = getattr(config, name)
-        if value < 16 or value & (value - 1):
-            found.append(f"{name}={value} is no power of two of at least 16")
-    if config.num_warps not in (1, 2, 4, 8) or config.num_stages < 1:
-        found.append("num_warps is 1, 2, 4 or 8, and num_stages at least 1")
-    if config.per_sm < 1 or config.least < 1:
-        found.append("per_sm and least are at least 1")
-    needed = shared_memory(config, form)
-    if needed > device.shared_memory:
-        found.append(f"tiles need about {needed} of {device.shared_memory} bytes of shared memory")
-    registers = config.BLOCK_M * (padded(form.head_dim_v) + config.BLOCK_N)
-    if registers > 32 * config.num_warps * (device.max_registers - 55):
-        found.append(f"{registers} accumulators do not fit {config.num_warps} warps' registers")
-    return found
+    case = printed_serving.Case(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        config.num_warps,
+        config.num_stages,
+        config.per_sm,
+        config.least,
+        config.combine == "await",
+        config.combine in COMBINES,
+        padded(form.head_dim_v),
+        shared_memory(config, form),
+        device.shared_memory,
+        device.max_registers,
+    )
+    found = printed_serving.RULES.broken(case, printed_serving.estimate)
+    return worded(found, case, {"combine": config.combine}) if found else []
 
 
 def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingConfig]:

@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Expr, Max, Mod, Ne, Not, Or, Piecewise, Rational, Symbol, floor, symbols
+from sympy import (
+    And,
+    Eq,
+    Max,
+    Mod,
+    Ne,
+    Not,
+    Or,
+    Piecewise,
+    Rational,
+    Symbol,
+    Tuple,
+    floor,
+    symbols,
+)
 
-from flexattn.kernels.stated.inequalities import Inequality
+from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-__all__ = ["FIT", "REGISTERS", "SHAPE", "SHARED_MEMORY", "SYMBOLS", "WORTH"]
+__all__ = [
+    "FIT",
+    "HOPPER",
+    "REGISTERS",
+    "SHAPE",
+    "SHARED_MEMORY",
+    "SYMBOLS",
+    "WORTH",
+]
 
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
@@ -34,8 +56,10 @@ DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
 SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
 NARROW = Eq(v_itemsize, 1)
-# What a config takes, as the formulas below have it: the last two symbols of every function.
-ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
+# What a config takes, as the formulas below have it.
+ESTIMATED = (shared_memory, own_output, q_slots, registers) = symbols(
+    "shared_memory own_output q_slots registers"
+)
 
 ROWS, THREADS, ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
@@ -56,62 +80,93 @@ NAMED_BARRIERS = 14
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
-def _shared_memory() -> Expr:
-    """Bytes: Q, the stages of K and V, and the output where it does not leave through Q's place.
+let = Steps()
 
-    A persistent block loads its next Q while an output leaves, if there is room; and while this
-    one is multiplied, if there is room for both.
-    """
-    q_tile, out_tile = ROWS * consumers * qk_padded, ROWS * consumers * v_padded
-    keys, values = (num_stages * BLOCK_N * columns for columns in (qk_padded, v_padded))
-    # What a mod reads for keys or diagonals, at most two words for each, is handed on there.
-    # In the comparisons below sympy takes it for its first piece: 6 KiB too much at most.
-    words = 8 * consumers * Max(BLOCK_N, ROWS)
-    read = Piecewise((words, loads_keys), (0, True))
-    shared = itemsize * (q_tile + keys) + v_itemsize * values + read + SHARED_SLACK
-    # An output of 256 columns leaves a persistent block in two halves.
-    halved = And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256))
-    apart = shared + ITEMSIZE * Piecewise((out_tile / 2, halved), (out_tile, True))
-    # Of a Q of 192 columns three tiles of 64 lie there, of which an output takes one or two.
-    parts = Eq(qk_padded, 192)
-    fits = Or(And(parts, v_padded <= 128), And(Not(parts), Eq(qk_padded, v_padded), Not(halved)))
-    through_q = And(fits, Eq(itemsize, ITEMSIZE))
-    two_parts = And(parts, Eq(v_padded, 128))
-    early = And(persistent, apart <= shared_limit, Not(two_parts))
-    alone = Or(Not(through_q), early)
-    twice = apart + itemsize * q_tile
-    both = And(alone, persistent, twice <= shared_limit)
-    return Piecewise((twice, both), (apart, alone), (shared, True))
+# Shared memory.
+q_tile = let("q_tile", ROWS * consumers * qk_padded * itemsize)
+keys = let("keys", num_stages * BLOCK_N * qk_padded * itemsize)
+values = let("values", num_stages * BLOCK_N * v_padded * v_itemsize)
+handed_on = let(
+    "handed_on",
+    Piecewise((8 * consumers * Max(BLOCK_N, ROWS), loads_keys), (0, True)),
+    "What a mod reads for keys or diagonals, at most two words for each, is handed on there.",
+)
+loaded = let("loaded", q_tile + keys + values + handed_on + SHARED_SLACK)
+halved = let(
+    "halved",
+    And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256)),
+    "An output of 256 columns leaves a persistent block in two halves.",
+)
+out_rows = let("out_rows", Piecewise((ROWS // 2 * consumers, halved), (ROWS * consumers, True)))
+output = let("output", ITEMSIZE * out_rows * v_padded)
+three = let(
+    "three",
+    Eq(qk_padded, 192),
+    "Tiles of 192 columns are three parts of 64, each at an address of its own.",
+)
+in_parts = let("in_parts", And(three, v_padded <= 128), "An output takes one or two of them.")
+in_whole = let("in_whole", And(Not(three), Eq(qk_padded, v_padded), Not(halved)))
+through_q = let("through_q", And(Or(in_parts, in_whole), Eq(itemsize, ITEMSIZE)))
+two_parts = let("two_parts", And(three, Eq(v_padded, 128)))
+early = let(
+    "early",
+    And(persistent, loaded + output <= shared_limit, Not(two_parts)),
+    "A persistent block loads its next Q while an output leaves, if there is room.",
+)
+own = let("own", Or(Not(through_q), early))
+needed = let("needed", Piecewise((loaded + output, own), (loaded, True)))
+slots = let(
+    "slots",
+    Piecewise((2, And(own, persistent, needed + q_tile <= shared_limit)), (1, True)),
+    "It loads it while this one is multiplied, if there is room for both.",
+)
 
+SHARED_MEMORY = let.formula(
+    "shared_memory own_output q_slots",
+    "Bytes of shared memory; whether the output has tiles of its own; tiles of Q. In bytes: Q, "
+    "the stages of K and V, the output where it does not leave through Q's place, the barriers.",
+    Tuple(needed + (slots - 1) * q_tile, own, slots),
+)
 
-def _registers() -> Expr:
-    """Of a consumer's thread: accumulator and scores in fp32, P in 16 bits; loops do not spill.
-
-    Mods that read are fitted to compiled kernels; lists of blocks cost more there than runs.
-    """
-    scores = ROWS * BLOCK_N / THREADS
-    values = ROWS * v_padded / THREADS
-    # Weights of 8 bits take half the place, and the product that is added to the sum its own.
-    made = values + scores + Piecewise((scores / 4 + values, NARROW), (scores / 2, True))
-    lists = Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True))
-    gathered = Piecewise(
+# Registers of a consumer's thread.
+scores = let("scores", ROWS * BLOCK_N / THREADS)
+accumulator = let("accumulator", ROWS * v_padded / THREADS)
+weights = let(
+    "weights",
+    Piecewise((scores / 4 + accumulator, NARROW), (scores / 2, True)),
+    "P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum "
+    "its own.",
+)
+lists = let(
+    "lists",
+    Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True)),
+    "Lists of blocks cost more than runs, of mods that read.",
+)
+gathered = let(
+    "gathered",
+    Piecewise(
         (floor(scores) + 8, loads_tile),
         (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
-    )
-    mods = Piecewise((SCORE_REGISTERS, scored), (0, True))
-    held = floor(HELD_REGISTERS * q_held)
-    # Tiles of 192 columns are three parts, each at an address of its own.
-    three = Eq(qk_padded, 192)
-    parts = Piecewise((PARTS_REGISTERS, three), (0, True))
-    watch = Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
-    walks = Or(And(NARROW, mask_rows > 0), And(watched, q_held > 0, persistent))
-    walk = Piecewise((WALK_REGISTERS, walks), (0, True))
-    return floor(made) + REGISTER_SLACK + held + parts + watch + walk + mods + gathered
+    ),
+    "Mods that read are fitted to compiled kernels.",
+)
+scored_registers = let("scored_registers", Piecewise((SCORE_REGISTERS, scored), (0, True)))
+parts = let("parts", Piecewise((PARTS_REGISTERS, three), (0, True)))
+watch = let(
+    "watch", Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
+)
+narrow_walk = let("narrow_walk", And(NARROW, mask_rows > 0))
+watched_walk = let("watched_walk", And(watched, q_held > 0, persistent))
+walk = let("walk", Piecewise((WALK_REGISTERS, Or(narrow_walk, watched_walk)), (0, True)))
+beside = let("beside", floor(HELD_REGISTERS * q_held) + parts + watch + walk + scored_registers)
 
-
-SHARED_MEMORY = _shared_memory()
-REGISTERS = _registers()
+REGISTERS = let.formula(
+    "registers",
+    "Registers of a consumer's thread. Accumulator and scores in fp32, P, and what mods hold; "
+    "loops of what passes do not spill.",
+    floor(scores + accumulator + weights) + REGISTER_SLACK + beside + gathered,
+)
 
 
 def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
@@ -120,7 +175,7 @@ def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
 
 
 def _divides(tile: Any, block: Any) -> Any:
-    return Or(Eq(block, 0), Eq(Mod(block, Max(tile, 1)), 0))
+    return Eq(Mod(block, tile), 0)
 
 
 # Those of the numbers alone: the others are asked where these hold.
@@ -132,7 +187,7 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "power of two",
-        And(BLOCK_N >= 16, BLOCK_N <= 256, Eq(Mod(256, Max(BLOCK_N, 1)), 0)),
+        And(BLOCK_N >= 16, BLOCK_N <= 256, Eq(Mod(256, BLOCK_N), 0)),
         "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256",
     ),
     Inequality(
@@ -211,13 +266,17 @@ FIT: tuple[Inequality, ...] = (
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
         "mask block",
-        Or(_divides(ROWS * consumers / heads, mask_rows), And(runs, _divides(ROWS, mask_rows))),
+        Or(
+            Eq(mask_rows, 0),
+            _divides(ROWS * consumers / heads, mask_rows),
+            And(runs, _divides(ROWS, mask_rows)),
+        ),
         "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block "
         "of {mask_rows}",
     ),
     Inequality(
         "mask block",
-        _divides(BLOCK_N, mask_keys),
+        Or(Eq(mask_keys, 0), _divides(BLOCK_N, mask_keys)),
         "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
     ),
     # That they share a KV head too is a matter of a problem's heads: geometry asks.
@@ -241,4 +300,14 @@ FIT: tuple[Inequality, ...] = (
 WORTH: tuple[Inequality, ...] = (
     # Nothing is loaded while the one tile of keys is in use.
     Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
+)
+
+HOPPER = Statement(
+    "the Gluon template, Hopper's prefill",
+    SYMBOLS,
+    FIT,
+    SHAPE,
+    WORTH,
+    ESTIMATED,
+    (SHARED_MEMORY, REGISTERS),
 )

@@ -1,24 +1,28 @@
-"""Feasibility, stated once: inequalities over a config, a problem and a device, in words too."""
+"""Feasibility of the Triton templates: inequalities over a config, a problem and a device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from sympy import And, Basic, Eq, Max, Mod, Not, Or
+from sympy import And, Eq, Mod, Ne, Not, Or
 
-from flexattn.kernels.stated.formulas import RDNA
+from flexattn.kernels.stated.formulas import RDNA, REGISTERS, SHARED_MEMORY
+from flexattn.kernels.stated.statement import Inequality, Statement
 from flexattn.kernels.stated.symbols import (
     BLOCK_M,
     BLOCK_N,
+    ESTIMATED,
+    SYMBOLS,
     decodes,
     dense_layout,
     has_tma,
+    is_hip,
     itemsize,
     keys_cover,
     known_order,
     mask_keys,
     mask_rows,
+    matrix_rows,
     num_splits,
     num_stages,
     num_warps,
@@ -34,25 +38,14 @@ from flexattn.kernels.stated.symbols import (
     v_padded,
     v_tiles,
     warp_size,
+    waves_per_eu,
 )
 
-__all__ = ["FIT", "SHAPE", "WORTH", "Inequality"]
-
-
-@dataclass(frozen=True)
-class Inequality:
-    """One condition: a short name that reports count by, what must hold, and what to say.
-
-    says: a format string over the symbols' names, and `device`, `arch` and `config`.
-    """
-
-    name: str
-    holds: Basic
-    says: str
+__all__ = ["FIT", "SHAPE", "TRITON", "WORTH"]
 
 
 def _tile(size: Any, name: str) -> Inequality:
-    divides = Eq(Mod(2**16, Max(size, 1)), 0)
+    divides = Eq(Mod(2**16, size), 0)
     words = f"{name}={{{name}}} is not a power of two of at least 16"
     return Inequality("power of two", And(size >= 16, divides), words)
 
@@ -63,13 +56,27 @@ def _one_tile(tiles: Any, size: Any, name: str) -> Inequality:
     return Inequality("tma", Or(Not(use_tma), fits), words)
 
 
+# More waves than this leave no kernel of ours its registers.
+MOST_WAVES = 8
+# Rows of a matrix instruction that there are: RDNA's have 16, CDNA's 16 or 32. Compilers drop
+# other hints without a word, or multiply tiles without matrix instructions.
+_KNOWN_ROWS = Or(
+    Eq(matrix_rows, 0), Eq(matrix_rows, 16), And(Eq(matrix_rows, 32), Ne(warp_size, 32))
+)
+_NO_HINTS = And(Eq(waves_per_eu, 0), Eq(matrix_rows, 0))
+
 # Those of the numbers alone: the others are asked where these hold.
 SHAPE: tuple[Inequality, ...] = (
+    Inequality(
+        "hints",
+        Or(_NO_HINTS, And(is_hip, waves_per_eu <= MOST_WAVES, _KNOWN_ROWS)),
+        "the compiler for {arch} does not know the hints of {config}",
+    ),
     _tile(BLOCK_M, "BLOCK_M"),
     _tile(BLOCK_N, "BLOCK_N"),
     Inequality(
         "warps",
-        And(num_warps >= 1, Eq(Mod(16, Max(num_warps, 1)), 0)),
+        And(num_warps >= 1, Eq(Mod(16, num_warps), 0)),
         "num_warps={num_warps} is not one of 1, 2, 4, 8, 16",
     ),
     Inequality(
@@ -146,4 +153,14 @@ WORTH: tuple[Inequality, ...] = (
         Or(decodes, use_tma, Not(_TMA_CAN)),
         "slower loads: TMA could read the tiles",
     ),
+)
+
+TRITON = Statement(
+    "the Triton templates for prefill and decode",
+    SYMBOLS,
+    FIT,
+    SHAPE,
+    WORTH,
+    ESTIMATED,
+    (SHARED_MEMORY, REGISTERS),
 )

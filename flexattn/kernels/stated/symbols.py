@@ -1,6 +1,6 @@
 """The symbols that feasibility is stated in.
 
-flexattn/kernels/base/features.py has the numbers that they stand for, in the order of SYMBOLS.
+flexattn/kernels/base/estimates.py has the numbers that they stand for, in the order of SYMBOLS.
 """
 
 from __future__ import annotations
@@ -8,10 +8,15 @@ from __future__ import annotations
 from sympy import Symbol, symbols
 
 # A config's numbers; num_splits is 0 where keys are not split. Then truth values: whether the
-# loads go by TMA, and whether the order of the tiles has a meaning.
-CONFIG = (BLOCK_M, BLOCK_N, num_warps, num_stages, num_splits, use_tma, known_order) = symbols(
-    "BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order"
-)
+# loads go by TMA, and whether the order of the tiles has a meaning. Then hints to AMD's compiler,
+# 0 where there are none: waves of a SIMD, rows of a matrix instruction.
+CONFIG = (
+    BLOCK_M, BLOCK_N, num_warps, num_stages, num_splits, use_tma, known_order,
+    waves_per_eu, matrix_rows,
+) = symbols(
+    "BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order "
+    "waves_per_eu matrix_rows"
+)  # fmt: skip
 # A problem's sizes. *_padded: elements of a head dimension as its tiles hold them, *_tiles: how
 # many these are; mask_*: rows and keys of a BlockMask's block, 0 without one, *_cover: the widest
 # tiles that stay inside one.

@@ -8,20 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from flexattn.device import Device, is_rdna
+from flexattn.device import Device
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 
-__all__ = ["AmdDecodeConfig", "AmdPrefillConfig", "for_device", "hints", "known", "limited"]
+__all__ = ["AmdDecodeConfig", "AmdPrefillConfig", "for_device", "hints", "limited"]
 
 AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Of a CU of CDNA, and of a WGP of RDNA.
 SIMDS = 4
-# Rows of a matrix instruction that there are: RDNA's have 16, CDNA's 16 or 32.
-ROWS = (16, 32)
-# More waves than this leave no kernel of ours its registers.
-MOST_WAVES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +58,6 @@ def hints(config: Config) -> tuple[tuple[str, int], ...]:
         ("matrix_instr_nonkdim", config.matrix_instr_nonkdim),
     )
     return tuple((name, value) for name, value in told if value)
-
-
-def known(config: Config, device: Device) -> bool:
-    """Whether a device's compiler knows what it is told.
-
-    Others drop it without a word, or multiply tiles without matrix instructions.
-    """
-    told = dict(hints(config))
-    if not told:
-        return True
-    rows = ROWS[:1] if is_rdna(device) else ROWS
-    fits = told.get("waves_per_eu", 1) <= MOST_WAVES
-    return device.backend == "hip" and fits and told.get("matrix_instr_nonkdim", 16) in rows
 
 
 def limited(device: Device, config: Config) -> Device:

@@ -9,38 +9,25 @@ from typing import Any, Generic, TypeVar
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
-from flexattn.kernels.base.feasibility import Feasibility, Rule
+from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.source import Source, hinted
 from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.kernels.triton import printed
-from flexattn.kernels.triton.amd import hints, known, limited
+from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
+from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
-from flexattn.kernels.triton.numbers import numbers
 from flexattn.kernels.triton.source import render, render_combine
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.settings import log
 
-__all__ = ["DECODE", "HINTS", "PREFILL", "TRITON"]
+__all__ = ["DECODE", "PREFILL", "TRITON"]
 
-# Of what AMD's compiler is told beside numbers, which no inequality says.
-HINTS = Rule("hints", "the compiler for {arch} does not know the hints of {config}")
 C = TypeVar("C", PrefillConfig, DecodeConfig)
 
-
-class _Feasibility(Feasibility):
-    """The rules, on a device with the registers that a config's hints leave it."""
-
-    def __init__(self) -> None:
-        super().__init__(printed, lambda c, s, device: numbers(c, s, limited(device, c)))
-
-    def violated(self, config: Any, structure: Structure, device: Device) -> list[Rule]:
-        return super().violated(config, structure, device) if known(config, device) else [HINTS]
-
-
-TRITON = _Feasibility()
+TRITON = Feasibility(printed.RULES, case_of, printed.estimate)
 
 
 class _Family(Generic[C]):

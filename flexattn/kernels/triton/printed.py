@@ -1,83 +1,271 @@
-"""What space/stated says, printed by sympy as Python; `make golden` prints it again."""
+"""Feasibility of the Triton templates for prefill and decode.
 
-# fmt: off
-# ruff: noqa
+Printed of stated/inequalities.py, which says what the numbers mean, by `make golden`.
+"""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from dataclasses import dataclass
 from math import floor
 
-NAMES = tuple("BLOCK_M BLOCK_N num_warps num_stages num_splits use_tma known_order itemsize qk_dim v_dim qk_padded v_padded qk_tiles v_tiles mask_rows mask_keys rows_cover keys_cover decodes scalar_products loads_keys loads_tile adds_ramp dense_layout shared_limit sm_registers thread_registers warp_size has_tma has_wgmma is_hip".split())
-SHAPE = (
-    ("power of two", "BLOCK_M={BLOCK_M} is not a power of two of at least 16"),
-    ("power of two", "BLOCK_N={BLOCK_N} is not a power of two of at least 16"),
-    ("warps", "num_warps={num_warps} is not one of 1, 2, 4, 8, 16"),
-    ("stages", "num_stages={num_stages} is not between 1 and 8"),
-    ("splits", "num_splits={num_splits} is below 0"),
-    ("order", "the order of {config} is none of those there are"),
+from flexattn.kernels.base.rule import Rule, Rules
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Case:
+    """The numbers of one case."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    num_splits: int
+    use_tma: bool
+    known_order: bool
+    waves_per_eu: int
+    matrix_rows: int
+    itemsize: int
+    qk_dim: int
+    v_dim: int
+    qk_padded: int
+    v_padded: int
+    qk_tiles: int
+    v_tiles: int
+    mask_rows: int
+    mask_keys: int
+    rows_cover: int
+    keys_cover: int
+    decodes: bool
+    scalar_products: bool
+    loads_keys: bool
+    loads_tile: bool
+    adds_ramp: bool
+    dense_layout: bool
+    shared_limit: int
+    sm_registers: int
+    thread_registers: int
+    warp_size: int
+    has_tma: bool
+    has_wgmma: bool
+    is_hip: bool
+    # Known where the rules of the shape hold.
+    shared_memory: int = 0
+    registers: int = 0
+
+
+def shared_memory(case: Case) -> int:
+    """Bytes of shared memory.
+
+    Q, P on its way to a product, K and V ahead of it; exact but for the slack where nothing is
+    loaded by a mod.
+    """
+    # A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.
+    wgmma = case.has_wgmma and case.itemsize == 2 and case.BLOCK_M >= 64 and case.num_warps >= 4
+    # P stays with the warps that made it.
+    in_registers = wgmma and case.BLOCK_M >= 16 * case.num_warps
+    if case.loads_tile:
+        p_tile = case.BLOCK_M * case.BLOCK_N * max(case.itemsize, 4)
+    elif in_registers:
+        p_tile = 0
+    else:
+        p_tile = case.BLOCK_M * case.BLOCK_N * case.itemsize
+    # wgmma reads K and V in place, so the tiles in use count too.
+    ahead = case.num_stages if wgmma else case.num_stages - 1
+    # One stage holds either of K and V.
+    if case.num_stages > 1:
+        held = ahead * (case.qk_padded + case.v_padded)
+    else:
+        held = max(case.qk_padded, case.v_padded)
+    ramp = 32 if case.adds_ramp else 0
+    q_tile = case.BLOCK_M * case.itemsize * case.qk_padded
+    kv_tiles = case.BLOCK_N * (held * case.itemsize + ramp)
+    if case.is_hip:
+        return max(q_tile, kv_tiles + p_tile)
+    return kv_tiles + p_tile + q_tile + 2048
+
+
+def registers(case: Case) -> int:
+    """Registers of one thread, roughly.
+
+    No config passes that spills in a loop, and few others are refused.
+    """
+    threads = case.num_warps * case.warp_size
+    words = case.itemsize / 4
+    scores = case.BLOCK_M * case.BLOCK_N / threads
+    # Accumulator and scores in fp32, and P.
+    made = case.BLOCK_M * case.v_padded / threads + scores * words + scores
+    if case.scalar_products:
+        # Without matrix instructions a thread holds operands of several steps at once.
+        steps_ahead = 3 / 2 if case.num_stages > 1 else 1
+        operands = case.BLOCK_N * case.qk_padded * steps_ahead / threads
+        return floor(3 * made + 3 * operands) + 24
+    # A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.
+    wgmma = case.has_wgmma and case.itemsize == 2 and case.BLOCK_M >= 64 and case.num_warps >= 4
+    # A value for every score takes as many registers as the scores.
+    if case.loads_tile:
+        gathered = floor(scores) + 8
+    elif case.loads_keys:
+        gathered = 8
+    else:
+        gathered = 0
+    if wgmma:
+        return gathered + 2 * case.num_stages + floor(made) + 26
+    if case.is_hip and case.warp_size == 32:
+        # Each half of a wave holds whole operands. Warps beyond the rows share out the keys.
+        rows = max(case.BLOCK_M, 16 * case.num_warps)
+        shared_keys = case.BLOCK_M * case.BLOCK_N * case.num_stages / rows
+        held_keys = 2 * shared_keys * words * (case.qk_padded + case.v_padded) / case.warp_size
+        # Of wide heads the rows are read again from shared memory, a part at a time.
+        held_rows = min(2 * case.qk_padded * rows * words / threads, 128)
+        return gathered + floor((2 * held_keys + 2 * held_rows + 4 * made) / 3) + 24
+    q = case.BLOCK_M * case.qk_padded * words / threads
+    keys = case.BLOCK_N * case.qk_padded * words / threads
+    if case.is_hip:
+        return floor(3 * keys + 3 * made / 2 + 3 * q / 2) + 120
+    if case.BLOCK_M < 16 * case.num_warps:
+        return floor(3 * keys / 2 + made) + 100
+    return floor(case.BLOCK_N * words / 2 + made + q) + 40
+
+
+def estimate(case: Case) -> None:
+    """Write into a case what its config takes."""
+    case.shared_memory = shared_memory(case)
+    case.registers = registers(case)
+
+
+RULES: Rules[Case] = Rules(
+    shape=(
+        Rule(
+            "hints",
+            "the compiler for {arch} does not know the hints of {config}",
+            lambda case: (
+                (case.matrix_rows == 0 and case.waves_per_eu == 0)
+                or (
+                    case.is_hip
+                    and case.waves_per_eu <= 8
+                    and (
+                        case.matrix_rows == 0
+                        or case.matrix_rows == 16
+                        or (case.matrix_rows == 32 and case.warp_size != 32)
+                    )
+                )
+            ),
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_M={BLOCK_M} is not a power of two of at least 16",
+            lambda case: case.BLOCK_M >= 16 and 65536 % case.BLOCK_M == 0,
+        ),
+        Rule(
+            "power of two",
+            "BLOCK_N={BLOCK_N} is not a power of two of at least 16",
+            lambda case: case.BLOCK_N >= 16 and 65536 % case.BLOCK_N == 0,
+        ),
+        Rule(
+            "warps",
+            "num_warps={num_warps} is not one of 1, 2, 4, 8, 16",
+            lambda case: case.num_warps >= 1 and 16 % case.num_warps == 0,
+        ),
+        Rule(
+            "stages",
+            "num_stages={num_stages} is not between 1 and 8",
+            lambda case: case.num_stages >= 1 and case.num_stages <= 8,
+        ),
+        Rule(
+            "splits",
+            "num_splits={num_splits} is below 0",
+            lambda case: case.num_splits >= 0,
+        ),
+        Rule(
+            "order",
+            "the order of {config} is none of those there are",
+            lambda case: case.known_order,
+        ),
+    ),
+    fit=(
+        Rule(
+            "dtype",
+            "float8 is multiplied by the Gluon template alone, on Hopper",
+            lambda case: case.itemsize >= 2,
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_M={BLOCK_M} is wider than the mask's block of {mask_rows}",
+            lambda case: case.mask_rows == 0 or case.BLOCK_M <= case.rows_cover,
+        ),
+        Rule(
+            "mask block",
+            "BLOCK_N={BLOCK_N} is wider than the mask's block of {mask_keys}",
+            lambda case: case.mask_keys == 0 or case.BLOCK_N <= case.keys_cover,
+        ),
+        Rule(
+            "tma",
+            "use_tma: {arch} has no TMA",
+            lambda case: case.has_tma or not case.use_tma,
+        ),
+        Rule(
+            "tma",
+            "use_tma: q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda case: case.dense_layout or not case.use_tma,
+        ),
+        Rule(
+            "tma",
+            "use_tma: head dimension {qk_dim} is not one tile of at most 256",
+            lambda case: not case.use_tma or (case.qk_tiles == 1 and case.qk_padded <= 256),
+        ),
+        Rule(
+            "tma",
+            "use_tma: head dimension {v_dim} is not one tile of at most 256",
+            lambda case: not case.use_tma or (case.v_tiles == 1 and case.v_padded <= 256),
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+            lambda case: case.shared_memory <= case.shared_limit,
+        ),
+        Rule(
+            "registers",
+            "registers: about {registers} a thread, {arch} has {thread_registers}",
+            lambda case: case.registers <= case.thread_registers,
+        ),
+        Rule(
+            "occupancy",
+            "occupancy: about {registers} registers a thread in {num_warps} warps, an SM of "
+            "{arch} has {sm_registers}",
+            lambda case: case.num_warps * case.registers * case.warp_size <= case.sm_registers,
+        ),
+    ),
+    worth=(
+        Rule(
+            "headroom",
+            "headroom: about {registers} registers a thread leave few of {thread_registers}",
+            lambda case: (
+                (case.is_hip and case.warp_size == 32)
+                or 4 * case.registers <= 3 * case.thread_registers
+            ),
+        ),
+        Rule(
+            "idle warps",
+            "idle warps: {num_warps} on {BLOCK_M} rows",
+            lambda case: (
+                case.decodes or case.v_padded > 128 or 16 * case.num_warps <= case.BLOCK_M
+            ),
+        ),
+        Rule(
+            "slower loads",
+            "slower loads: TMA could read the tiles",
+            lambda case: (
+                case.decodes
+                or case.use_tma
+                or not (
+                    case.dense_layout
+                    and case.has_tma
+                    and case.qk_tiles == 1
+                    and case.v_tiles == 1
+                    and case.qk_padded <= 256
+                    and case.v_padded <= 256
+                )
+            ),
+        ),
+    ),
 )
-FIT = (
-    ("dtype", "float8 is multiplied by the Gluon template alone, on Hopper"),
-    ("mask block", "BLOCK_M={BLOCK_M} is wider than the mask's block of {mask_rows}"),
-    ("mask block", "BLOCK_N={BLOCK_N} is wider than the mask's block of {mask_keys}"),
-    ("tma", "use_tma: {arch} has no TMA"),
-    ("tma", "use_tma: q, k, v must have inner stride 1, the rest multiples of 16 bytes"),
-    ("tma", "use_tma: head dimension {qk_dim} is not one tile of at most 256"),
-    ("tma", "use_tma: head dimension {v_dim} is not one tile of at most 256"),
-    ("shared memory", "shared memory: about {shared_memory} bytes, {device} has {shared_limit}"),
-    ("registers", "registers: about {registers} a thread, {arch} has {thread_registers}"),
-    ("occupancy", "occupancy: about {registers} registers a thread in {num_warps} warps, an SM of {arch} has {sm_registers}"),
-)
-WORTH = (
-    ("headroom", "headroom: about {registers} registers a thread leave few of {thread_registers}"),
-    ("idle warps", "idle warps: {num_warps} on {BLOCK_M} rows"),
-    ("slower loads", "slower loads: TMA could read the tiles"),
-)
-
-
-def estimates(values: Sequence[int]) -> tuple[float, ...]:
-    """Shared memory, registers."""
-    BLOCK_M, BLOCK_N, num_warps, num_stages, _, _, _, itemsize, _, _, qk_padded, v_padded, _, _, _, _, _, _, _, scalar_products, loads_keys, loads_tile, adds_ramp, _, _, _, _, warp_size, _, has_wgmma, is_hip, *_ = values
-    return (
-        ((max(BLOCK_M*itemsize*qk_padded, BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((32*BLOCK_N) if adds_ramp else (0)) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)))) if is_hip else (BLOCK_M*itemsize*qk_padded + BLOCK_N*itemsize*(((qk_padded + v_padded)*((num_stages) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (num_stages - 1))) if (num_stages > 1) else (max(qk_padded, v_padded))) + ((32*BLOCK_N) if adds_ramp else (0)) + ((BLOCK_M*BLOCK_N*max(4, itemsize)) if loads_tile else (0) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (BLOCK_M >= 16*num_warps) and (num_warps >= 4) else (BLOCK_M*BLOCK_N*itemsize)) + 2048)),
-        ((floor((3/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + 3*BLOCK_M*BLOCK_N/(num_warps*warp_size) + 3*BLOCK_M*v_padded/(num_warps*warp_size) + 3*BLOCK_N*qk_padded*((3/2) if (num_stages > 1) else (1))/(num_warps*warp_size)) + 24) if scalar_products else (2*num_stages + ((floor(BLOCK_M*BLOCK_N/(num_warps*warp_size)) + 8) if loads_tile else (8) if loads_keys else (0)) + floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size)) + 26) if has_wgmma and (itemsize == 2) and (BLOCK_M >= 64) and (num_warps >= 4) else (((floor(BLOCK_M*BLOCK_N/(num_warps*warp_size)) + 8) if loads_tile else (8) if loads_keys else (0)) + floor((BLOCK_M*BLOCK_N*itemsize*num_stages*(qk_padded + v_padded)/(warp_size*max(BLOCK_M, 16*num_warps)) + BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + 4*BLOCK_M*BLOCK_N/(num_warps*warp_size) + 4*BLOCK_M*v_padded/(num_warps*warp_size) + 2*min(128, (1/2)*itemsize*qk_padded*max(BLOCK_M, 16*num_warps)/(num_warps*warp_size)))/3) + 24) if is_hip and (warp_size == 32) else (floor((3/8)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + (3/2)*BLOCK_M*BLOCK_N/(num_warps*warp_size) + (3/8)*BLOCK_M*itemsize*qk_padded/(num_warps*warp_size) + (3/2)*BLOCK_M*v_padded/(num_warps*warp_size) + (3/4)*BLOCK_N*itemsize*qk_padded/(num_warps*warp_size)) + 120) if is_hip else (floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size) + (3/8)*BLOCK_N*itemsize*qk_padded/(num_warps*warp_size)) + 100) if (BLOCK_M < 16*num_warps) else (floor((1/4)*BLOCK_M*BLOCK_N*itemsize/(num_warps*warp_size) + BLOCK_M*BLOCK_N/(num_warps*warp_size) + (1/4)*BLOCK_M*itemsize*qk_padded/(num_warps*warp_size) + BLOCK_M*v_padded/(num_warps*warp_size) + (1/8)*BLOCK_N*itemsize) + 40)),
-    )
-
-
-def shape(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of SHAPE hold."""
-    BLOCK_M, BLOCK_N, num_warps, num_stages, num_splits, _, known_order, *_ = values
-    return (
-        (65536 % max(1, BLOCK_M) == 0) and (BLOCK_M >= 16),
-        (65536 % max(1, BLOCK_N) == 0) and (BLOCK_N >= 16),
-        (16 % max(1, num_warps) == 0) and (num_warps >= 1),
-        (num_stages >= 1) and (num_stages <= 8),
-        (num_splits >= 0),
-        known_order,
-    )
-
-
-def fit(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of FIT hold."""
-    BLOCK_M, BLOCK_N, num_warps, _, _, use_tma, _, itemsize, _, _, qk_padded, v_padded, qk_tiles, v_tiles, mask_rows, mask_keys, rows_cover, keys_cover, _, _, _, _, _, dense_layout, shared_limit, sm_registers, thread_registers, warp_size, has_tma, _, _, shared_memory, registers = values
-    return (
-        (itemsize >= 2),
-        (mask_rows == 0) or (BLOCK_M <= rows_cover),
-        (mask_keys == 0) or (BLOCK_N <= keys_cover),
-        has_tma or not use_tma,
-        dense_layout or not use_tma,
-        (qk_tiles == 1) and (qk_padded <= 256) or not use_tma,
-        (v_tiles == 1) and (v_padded <= 256) or not use_tma,
-        (shared_memory <= shared_limit),
-        (registers <= thread_registers),
-        (num_warps*registers*warp_size <= sm_registers),
-    )
-
-
-def worth(values: Sequence[int]) -> tuple[int, ...]:
-    """Which of WORTH hold."""
-    BLOCK_M, _, num_warps, _, _, use_tma, _, _, _, _, qk_padded, v_padded, qk_tiles, v_tiles, _, _, _, _, decodes, _, _, _, _, dense_layout, _, _, thread_registers, warp_size, has_tma, _, is_hip, _, registers = values
-    return (
-        is_hip and (warp_size == 32) or (4*registers <= 3*thread_registers),
-        decodes or (16*num_warps <= BLOCK_M) or (v_padded > 128),
-        decodes or use_tma or not (dense_layout and has_tma and (qk_tiles == 1) and (v_tiles == 1) and (qk_padded <= 256) and (v_padded <= 256)),
-    )

@@ -14,12 +14,12 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import space, survey
-from flexattn.kernels.hopper import family as hopper
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.arguments import arguments
+from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
-from flexattn.kernels.hopper.tiles import shared_memory
+from flexattn.kernels.hopper.tiles import output_and_slots
 from flexattn.kernels.stated import gluon as stated
 from flexattn.problem import Layout
 from tests.families import (
@@ -27,7 +27,6 @@ from tests.families import (
     fit_to_mask,
     geometry,
     gluon_refused,
-    numbers,
     preferences,
     render,
     unpromising,
@@ -130,9 +129,10 @@ def test_every_rule_has_a_case():
 @given(cases, configs, st.sampled_from([*KNOWN.values()]))
 def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     structure = case.structure
-    known = dict(zip(stated.SYMBOLS, numbers(config, structure, device), strict=True))
-    taken = int(stated.SHARED_MEMORY.subs(known)), int(stated.REGISTERS.subs(known))
-    assert estimates(config, structure, device) == taken
+    numbers = case_of(config, structure, device)
+    known = {symbol: getattr(numbers, symbol.name) for symbol in stated.SYMBOLS}
+    taken = (*stated.SHARED_MEMORY.exact(known), stated.REGISTERS.exact(known))
+    assert estimates(config, structure, device) == (taken[0], taken[-1])
     known |= dict(zip(stated.ESTIMATED, taken, strict=True))
 
     def broken(rules, group):
@@ -148,12 +148,26 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases, configs)
-def test_the_space_and_the_kernel_count_the_same_shared_memory(case, config):
-    if not violated(config, case.structure, H200):
-        counted = shared_memory(case.structure, config, H200)
-        assert estimates(config, case.structure, H200)[0] == counted
+@pytest.mark.parametrize(
+    ("config", "about", "expected"),
+    [
+        (PLAIN, {}, (164864, False, 1)),
+        (replace(PLAIN, schedule="dynamic"), {}, (230400, True, 2)),
+        # Three persistent consumers, one short stage: the output and a second Q just fit.
+        (GluonPrefillConfig(3, 16, 1, 160, schedule="dynamic"), {"D": 256, "Dv": 64},
+         (232448, True, 2)),
+        (GluonPrefillConfig(1, 32, 2, 240, schedule="static"), {"D": 256}, (148480, True, 2)),
+        (GluonPrefillConfig(2, 64, 2, 240, schedule="static"), {"D": 192, "Dv": 128},
+         (132096, False, 1)),
+    ],
+)  # fmt: skip
+def test_the_space_and_the_kernel_count_the_same_shared_memory(config, about, expected):
+    """Once both counted, and of the third case they differed by 96 KiB: in a comparison sympy took
+    a Piecewise for its first piece, words of a mod that there was not.
+    """
+    structure = problem(**about).structure
+    assert (estimates(config, structure, H200)[0],) == expected[:1]
+    assert output_and_slots(structure, config, H200) == expected[1:]
 
 
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
@@ -280,7 +294,7 @@ def test_early_loads_are_an_axis_where_they_move_anything():
 
 def test_a_triton_without_gluon_is_offered_none(monkeypatch):
     """Its release alone once decided: 3.9 was offered none, whatever it makes of a kernel."""
-    monkeypatch.setattr(hopper, "offered", lambda: False)
+    monkeypatch.setattr(gluon, "offered", lambda: False)
     wanted = problem(mask_mod=causal)
     assert {each.language for each in survey(wanted, H200, "full").configs} == {"triton"}
     assert "no Gluon" in gluon_refused(wanted, H200)

@@ -21,13 +21,16 @@ from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.stated import inequalities
 from flexattn.kernels.stated.formulas import REGISTERS, SHARED_MEMORY
 from flexattn.kernels.stated.symbols import ESTIMATED, SYMBOLS
+from flexattn.kernels.triton.amd import AmdPrefillConfig
 from flexattn.kernels.triton.axes import orders, split_counts
+from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.family import TRITON
 from flexattn.problem import Layout
-from tests.families import estimates, geometry, grid, numbers, unpromising, violated
+from tests.families import estimates, geometry, grid, unpromising, violated
 from tests.problems import problem
 
+MI300X = named("amd-mi300x")
 H200, A100, RTX = (named(f"nvidia-{name}") for name in ("h200", "a100", "rtx-5090"))
 STRIDED = Layout(False, False, False, False)
 BIAS = relative_bias(torch.zeros(32, 64), 32)
@@ -45,6 +48,8 @@ BREAKS = [
     ("stages", PrefillConfig(64, 64, 4, 0), {}, H200),
     ("splits", DecodeConfig(16, 64, 4, 2, -1), {"kind": "decode"}, H200),
     ("order", PrefillConfig(64, 64, 4, 2, order="sideways"), {}, H200),
+    ("hints", AmdPrefillConfig(64, 64, 4, 2, waves_per_eu=2), {}, H200),
+    ("hints", AmdPrefillConfig(64, 32, 4, 1, waves_per_eu=9), {}, MI300X),
     ("dtype", PrefillConfig(64, 64, 4, 2), {"dtype": "float8_e4m3fn"}, H200),
     ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (32, 64)}, H200),
     ("mask block", PrefillConfig(64, 64, 4, 2), {"mask_mod": causal, "block": (64, 32)}, H200),
@@ -125,8 +130,9 @@ THIRDS = (
 def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     """sympy's own exact arithmetic against the Python function that dispatch calls."""
     structure = case.structure
-    known = dict(zip(SYMBOLS, numbers(config, structure, device), strict=True))
-    taken = int(SHARED_MEMORY.subs(known)), int(REGISTERS.subs(known))
+    numbers = case_of(config, structure, device)
+    known = {symbol: getattr(numbers, symbol.name) for symbol in SYMBOLS}
+    taken = SHARED_MEMORY.exact(known), REGISTERS.exact(known)
     assert estimates(config, structure, device) == taken
     known |= dict(zip(ESTIMATED, taken, strict=True))
 

@@ -55,7 +55,8 @@ def test_a_reason_is_confirmed_by_force(name):
     config, target, problem, mods = broken(name)
     found = violated(config, problem, CORES[target], needs(problem, target, config.mask))
     assert [rule.name for rule in found] == [name.split(" of ")[0]]
-    with pytest.raises(ConfigError, match=r"(?s)" + found[0].says[:12].replace("(", r"\(")):
+    (said,) = reasons(config, problem, target)
+    with pytest.raises(ConfigError, match=r"(?s)" + said[:12].replace("(", r"\(")):
         prepare(problem, config, target, **mods)
     p = problem
     tensors = inputs(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len, 128, 128, dtype=torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded, pieces
@@ -14,30 +15,44 @@ from flexattn.kernels.base.features import (
     tma_layout,
 )
 from flexattn.kernels.base.tiles import power_above
+from flexattn.kernels.triton import printed
+from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limited
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
 
-__all__ = ["numbers"]
+__all__ = ["case_of"]
+
+_HINTED = (AmdPrefillConfig, AmdDecodeConfig)
 
 
-def numbers(
+def case_of(
     config: PrefillConfig | DecodeConfig, structure: Structure, device: Device
-) -> tuple[int, ...]:
-    """What SYMBOLS of stated/symbols.py stand for, in their order; truth values are bools."""
-    return (
+) -> printed.Case:
+    """What the symbols of stated/symbols.py stand for; nothing is estimated yet."""
+    splits, use_tma, known_order, waves, rows = 0, False, True, 0, 0
+    if isinstance(config, DecodeConfig):
+        splits = config.num_splits
+    else:
+        use_tma, known_order = config.use_tma, config.order in ORDERS
+    if isinstance(config, _HINTED):
+        waves, rows = config.waves_per_eu, config.matrix_instr_nonkdim
+        device = limited(device, config)
+    return printed.Case(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,
         config.num_stages,
-        config.num_splits if isinstance(config, DecodeConfig) else 0,
-        isinstance(config, PrefillConfig) and config.use_tma,
-        not isinstance(config, PrefillConfig) or config.order in ORDERS,
+        splits,
+        use_tma,
+        known_order,
+        waves,
+        rows,
         *_fixed(structure, device),
     )
 
 
 @lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device) -> tuple[int, ...]:
+def _fixed(structure: Structure, device: Device) -> tuple[Any, ...]:
     qk, v = structure.head_dim_qk, structure.head_dim_v
     rows, keys = 0, 0
     if structure.sparsity is not None:

@@ -1,8 +1,9 @@
-"""The numbers of one case that the symbols of the Hopper template's feasibility stand for."""
+"""The numbers of one case that the symbols of Hopper's feasibility stand for."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
@@ -13,14 +14,15 @@ from flexattn.kernels.hopper.config import (
     SCHEDULES,
     GluonPrefillConfig,
 )
+from flexattn.kernels.hopper.printed import Case
 from flexattn.problem import Structure
 
-__all__ = ["numbers"]
+__all__ = ["case_of"]
 
 
-def numbers(config: GluonPrefillConfig, structure: Structure, device: Device) -> tuple[int, ...]:
-    """What SYMBOLS of stated/gluon.py stand for, in their order; truth values are bools."""
-    return (
+def case_of(config: GluonPrefillConfig, structure: Structure, device: Device) -> Case:
+    """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
+    return Case(
         config.consumers,
         config.BLOCK_N,
         config.num_stages,
@@ -39,7 +41,7 @@ def numbers(config: GluonPrefillConfig, structure: Structure, device: Device) ->
 
 
 @lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device, keys: int) -> tuple[int, ...]:
+def _fixed(structure: Structure, device: Device, keys: int) -> tuple[Any, ...]:
     unit = CONSUMER_ROWS, keys
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
     blocks = (0, 0, False)

@@ -1,0 +1,168 @@
+"""Feasibility of paged decode where each warp has a part of a tile for itself.
+
+Printed of stated/serving_warps.py, which says what the numbers mean, by `make golden`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+
+from flexattn.kernels.base.rule import Rule, Rules
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Case:
+    """The numbers of one case."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    own: int
+    num_stages: int
+    per_sm: int
+    least: int
+    goes_round: bool
+    known_deal: bool
+    awaits: bool
+    itemsize: int
+    kv_itemsize: int
+    qk_dim: int
+    v_dim: int
+    kv_heads: int
+    requests: int
+    rows: int
+    same_dtype: bool
+    masked: bool
+    aligned: bool
+    shared_kv: bool
+    prefix: bool
+    offset: bool
+    interpreted: bool
+    capability: int
+    programs: int
+    thread_registers: int
+    # Known where the rules of the shape hold.
+    held: int = 0
+
+
+def held(case: Case) -> int:
+    """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
+    kv_tiles = floor(case.kv_itemsize * case.own * (case.qk_dim + case.v_dim) / 128)
+    widened = 32 if case.kv_itemsize == 1 else 0
+    scores = floor(case.BLOCK_M * case.own / 16)
+    q_and_output = floor(case.BLOCK_M * (case.v_dim + floor(case.qk_dim / 2)) / 32)
+    # Of requests.
+    ends = (2 if case.masked else 1) * floor(case.requests / 32)
+    return ends + kv_tiles + q_and_output + scores + widened
+
+
+def estimate(case: Case) -> None:
+    """Write into a case what its config takes."""
+    case.held = held(case)
+
+
+RULES: Rules[Case] = Rules(
+    shape=(),
+    fit=(
+        Rule(
+            "arch",
+            "warps walk alone on NVIDIA's sm_80 to sm_90",
+            lambda case: case.interpreted or (case.capability >= 80 and case.capability <= 90),
+        ),
+        Rule(
+            "rows",
+            "BLOCK_M={BLOCK_M} is 8 or 16",
+            lambda case: case.BLOCK_M in (8, 16),
+        ),
+        Rule(
+            "warps",
+            "num_warps is 1, 2, 4 or 8",
+            lambda case: case.num_warps in (1, 2, 4, 8),
+        ),
+        Rule(
+            "keys",
+            "each warp has {own} of 16, 32 or 64 keys",
+            lambda case: case.own in (16, 32, 64),
+        ),
+        Rule(
+            "keys",
+            "warps have equal shares of BLOCK_N",
+            lambda case: case.BLOCK_N == case.num_warps * case.own,
+        ),
+        Rule(
+            "stages",
+            "num_stages is 1: a warp holds one tile of K and V",
+            lambda case: case.num_stages == 1,
+        ),
+        Rule(
+            "programs",
+            "per_sm and least are at least 1",
+            lambda case: case.least >= 1 and case.per_sm >= 1,
+        ),
+        Rule(
+            "merge",
+            "fewer than 4 warps have no registers to merge 16 rows",
+            lambda case: case.interpreted or case.BLOCK_M == 8 or case.num_warps >= 4,
+        ),
+        Rule(
+            "deal",
+            "deal={deal!r} is heads or round",
+            lambda case: case.known_deal,
+        ),
+        Rule(
+            "combine",
+            "parts are awaited where tiles are dealt by heads or round",
+            lambda case: case.awaits,
+        ),
+        Rule(
+            "dtype",
+            "q has 16 bits, K and V are as q or have 8",
+            lambda case: case.itemsize == 2 and (case.same_dtype or case.kv_itemsize == 1),
+        ),
+        Rule(
+            "dtype",
+            "K and V of 8 bits are widened by instructions of sm_89 and newer",
+            lambda case: case.interpreted or case.capability >= 89 or case.kv_itemsize != 1,
+        ),
+        Rule(
+            "head dimension",
+            "head dimensions ({qk_dim}, {v_dim}) are 64 or 128",
+            lambda case: (case.qk_dim in (64, 128)) and (case.v_dim in (64, 128)),
+        ),
+        Rule(
+            "layout",
+            "K and V are apart, and aligned to 16 bytes",
+            lambda case: case.aligned and not case.shared_kv,
+        ),
+        Rule(
+            "requests",
+            "of at most 1024 requests, no shared prefix",
+            lambda case: not case.prefix and case.requests <= 1024,
+        ),
+        Rule(
+            "registers",
+            "{held} registers hold a thread's K, V, Q, scores and output",
+            lambda case: case.interpreted or case.held + 40 <= case.thread_registers,
+        ),
+        Rule(
+            "heads",
+            "{kv_heads} KV heads have programs of their own",
+            lambda case: case.kv_heads <= case.programs,
+        ),
+        Rule(
+            "round",
+            "tiles of one request and one tile of rows go round",
+            lambda case: (
+                not case.goes_round
+                or (
+                    not case.offset
+                    and case.requests == 1
+                    and case.rows <= case.BLOCK_M
+                    and case.rows > 0
+                )
+            ),
+        ),
+    ),
+    worth=(),
+)
