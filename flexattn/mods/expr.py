@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "VARS", "Buffer", "Expr", "Mod", "Value", "const", "depending", "fingerprint", "pretty",
-    "reads", "terms_of", "walk",
-]  # fmt: skip
+__all__ = ["VARS", "Buffer", "Expr", "Mod", "Value", "const", "fingerprint", "pretty", "walk"]
 
 Value = int | float | bool | str | None
 

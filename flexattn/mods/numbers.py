@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexattn.mods.analysis.intervals import Interval
+from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.simplify import make, plug
 from flexattn.util.lru import Lru
@@ -46,7 +46,7 @@ class Number:
     """
 
     expr: Expr
-    limits: Interval | None = None
+    limits: Range | None = None
 
     @property
     def dtype(self) -> str:
@@ -108,7 +108,7 @@ def derived(
     return _replaced(expr, found)
 
 
-def number_of(node: Expr) -> tuple[int, Interval] | None:
+def number_of(node: Expr) -> tuple[int, Range] | None:
     """(slot, limits) of an argument that is known to lie between its limits; None for all else.
 
     Such a number is a scalar of 32 bits, which no callable captures, behind a clamp that says
@@ -183,14 +183,14 @@ def _whole(node: Expr, known: Mapping[Expr, bool]) -> bool:
     return all(arg in known and arg.dtype == "int64" for arg in node.args)
 
 
-def _limits(value: int, steps: Sequence[int], least: int | None) -> Interval | None:
+def _limits(value: int, steps: Sequence[int], least: int | None) -> Range | None:
     for step in steps:
         if abs(value) <= step:
             return (-step if least is None else least), step
     return None
 
 
-def _joined(one: Interval | None, other: Interval | None) -> Interval | None:
+def _joined(one: Range | None, other: Range | None) -> Range | None:
     if one is None or other is None:
         return None
     return min(one[0], other[0]), max(one[1], other[1])

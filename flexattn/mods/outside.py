@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.analysis.intervals import Interval, intervals_of
+from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, dtype_of
 
@@ -16,7 +16,7 @@ __all__ = ["Evaluated", "buffer_of", "evaluated", "read", "unproven"]
 
 
 def unproven(
-    expr: Expr, tensors: Sequence[Tensor], ranges: Mapping[str, Interval]
+    expr: Expr, tensors: Sequence[Tensor], ranges: Mapping[str, Range]
 ) -> tuple[Expr, ...]:
     """The loads whose indices are not proven to stay inside while positions stay in ranges."""
     found = intervals_of(expr, ranges)

@@ -10,7 +10,7 @@ from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Table, TableUse
 from flexattn.mods.algebra.lower import CORNERS
-from flexattn.mods.analysis.intervals import Interval, intervals_of
+from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import is_float
 
@@ -43,7 +43,7 @@ def print_bounds(mod: Mod, bounds: Bounds) -> PrintedBounds:
 
     Captured tensors are read through the arguments that `table_names` lists.
     """
-    ranges: dict[str, Interval] = {name: (0, most) for name, most in CORNERS.items()}
+    ranges: dict[str, Range] = {name: (0, most) for name, most in CORNERS.items()}
     known = intervals_of(bounds.must, ranges) | intervals_of(bounds.may, ranges)
     names: dict[Expr, str] = {}
     lines: list[str] = []
@@ -91,7 +91,7 @@ def table_values(number: int, use: TableUse, table: Table) -> dict[str, Any]:
 
 
 def _text(
-    node: Expr, args: list[str], mod: Mod, bounds: Bounds, known: dict[Expr, Interval | None]
+    node: Expr, args: list[str], mod: Mod, bounds: Bounds, known: dict[Expr, Range | None]
 ) -> str:
     if node.op == "const":
         return f"tl.full([1], {literal(node.value, node.dtype)}, {triton_type(node.dtype)})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.values import Pools, Value
-from flexattn.mods.analysis.intervals import Interval
+from flexattn.mods.analysis.intervals import Range
 
 __all__ = ["NkiEmitter"]
 
@@ -117,7 +117,7 @@ class NkiEmitter:
         self.lines(arg).append(f"nisa.reciprocal(dst={result.text}, data={arg.text})")
         return result
 
-    def floored(self, op: str, arg: Value, divisor: Value | None, reach: Interval | None) -> Value:
+    def floored(self, op: str, arg: Value, divisor: Value | None, reach: Range | None) -> Value:
         """x // c by a product that lands between integers, rounded; x % c by what is left.
 
         divisor: a positive constant, None where it is none. reach: what arg can be.

@@ -24,7 +24,7 @@ from flexattn.kernels.nki.ops import (
 from flexattn.kernels.nki.tables import Table, is_static, linear_forms
 from flexattn.kernels.nki.values import Pools, Value
 from flexattn.mods.analysis.affine import Affine
-from flexattn.mods.analysis.intervals import Interval, intervals_of
+from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
@@ -83,10 +83,10 @@ class NkiPrinter(NkiEmitter):
         self.fill(column, value)
         return column
 
-    def _bounds(self, expr: Expr) -> dict[Expr, Interval | None]:
+    def _bounds(self, expr: Expr) -> dict[Expr, Range | None]:
         """Which integers each node can be; those of tables and numbers are checked at a call."""
         q_len, kv_len = self.lengths
-        ranges: dict[str, Interval] = {
+        ranges: dict[str, Range] = {
             "b": (0, 2**16), "h": (0, 2**16),
             "q_idx": (0, max(q_len - 1, 0)), "kv_idx": (0, max(kv_len - 1, 0)),
         }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexattn.mods.analysis.intervals import Interval
+from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr
 from flexattn.mods.numbers import divisor_of
 
@@ -16,7 +16,7 @@ def invariant_names(kind: str, slot: int) -> tuple[str, str]:
     return f"{kind}_scalar{slot}_multiplier", f"{kind}_scalar{slot}_shift"
 
 
-def by_invariant(node: Expr, kind: str, numerator: Interval | None) -> str:
+def by_invariant(node: Expr, kind: str, numerator: Range | None) -> str:
     """A quotient or remainder as Triton source, to be filled with numerator and divisor.
 
     numerator: what it can be. "" where the divisor is no positive number of 32 bits, or where the

@@ -17,13 +17,13 @@ from flexattn.kernels.printers.triton_ops import (
     triton_type,
 )
 from flexattn.mods import Mod
-from flexattn.mods.analysis.intervals import Interval, intervals_of
+from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_float, is_int
 from flexattn.problem import INDEX_RANGES
 
-INT32: Interval = (-(2**31), 2**31 - 1)
+INT32: Range = (-(2**31), 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)

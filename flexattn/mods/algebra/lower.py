@@ -2,7 +2,7 @@
 
 The first says that every element of the tile is kept, the second that some element may be. They
 are expressions of the tile's corners (`q_lo`, `q_hi`, `kv_lo`, `kv_hi`, inclusive), of `b`, `h`,
-and of the least and the greatest value of captured tensors over ranges of indices. Interval
+and of the least and the greatest value of captured tensors over ranges of indices. Range
 arithmetic over linear forms (flexattn.mods.algebra.forms); sound, never exact by promise: no
 element is kept where the second is false, and none is removed where the first is true.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.intervals import Interval, dtype_range, intervals_of
+from flexattn.mods.analysis.intervals import Range, dtype_range, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
@@ -64,7 +64,7 @@ class Edge:
     rest: Expr | None
 
 
-def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Interval]) -> dict[Expr, Affine]:
+def affine_forms(roots: tuple[Expr, ...], ranges: Mapping[str, Range]) -> dict[Expr, Affine]:
     """The integer nodes that are affine in q_idx and kv_idx, where these stay in their ranges.
 
     Sums of 64 bits are taken not to wrap; a narrower one has a form where its interval says so.

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import is_int
 
-__all__ = ["Interval", "dtype_range", "interval_of", "intervals_of"]
+__all__ = ["Range", "dtype_range", "interval_of", "intervals_of"]
 
-Interval = tuple[int, int]
+Range = tuple[int, int]
 
 
-def interval_of(expr: Expr, ranges: Mapping[str, Interval]) -> Interval | None:
+def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
     """The inclusive range of an integer or bool Expr; None for a float.
 
     Sound: no value outside the range can occur while the variables stay in theirs, wrapping
@@ -22,15 +22,15 @@ def interval_of(expr: Expr, ranges: Mapping[str, Interval]) -> Interval | None:
     return intervals_of(expr, ranges)[expr]
 
 
-def intervals_of(expr: Expr, ranges: Mapping[str, Interval]) -> dict[Expr, Interval | None]:
+def intervals_of(expr: Expr, ranges: Mapping[str, Range]) -> dict[Expr, Range | None]:
     """`interval_of` for an Expr and everything it is made of, in one pass."""
-    found: dict[Expr, Interval | None] = {}
+    found: dict[Expr, Range | None] = {}
     for node in walk(expr):
         found[node] = _interval(node, [found[arg] for arg in node.args], ranges)
     return found
 
 
-def dtype_range(dtype: str) -> Interval:
+def dtype_range(dtype: str) -> Range:
     """The smallest and largest value of an integer dtype or bool."""
     if dtype == "bool":
         return 0, 1
@@ -38,9 +38,7 @@ def dtype_range(dtype: str) -> Interval:
     return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-def _interval(
-    node: Expr, args: list[Interval | None], ranges: Mapping[str, Interval]
-) -> Interval | None:
+def _interval(node: Expr, args: list[Range | None], ranges: Mapping[str, Range]) -> Range | None:
     if not is_int(node.dtype) and node.dtype != "bool":
         return None
     limits = dtype_range(node.dtype)
@@ -63,19 +61,19 @@ def _interval(
     return result
 
 
-def _to_bool(x: Interval) -> Interval:
+def _to_bool(x: Range) -> Range:
     return int(x[0] > 0 or x[1] < 0), int(x != (0, 0))
 
 
-def _corners(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Interval]:
-    def rule(x: Interval, y: Interval) -> Interval:
+def _corners(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range]:
+    def rule(x: Range, y: Range) -> Range:
         values = [op(i, j) for i in x for j in y]
         return min(values), max(values)
 
     return rule
 
 
-def _abs(x: Interval) -> Interval:
+def _abs(x: Range) -> Range:
     low = 0 if x[0] <= 0 <= x[1] else min(abs(x[0]), abs(x[1]))
     return low, max(abs(x[0]), abs(x[1]))
 
@@ -84,8 +82,8 @@ def _truncate(x: int, y: int) -> int:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
-def _dividing(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], Interval | None]:
-    def rule(x: Interval, y: Interval) -> Interval | None:
+def _dividing(op: Callable[[int, int], int]) -> Callable[[Range, Range], Range | None]:
+    def rule(x: Range, y: Range) -> Range | None:
         # A divisor of either sign reaches its extremes at its ends and next to zero.
         ends = {j for j in (y[0], y[1], -1, 1) if j != 0 and y[0] <= j <= y[1]}
         if y[0] <= 0 <= y[1]:  # the machine decides what a division by zero gives
@@ -96,7 +94,7 @@ def _dividing(op: Callable[[int, int], int]) -> Callable[[Interval, Interval], I
     return rule
 
 
-def _floor_mod(x: Interval, y: Interval) -> Interval | None:
+def _floor_mod(x: Range, y: Range) -> Range | None:
     if y[0] > 0 and x[0] >= 0:
         return x if x[1] < y[0] else (0, min(x[1], y[1] - 1))
     if y[0] > 0:
@@ -104,43 +102,43 @@ def _floor_mod(x: Interval, y: Interval) -> Interval | None:
     return (y[0] + 1, 0) if y[1] < 0 else None
 
 
-def _trunc_mod(x: Interval, y: Interval) -> Interval | None:
+def _trunc_mod(x: Range, y: Range) -> Range | None:
     if y[0] <= 0 <= y[1]:
         return None
     most = max(abs(y[0]), abs(y[1])) - 1
     return max(-most, min(x[0], 0)), min(most, max(x[1], 0))
 
 
-def _and(x: Interval, y: Interval) -> Interval | None:
+def _and(x: Range, y: Range) -> Range | None:
     positive = [r for r in (x, y) if r[0] >= 0]
     return (0, min(r[1] for r in positive)) if positive else None
 
 
-def _or(x: Interval, y: Interval) -> Interval | None:
+def _or(x: Range, y: Range) -> Range | None:
     if x[0] < 0 or y[0] < 0:
         return None
     return max(x[0], y[0]), 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
 
 
-def _xor(x: Interval, y: Interval) -> Interval | None:
+def _xor(x: Range, y: Range) -> Range | None:
     if x[0] < 0 or y[0] < 0:
         return None
     return 0, 2 ** max(x[1].bit_length(), y[1].bit_length()) - 1
 
 
-def _shl(x: Interval, y: Interval) -> Interval | None:
+def _shl(x: Range, y: Range) -> Range | None:
     return _corners(lambda i, j: i << j)(x, y) if y[0] >= 0 and y[1] < 64 else None
 
 
-def _shr(x: Interval, y: Interval) -> Interval | None:
+def _shr(x: Range, y: Range) -> Range | None:
     return _corners(lambda i, j: i >> j)(x, y) if y[0] >= 0 and y[1] < 64 else None
 
 
-def _sign(x: Interval) -> Interval:
+def _sign(x: Range) -> Range:
     return (x[0] > 0) - (x[0] < 0), (x[1] > 0) - (x[1] < 0)
 
 
-_RULES: dict[str, Callable[..., Interval | None]] = {
+_RULES: dict[str, Callable[..., Range | None]] = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
     "mul": _corners(lambda i, j: i * j),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from flexattn.mods.analysis.intervals import Interval, dtype_range, interval_of, intervals_of
+from flexattn.mods.analysis.intervals import Range, dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
@@ -69,7 +69,7 @@ class _Span:
 _OPAQUE = _Span()
 
 
-def key_span(expr: Expr, ranges: Mapping[str, Interval]) -> KeySpan:
+def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
     """The span of a mask_mod's expression; all of it is `rest` where no comparison gives a bound.
 
     ranges: what its variables can be. Sound, wrapping of 64-bit integers included: a comparison
@@ -97,7 +97,7 @@ def key_span(expr: Expr, ranges: Mapping[str, Interval]) -> KeySpan:
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))
 
 
-def key_bound(term: Expr, ranges: Mapping[str, Interval]) -> KeyBound | None:
+def key_bound(term: Expr, ranges: Mapping[str, Range]) -> KeyBound | None:
     """A comparison solved for kv_idx, None where that cannot be."""
     if term.op not in ("lt", "le") or not is_int(term.args[0].dtype):
         return None
@@ -109,7 +109,7 @@ def conjunction(terms: list[Expr]) -> Expr | None:
     return reduce(lambda x, y: make("and", "bool", (x, y)), terms) if terms else None
 
 
-def _span(expr: Expr, ranges: Mapping[str, Interval]) -> _Span:
+def _span(expr: Expr, ranges: Mapping[str, Range]) -> _Span:
     if expr.op in ("lt", "le") and is_int(expr.args[0].dtype):
         x, y = expr.args
         return _compared(expr.op, x, y, ranges)
@@ -144,7 +144,7 @@ def _folded(op: str, bounds: list[Expr | None]) -> Expr | None:
     return reduce(lambda x, y: make(op, "int64", (x, y)), known) if known else None
 
 
-def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> _Span:
+def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> _Span:
     """x < y or x <= y, solved for kv_idx where its factor is 1 or -1."""
     if x.op == "abs" and not reads(y, "kv_idx"):
         # |d| < y is -d < y and d < y, but for the one integer whose negative wraps.
@@ -173,7 +173,7 @@ def _compared(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> _Spa
     return _Span(high=bound, exact=True) if upper else _Span(low=bound, exact=True)
 
 
-def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> KeyBound | None:
+def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Range]) -> KeyBound | None:
     """x < y or x <= y as a bound of kv_idx, where its factor is 1 or -1."""
     known = intervals_of(x, ranges) | intervals_of(y, ranges)
     terms = _linear(y, known)
@@ -188,7 +188,7 @@ def _solved(op: str, x: Expr, y: Expr, ranges: Mapping[str, Interval]) -> KeyBou
     return KeyBound(op if factor == -1 else {"lt": "gt", "le": "ge"}[op], _sum(terms), rises)
 
 
-def _linear(expr: Expr, known: Mapping[Expr, Interval | None]) -> dict[Expr, int]:
+def _linear(expr: Expr, known: Mapping[Expr, Range | None]) -> dict[Expr, int]:
     """An integer as a sum of Exprs, each so many times; a narrow sum that may wrap is one."""
     wraps = expr.dtype != "int64" and known[expr] == dtype_range(expr.dtype)
     if wraps or not reads(expr, "q_idx", "kv_idx"):
@@ -240,7 +240,7 @@ def _is_positive(expr: Expr) -> bool:
     return int(least or 0) > 0
 
 
-def _clamped(expr: Expr, limits: Interval, ranges: Mapping[str, Interval]) -> Expr:
+def _clamped(expr: Expr, limits: Range, ranges: Mapping[str, Range]) -> Expr:
     found = interval_of(expr, ranges)
     if found is not None and limits[0] <= found[0] and found[1] <= limits[1]:
         return expr
@@ -248,7 +248,7 @@ def _clamped(expr: Expr, limits: Interval, ranges: Mapping[str, Interval]) -> Ex
     return make("minimum", "int64", (make("maximum", "int64", (expr, low)), high))
 
 
-def _within(expr: Expr, ranges: Mapping[str, Interval]) -> bool:
+def _within(expr: Expr, ranges: Mapping[str, Range]) -> bool:
     """Whether an expression, and what in it depends on positions, stays far from wrapping."""
     found = intervals_of(expr, ranges)
     for node in depending(walk(expr), ("q_idx", "kv_idx")) | {expr}:

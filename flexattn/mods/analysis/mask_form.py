@@ -14,7 +14,7 @@ from flexattn.mods.analysis.affine import (
     edges,
     free_edges,
 )
-from flexattn.mods.analysis.intervals import Interval
+from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.analysis.key_span import KeyBound, KeySpan, conjunction, key_bound, key_span
 from flexattn.mods.expr import Expr, depending, reads, terms_of, walk
 from flexattn.mods.ops import is_int
@@ -69,13 +69,13 @@ class MaskForm:
     rest_loads_keys_alone: bool
 
 
-def mask_form(expr: Expr, ranges: Mapping[str, Interval]) -> MaskForm:
+def mask_form(expr: Expr, ranges: Mapping[str, Range]) -> MaskForm:
     """The form of a mask_mod's expression, worked out once; ranges: what its variables can be."""
     return _mask_form(expr, tuple(ranges.items()))
 
 
 @lru_cache(maxsize=512)
-def _mask_form(expr: Expr, items: tuple[tuple[str, Interval], ...]) -> MaskForm:
+def _mask_form(expr: Expr, items: tuple[tuple[str, Range], ...]) -> MaskForm:
     ranges = dict(items)
     span = key_span(expr, ranges)
     forms = affine_forms((expr,), ranges)
