@@ -121,9 +121,8 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     choice, problem = launch.choice, launch.problem
     structure = problem.structure
     asked = call.options
-    forced = asked.kind
     template_why = "forced by kernel_options"
-    if forced is None:
+    if asked.kind is None:
         sms = detect(torch.device(call.q.device)).num_sms
         sizes = problem.q_len, problem.kv_len, problem.B, problem.Hq
         template_why = kind_for(*sizes, sms, structure.fp8)[1]

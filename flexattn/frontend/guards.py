@@ -134,9 +134,8 @@ def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[A
     """Keep how a call was served, if a later one can be told to be the same."""
     call, block_mask = plan.call, given.block_mask
     # Autocast makes other tensors, and sinks with gaps are copied.
-    if key is None or not all(map(is_, call.tensors, given.tensors)):
-        return
-    if not _PLAIN.issuperset(map(type, call.tensors)):
+    same = all(map(is_, call.tensors, given.tensors))
+    if key is None or not same or not _PLAIN.issuperset(map(type, call.tensors)):
         return
     score = mask = None
     if given.score_mod is not None:

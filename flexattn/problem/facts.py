@@ -54,6 +54,5 @@ def facts_of(tensor: Tensor | None) -> Any:
 
 def layout_of(q: TensorFacts, k: TensorFacts, v: TensorFacts) -> Layout:
     """How query, key and value lie in memory, as far as a kernel's code depends on it."""
-    batches = q.shape[0] == 1 or q.strides[0] > 0
-    aligned = batches and q.aligned and k.aligned and v.aligned
-    return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, aligned)
+    whole = q.aligned and k.aligned and v.aligned and (q.shape[0] == 1 or q.strides[0] > 0)
+    return Layout(q.strides[-1] == 1, k.strides[-1] == 1, v.strides[-1] == 1, whole)
