@@ -8,19 +8,12 @@ from dataclasses import dataclass, replace
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.render.divisions import by_invariant
 from flexattn.kernels.render.printed_nodes import feeding_loads, summed_halves
-from flexattn.kernels.render.triton_ops import (
-    FUNCTIONS,
-    HALVES,
-    INFIX,
-    NARROW,
-    literal,
-    triton_type,
-)
+from flexattn.kernels.render.triton_ops import HALVES, NARROW, literal, triton_type
 from flexattn.mods import Mod
 from flexattn.mods.bounds import Range, all_bounds
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import is_float, is_int
+from flexattn.mods.ops import OPS, is_float, is_int
 from flexattn.problem import MAX_HEADS, MAX_LENGTH
 
 # Tiles overshoot a length by less than 2**12 lanes.
@@ -262,18 +255,13 @@ class _Printer:
     def _spell(self, node: Expr, args: list[str], computed: str) -> str:
         if computed == "bool" and node.op in ("and", "or", "xor", "not"):
             return self._logical(node.op, args)
-        if node.op == "trunc_div" and is_float(computed):
+        if node.op == "trunc_div" and computed == "float32":
             # A quotient that rounds up to an integer from below would lose one by truncation.
-            exact = f"tl.div_rn({args[0]}, {args[1]})" if computed == "float32" else None
-            return f"libdevice.trunc({exact or ' / '.join(args)})"
+            return f"libdevice.trunc(tl.div_rn({args[0]}, {args[1]}))"
         if node in self.summed:
             # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
             return f"tl.fma({args[0]}, {args[1]}, 0.0)"
-        if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
-            return f"({args[0]} {INFIX[node.op]} {args[1]})"
-        if node.op in ("floor_div", "floor_mod"):
-            return self._floored(node, args, computed)
         if node.op == "tanh" and computed == "float32" and not self.traits.interpreted:
             if self.traits.fast_tanh:
                 return f"fast_tanh({args[0]})"
@@ -281,12 +269,12 @@ class _Printer:
                 return f"short_tanh({args[0]})"
         if node.op == "pow" and is_int(node.dtype):
             return self._integer_power(node, args)
-        if node.op not in FUNCTIONS:
-            raise UnsupportedError(f"{node.op} of {node.dtype}", "Triton has no such operation")
-        spelled = FUNCTIONS[node.op]
-        if is_int(computed) or computed == "bool":
-            spelled = spelled.replace(", propagate_nan=tl.PropagateNan.ALL", "")
-        return spelled.format(*args)
+        op = OPS[node.op]
+        if is_float(computed):
+            return op.triton.format(*args, tl="tl")
+        if node.op in ("floor_div", "floor_mod") and self._not_negative(node):
+            return f"({args[0]} {op.symbol} {args[1]})"
+        return (op.integers or op.triton).format(*args, tl="tl")
 
     def _logical(self, op: str, args: list[str]) -> str:
         """The interpreter broadcasts a scalar bool to integers, on which `~` is not a negation."""
@@ -299,17 +287,13 @@ class _Printer:
             if self.traits.interpreted:
                 text = f"libdevice.logical_{op}({text}, {arg})"
             else:
-                text = f"{text} {INFIX[op]} {arg}"
+                text = f"{text} {OPS[op].symbol} {arg}"
         return f"({text})" if len(args) > 1 and not self.traits.interpreted else text
 
-    def _floored(self, node: Expr, args: list[str], computed: str) -> str:
-        """torch floors, C truncates: the same where nothing is negative."""
-        if is_float(computed):
-            return f"{node.op}_float({args[0]}, {args[1]})"
+    def _not_negative(self, node: Expr) -> bool:
+        """Whether no operand is negative: then C's division, which truncates, floors, too."""
         ranges = [self.ranges[arg] for arg in node.args]
-        if all(found is not None and found[0] >= 0 for found in ranges):
-            return f"({args[0]} {INFIX[node.op]} {args[1]})"
-        return f"{node.op}_int({args[0]}, {args[1]})"
+        return all(found is not None and found[0] >= 0 for found in ranges)
 
     def _integer_power(self, node: Expr, args: list[str]) -> str:
         exponent = node.args[1]
