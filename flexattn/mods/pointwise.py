@@ -177,8 +177,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+# The functions below take more than operands, or become more than one operation.
 POINTWISE: dict[str, Callable[..., Array]] = {
-    **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.torch_names},
+    **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.traced},
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
     **dict.fromkeys(("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"), _same),
     "add": _add,

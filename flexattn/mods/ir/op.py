@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,35 +33,35 @@ class Nki:
     outside: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Op:
-    """A pointwise operation.
+    """A pointwise operation: one row of flexattn.mods.ops.OPS.
 
     Operands share the result's dtype, but for a predicate's, and the condition of `where`.
 
-    gradients: for each operand, its gradient by torch's convention, or why there is none.
-    called, kwargs: the function in torch that defines it, and its fixed options; `name` if "".
-    traced: aten's names that become it as they stand; `called` alone where None.
+    triton: its text, a format of the operands and of `tl`, the language's module. integers, gluon:
+    the text for integers and bools, and in Gluon, where it is another.
+    gradients: for each operand, its gradient by torch's conventions, or why there is none.
+    called, kwargs: the function in torch that defines it, by default of its name, and its options.
+    traced: aten's names that become it as they stand, by default `called` alone.
     result: its dtype. "same": the operands'. "float": integers become floats before. "rounded":
     integers stay what they are. "compared": bool. "classified": bool, and no integer has it.
     on_bool: the operation that torch computes on bools instead.
-    commutes: swapping the operands changes no bit. mirrored: the operation that gives the same on
-    swapped operands. slow: it takes a kernel many instructions; all
-    that are "float" do.
+    commutes: swapping the operands changes no bit. mirrored: what gives the same on swapped ones.
+    slow: it takes a kernel many instructions; of "float" nothing need be said.
     interval: which integers it can be; where there is one, the host computes it as a kernel does.
     rises: among floats it never falls in any operand where the first is above this number.
-    symbol: Python's infix operator, for people.
-    triton: format of the operands, and of `tl`, the language's module. integers, gluon: how it
-    is spelled of integers and bools, and in Gluon, where that is not the same.
+    symbol: Python's infix operator.
     nki: None where no engine computes it.
     """
 
     name: str
-    gradients: tuple[Gradient | str, ...]
     triton: str
+    gradients: tuple[Gradient | str, ...]
+    _: KW_ONLY
     called: str = ""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    traced: tuple[str, ...] | None = None
+    traced: tuple[str, ...] = ()
     result: Literal["same", "float", "rounded", "compared", "classified"] = "same"
     on_bool: str = ""
     commutes: bool = False
@@ -76,6 +76,7 @@ class Op:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "called", self.called or self.name)
+        object.__setattr__(self, "traced", self.traced or (self.called,))
 
     @property
     def arity(self) -> int:
@@ -86,11 +87,6 @@ class Op:
     def predicate(self) -> bool:
         """Whether the result is bool whatever the operands are."""
         return self.result in ("compared", "classified")
-
-    @property
-    def torch_names(self) -> tuple[str, ...]:
-        """What traces to it as it stands."""
-        return (self.called,) if self.traced is None else self.traced
 
     @property
     def function(self) -> Callable[..., torch.Tensor]:

@@ -35,7 +35,7 @@ def test_an_operand_has_a_gradient_or_a_reason(op, place):
 def test_what_a_row_names_exists(name):
     op = OPS[name]
     assert callable(op.function) and op.name == name
-    assert all(hasattr(torch.ops.aten, each) for each in op.torch_names)
+    assert all(hasattr(torch.ops.aten, each) for each in op.traced)
     assert {op.on_bool, op.mirrored} <= {"", *OPS}
 
 
