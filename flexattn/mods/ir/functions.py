@@ -103,6 +103,7 @@ FUNCTIONS = (
         nki=Nki("activation", "erf"),
     ),
     Op("erfc", "libdevice.erfc({0})", (lambda g, x: -g * _ERF * (-x * x).exp(),), result="float"),
+    Op("lgamma", "libdevice.lgamma({0})", ("it is digamma, which Triton lacks",), result="float"),
     Op(
         "floor",
         "{tl}.floor({0})",

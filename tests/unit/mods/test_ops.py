@@ -2,6 +2,8 @@
 
 import inspect
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.gradient import gradient
-from flexattn.mods.ops import OPS, is_float
+from flexattn.mods.ops import OPS, Op, is_float
 from flexattn.mods.outside import evaluated
 
 EACH = [
@@ -37,6 +39,13 @@ def test_what_a_row_names_exists(name):
     assert callable(op.function) and op.name == name
     assert all(hasattr(torch.ops.aten, each) for each in op.traced)
     assert {op.on_bool, op.mirrored} <= {"", *OPS}
+
+
+def test_the_worked_example_is_the_tables_row():
+    docs = Path(__file__).parents[3] / "docs" / "adding.md"
+    (line,) = re.findall(r"```diff\n\+ +(.*),\n```", docs.read_text(encoding="utf-8"))
+    row = eval(line, {"Op": Op})
+    assert row == OPS[row.name]
 
 
 def points():
