@@ -65,7 +65,7 @@ def converted(x: Any, dtype: Any) -> Any:
 _ROWS = {
     called[1]: _through_torch(op.function)
     for op in OPS.values()
-    if (called := re.match(r"libdevice\.(\w+)\({0}(, {1})?\)$", op.triton))
+    if (called := re.fullmatch(r"libdevice\.(\w+)\(\{0\}(, \{1\})?\)", op.triton))
 }
 
 
