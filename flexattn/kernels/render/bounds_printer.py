@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flexattn.kernels.base.dialect import TRITON
 from flexattn.kernels.render.triton_ops import literal, triton_type
 from flexattn.kernels.render.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
@@ -106,8 +107,7 @@ def _text(
             return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
     if node.op == "not":
         return f"({args[0]} == 0)"
-    op = OPS[node.op]
-    return (op.triton if is_float(node.dtype) else op.integers or op.triton).format(*args, tl="tl")
+    return TRITON.computed(OPS[node.op], node.dtype, args)
 
 
 def _read(number: int, use: TableUse, places: list[str], end: str) -> str:

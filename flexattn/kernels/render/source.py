@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexattn.device import Device
+from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.kernels.render.arguments import Argument, arguments, combine_arguments
 from flexattn.kernels.render.environment import render_template, template_hash
@@ -237,7 +238,9 @@ def traits_of(device: Device, structure: Structure) -> Traits:
     )
 
 
-def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
+def mod_context(
+    printed: Iterable[tuple[str, ...]], device: Device, dialect: Dialect = TRITON
+) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
     lines = [line for each in printed for line in each]
     # `tl.sigmoid(` calls no helper.
@@ -249,7 +252,7 @@ def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str,
         if interpreted
         else ("triton.language.extra import")
     )
-    helpers = render_template("triton/helpers.jinja", {"used": called})
+    helpers = render_template("triton/helpers.jinja", {"used": called, "dialect": dialect})
     return {
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",

@@ -30,9 +30,9 @@ _TYPES = {
 }
 
 
-def triton_type(dtype: str) -> str:
-    """`tl.float32` for "float32"."""
-    return f"tl.{_TYPES[dtype][0]}"
+def triton_type(dtype: str, module: str = "tl") -> str:
+    """`tl.float32` for "float32", in a module of that name."""
+    return f"{module}.{_TYPES[dtype][0]}"
 
 
 def signature_type(dtype: str) -> str:

@@ -13,7 +13,7 @@ from flexattn.kernels.render.gluon.arguments import (
     consumer_arguments,
     producer_arguments,
 )
-from flexattn.kernels.render.gluon.printer import MaskPieces, gluon_text, print_mask, print_score
+from flexattn.kernels.render.gluon.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.render.gluon.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.render.gluon.tiles import (
     own_output,
@@ -32,7 +32,6 @@ from flexattn.kernels.render.source import (
     mod_context,
     traits_of,
 )
-from flexattn.kernels.render.triton_ops import triton_type
 from flexattn.kernels.space.config import describe
 from flexattn.kernels.space.gluon_config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
 from flexattn.kernels.space.terms import skips_far
@@ -70,8 +69,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     score = None if structure.score is None else print_score(structure, traits, watched)
     mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
-    mods = mod_context([each.lines for each in used], device)
-    mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     slots = q_slots(structure, config, device)
@@ -88,7 +86,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
-        "V_TYPE": gluon_text(triton_type(structure.out_dtype)),
+        "V_TYPE": HOPPER.type(structure.out_dtype),
     }
     if sparsity is not None:
         settings |= {

@@ -1,0 +1,1 @@
+"""base: what kernels of every family are rendered with."""
