@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexattn.mods.ir import intervals
+from flexattn.mods.ir.intervals import Interval
 from flexattn.mods.ir.op import Nki, Op
 
 __all__ = ["LOGIC"]
@@ -24,40 +25,28 @@ def _comparison(name: str, symbol: str, mirrored: str, nki: str) -> Op:
     )
 
 
+def _bits(
+    name: str, symbol: str, called: str, dunder: str, interval: Interval, nki: str = ""
+) -> Op:
+    return Op(
+        name,
+        f"({{0}} {symbol} {{1}})",
+        (_BITS, _BITS),
+        called=called,
+        traced=(called, dunder),
+        commutes=symbol in "&|^",
+        interval=interval,
+        symbol=symbol,
+        nki=Nki("tensors", nki) if nki else None,
+    )
+
+
 LOGIC = (
-    Op(
-        "and",
-        "({0} & {1})",
-        (_BITS, _BITS),
-        called="bitwise_and",
-        traced=("bitwise_and", "__and__"),
-        commutes=True,
-        interval=intervals.both,
-        symbol="&",
-        nki=Nki("tensors", "logical_and"),
-    ),
-    Op(
-        "or",
-        "({0} | {1})",
-        (_BITS, _BITS),
-        called="bitwise_or",
-        traced=("bitwise_or", "__or__"),
-        commutes=True,
-        interval=intervals.either,
-        symbol="|",
-        nki=Nki("tensors", "logical_or"),
-    ),
-    Op(
-        "xor",
-        "({0} ^ {1})",
-        (_BITS, _BITS),
-        called="bitwise_xor",
-        traced=("bitwise_xor", "__xor__"),
-        commutes=True,
-        interval=intervals.differ,
-        symbol="^",
-        nki=Nki("tensors", "logical_xor"),
-    ),
+    _bits("and", "&", "bitwise_and", "__and__", intervals.both, "logical_and"),
+    _bits("or", "|", "bitwise_or", "__or__", intervals.either, "logical_or"),
+    _bits("xor", "^", "bitwise_xor", "__xor__", intervals.differ, "logical_xor"),
+    _bits("shl", "<<", "bitwise_left_shift", "__lshift__", intervals.shifted_left),
+    _bits("shr", ">>", "bitwise_right_shift", "__rshift__", intervals.shifted_right),
     Op(
         "not",
         "(~{0})",
@@ -66,32 +55,14 @@ LOGIC = (
         interval=lambda x: (~x[1], ~x[0]),
         nki=Nki("scalar", "equal", number="0.0"),
     ),
-    Op(
-        "shl",
-        "({0} << {1})",
-        (_BITS, _BITS),
-        called="bitwise_left_shift",
-        traced=("bitwise_left_shift", "__lshift__"),
-        interval=intervals.shifted_left,
-        symbol="<<",
-    ),
-    Op(
-        "shr",
-        "({0} >> {1})",
-        (_BITS, _BITS),
-        called="bitwise_right_shift",
-        traced=("bitwise_right_shift", "__rshift__"),
-        interval=intervals.shifted_right,
-        symbol=">>",
-    ),
     _comparison("eq", "==", "", "equal"),
     _comparison("ne", "!=", "", "not_equal"),
     _comparison("lt", "<", "gt", "less"),
     _comparison("le", "<=", "ge", "less_equal"),
     _comparison("gt", ">", "lt", "greater"),
     _comparison("ge", ">=", "le", "greater_equal"),
-    Op("isnan", gradients=(_STEP,), result="classified", triton="({0} != {0})", nki=Nki("steps")),
-    Op("isinf", gradients=(_STEP,), result="classified", triton='({tl}.abs({0}) == float("inf"))'),
+    Op("isnan", "({0} != {0})", (_STEP,), result="classified", nki=Nki("steps")),
+    Op("isinf", '({tl}.abs({0}) == float("inf"))', (_STEP,), result="classified"),
     Op(
         "where",
         "{tl}.where({0}, {1}, {2})",
