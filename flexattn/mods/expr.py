@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flexattn.mods.ops import OPS
+
 __all__ = ["VARS", "Buffer", "Expr", "Mod", "Value", "const", "fingerprint", "pretty", "walk"]
 
 Value = int | float | bool | str | None
@@ -150,13 +152,6 @@ def fingerprint(
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "floor_div": "//", "floor_mod": "%",
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>", "pow": "**",
-}  # fmt: skip
-
-
 def pretty(expr: Expr) -> str:
     """The expression as a person would write it; what is used twice gets a name and a line."""
     nodes = list(walk(expr))
@@ -179,8 +174,8 @@ def _text(node: Expr, args: list[str]) -> str:
         return f"scalar{node.value}"
     if node.op == "load":
         return f"buf{node.value}[{', '.join(args)}]"
-    if node.op in _INFIX:
-        return f"({args[0]} {_INFIX[node.op]} {args[1]})"
+    if node.op in OPS and (symbol := OPS[node.op].symbol):
+        return f"({args[0]} {symbol} {args[1]})"
     name = node.dtype if node.op == "cast" else node.op
     return f"{name}({', '.join(args)})"
 

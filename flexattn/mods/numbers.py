@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, plug
 from flexattn.util.lru import Lru
 
@@ -25,9 +26,7 @@ __all__ = [
 
 DIVISIONS = frozenset(("floor_div", "floor_mod", "trunc_div", "trunc_mod"))
 # What torch computes alike on the host and in a kernel, wrapping included.
-_ON_HOST = DIVISIONS | frozenset(
-    "add sub mul neg abs sign minimum maximum and or xor not shl shr".split()
-)
+_ON_HOST = frozenset(op.name for op in OPS.values() if op.interval is not None)
 # Largest magnitudes: sums of a few such numbers and positions have 32 bits. Of what is multiplied,
 # products of two smaller numbers, and of a position with one of at most 31, have 32 bits, too.
 _LARGEST, _OF_FACTORS = 2**28, (31, 2**15)

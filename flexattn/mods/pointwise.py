@@ -65,14 +65,18 @@ def promoted(arrays: list[Array]) -> str:
     return _name(result or torch.float32)
 
 
-def pointwise(op: str, *operands: Operand, floats: bool = False) -> Array:
-    """One operation on promoted, broadcast operands; with `floats`, integers become floats."""
+def pointwise(op: str, *operands: Operand) -> Array:
+    """One operation on promoted, broadcast operands, with the dtypes that its row says."""
     arrays = [as_array(x) for x in operands]
     weak = all(array.weak for array in arrays)
     dtype = promoted(arrays)
-    if floats and not is_float(dtype):
+    if OPS[op].result == "float" and not is_float(dtype):
         dtype = "float64" if weak else _name(torch.get_default_dtype())
-    op = _ON_BOOL.get(op, op) if dtype == "bool" else op
+    op = OPS[op].on_bool or op if dtype == "bool" else op
+    if not is_float(dtype) and OPS[op].result == "rounded":
+        return arrays[0]
+    if not is_float(dtype) and OPS[op].result == "classified":
+        return pointwise("ne", arrays[0], arrays[0])
     result = "bool" if OPS[op].predicate else dtype
     shape = torch.broadcast_shapes(*(array.shape for array in arrays))
     parts = [broadcast(cast(array, dtype), shape) for array in arrays]
@@ -112,7 +116,7 @@ def _rsub(x: Operand, y: Operand, alpha: Operand = 1) -> Array:
 
 def _div(x: Operand, y: Operand, rounding_mode: str | None = None) -> Array:
     if rounding_mode is None:
-        return pointwise("div", x, y, floats=True)
+        return pointwise("div", x, y)
     return pointwise(f"{rounding_mode}_div", x, y)
 
 
@@ -122,10 +126,15 @@ def _clamp(
     low, high = ends.get("min", low), ends.get("max", high)
     result = as_array(x)
     dtype = promoted([as_array(end) for end in (x, low, high) if end is not None])
-    for op, end in (("maximum", low), ("minimum", high)):
+    ends_of = ("clamp_min", "clamp_max") if is_float(dtype) else ("maximum", "minimum")
+    for op, end in zip(ends_of, (low, high), strict=True):
         if end is not None:
             result = pointwise(op, cast(result, dtype), cast(end, dtype))
     return result
+
+
+def _relu(x: Array) -> Array:
+    return pointwise("relu", x) if is_float(x.dtype) else pointwise("maximum", x, cast(0, x.dtype))
 
 
 def _pow(x: Operand, y: Operand) -> Array:
@@ -156,14 +165,6 @@ def _logical(op: str, *operands: Operand) -> Array:
     return pointwise(op, *(cast(x, "bool") for x in operands))
 
 
-def _rounded(op: str, x: Array) -> Array:
-    return pointwise(op, x) if is_float(x.dtype) else x
-
-
-def _classified(op: str, x: Array) -> Array:
-    return pointwise(op, x) if is_float(x.dtype) else pointwise("ne", x, x)
-
-
 def _convert(x: Array, dtype: torch.dtype | None = None, **_: Any) -> Array:
     return x if dtype is None else cast(x, _name(dtype))
 
@@ -176,30 +177,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# torch adds and multiplies bools as sets.
-_ON_BOOL = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
-
-_FLOAT_OPS = (
-    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh"),
-    *("sigmoid", "erf", "erfc"),
-)
-
-_ALIASES = {
-    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "mul": "mul",
-    "neg": "neg", "abs": "abs", "sign": "sign", "minimum": "minimum", "maximum": "maximum",
-    "floor_divide": "floor_div", "remainder": "floor_mod", "fmod": "trunc_mod",
-    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not",
-    "__and__": "and", "__or__": "or", "__xor__": "xor", "clamp_min": "maximum",
-    "clamp_max": "minimum", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
-    "__lshift__": "shl", "__rshift__": "shr",
-}  # fmt: skip
-
+# The functions below take more than operands, or become more than one operation.
 POINTWISE: dict[str, Callable[..., Array]] = {
-    **{name: partial(pointwise, name, floats=True) for name in _FLOAT_OPS},
-    **{name: partial(pointwise, op) for name, op in _ALIASES.items()},
-    **{name: partial(_rounded, name) for name in ("floor", "ceil", "round", "trunc")},
-    **{name: partial(_classified, name) for name in ("isnan", "isinf")},
+    **{name: partial(pointwise, op.name) for op in OPS.values() for name in op.traced},
     **{f"logical_{op}": partial(_logical, op) for op in ("and", "or", "xor", "not")},
     **dict.fromkeys(("clone", "alias", "detach", "lift_fresh", "lift_fresh_copy"), _same),
     "add": _add,
@@ -209,7 +189,9 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "pow": _pow,
     "clamp": _clamp,
     "where": _where,
-    "relu": lambda x: pointwise("maximum", x, cast(0, x.dtype)),
+    "clamp_min": _clamp,
+    "clamp_max": lambda x, high: _clamp(x, None, high),
+    "relu": _relu,
     "masked_fill": lambda x, mask, value: _where(mask, cast(value, x.dtype), x),
     "_to_copy": _convert,
     "convert_element_type": _convert,

@@ -14,6 +14,7 @@ from typing import Literal
 
 from flexattn.mods.analysis.dependence import FREE, Variables, along_diagonals, slope_of
 from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
 __all__ = [
@@ -38,10 +39,7 @@ RULES = {
     "diagonal": "what depends on q_idx - kv_idx alone is computed once per diagonal of a tile",
     "reach": "tiles of keys whose weights are proven to vanish in float32 are not visited",
 }
-_COSTLY = frozenset(
-    "load exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan "
-    "sinh cosh tanh sigmoid erf erfc pow atan2 div floor_div floor_mod trunc_div trunc_mod".split()
-)
+_COSTLY = frozenset(("load", *(op.name for op in OPS.values() if op.slow or op.result == "float")))
 
 
 @dataclass(frozen=True, slots=True)

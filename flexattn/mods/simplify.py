@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from flexattn.mods.expr import Expr, Value, const, walk
-from flexattn.mods.ops import OPS, fold, is_float, is_int
+from flexattn.mods.fold import fold
+from flexattn.mods.ops import OPS, is_float, is_int
 
 __all__ = ["make", "plug", "renumber", "simplify"]
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from flexattn.device import named
+from flexattn.errors import UnsupportedError
 from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.nki.tables import tabulate
+from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.mods import bind
 from flexattn.mods.ops import OPS
 from flexattn.runtime.build import compile_source
 from tests.families import render
@@ -81,6 +85,21 @@ def test_a_quotient_of_floats_that_is_truncated_compiles_for_triton(kind):
 
     text = source(kind, steps, "score_mod")
     assert "libdevice.trunc(" in text.text and compile_source(text, H200)
+
+
+@pytest.mark.parametrize("template", ["hopper", "prefill"])
+def test_lgamma_is_traced_evaluated_and_compiled(template):
+    def spread(score, b, h, q_idx, kv_idx):
+        return score + torch.lgamma(score * score + kv_idx)
+
+    text = source(template, spread, "score_mod")
+    assert "libdevice.lgamma(" in text.text and compile_source(text, H200)
+    bound = bind(spread, "score")
+    score, keys = torch.linspace(-3, 3, 7), torch.arange(7)
+    value = evaluate(bound.mod, {"score": score, "kv_idx": keys}, (), ())
+    torch.testing.assert_close(value, spread(score, 0, 0, 0, keys))
+    with pytest.raises(UnsupportedError, match="lgamma of float32, on the score"):
+        tabulate(bound.mod, (bound.mod.expr,), "trn2", packed=False)
 
 
 # A kernel of one operation in every place takes seconds: each is in a score_mod or in a mask_mod.

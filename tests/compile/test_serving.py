@@ -206,6 +206,21 @@ def test_the_first_lines_of_captured_tensors_are_asked_for(name):
             assert ptx.rindex("prefetch.global.L2") < ptx.index("ld.global")
 
 
+def silu(score, b, h, q_idx, kv_idx):
+    return torch.nn.functional.silu(score)
+
+
+def striped(score, b, h, q_idx, kv_idx):
+    return score + (b * 0.75) % 0.5
+
+
+@pytest.mark.parametrize("mod", [silu, striped], ids=["sigmoid", "remainder of a number"])
+def test_warps_that_walk_alone_speak_gluon(mod):
+    """Their text was Triton's: tl.sigmoid, which Gluon lacks, and tl.zeros_like of a scalar."""
+    source = render_serving(form(score=mod), AWAITED["heads"], DEVICE, "test")
+    assert compile_source(source, DEVICE)
+
+
 @pytest.mark.parametrize("numbers", [(16, 64, 4, 3, 2, 1), (64, 64, 4, 2, 2, 1)], ids=str)
 def test_such_a_mask_in_tiles_of_other_heights(numbers):
     wanted = form(B=8, q_len=8, mask=draft_tree())

@@ -29,6 +29,17 @@ def test_a_number_that_changes_is_seen(kind):
         assert_accurate(q, k, v, score_mod=score_mod, kernel_options=KINDS[kind])
 
 
+def test_functions_that_rows_of_operations_name():
+    """Triton's interpreter has no libdevice: rows name torch's functions beside."""
+
+    def score_mod(s, b, h, i, j):
+        bent = torch.clamp(s, -1.0, 1.0) + torch.relu(s) + torch.round(s) + torch.trunc(s)
+        return bent + torch.lgamma(s * s + j) / 9 + torch.erfc(s) + torch.atan2(s, s + 1)
+
+    q, k, v = inputs()
+    assert_accurate(q, k, v, score_mod=score_mod)
+
+
 def test_a_moving_offset_in_a_mask():
     q, k, v = inputs()
     for offset in (0, 5, 16, -3):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Language, pieces
+from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.environment import render_template, template_hash
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
@@ -138,7 +139,9 @@ def traits_of(device: Device, structure: Structure) -> Traits:
     )
 
 
-def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str, object]:
+def mod_context(
+    printed: Iterable[tuple[str, ...]], device: Device, dialect: Dialect = TRITON
+) -> dict[str, object]:
     """What a template needs to know of the statements it holds: helpers and imports."""
     lines = [line for each in printed for line in each]
     # `tl.sigmoid(` calls no helper.
@@ -150,7 +153,7 @@ def mod_context(printed: Iterable[tuple[str, ...]], device: Device) -> dict[str,
         if interpreted
         else ("triton.language.extra import")
     )
-    helpers = render_template("base/helpers.jinja", {"used": called})
+    helpers = render_template("base/helpers.jinja", {"used": called, "dialect": dialect})
     return {
         "helpers": helpers,
         "libdevice_import": f"from {origin} libdevice" if math else "",

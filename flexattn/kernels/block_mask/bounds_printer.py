@@ -5,28 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexattn.kernels.printers.triton_ops import INFIX, literal, triton_type
+from flexattn.kernels.base.dialect import TRITON
+from flexattn.kernels.printers.triton_ops import literal, triton_type
 from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Table, TableUse
 from flexattn.mods.algebra.lower import CORNERS
 from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, walk
-from flexattn.mods.ops import is_float
+from flexattn.mods.ops import OPS, is_float
 
 __all__ = ["PrintedBounds", "print_bounds", "table_names", "table_values"]
-
-_FUNCTIONS = {
-    "neg": "(-{0})",
-    "abs": "tl.abs({0})",
-    "minimum": "tl.minimum({0}, {1})",
-    "maximum": "tl.maximum({0}, {1})",
-    "where": "tl.where({0}, {1}, {2})",
-    "not": "({0} == 0)",
-    **{name: f"tl.{name}({{0}})" for name in "floor ceil sqrt exp exp2 log log2".split()},
-}
-# The hardware's drop a NaN, of which nothing may be concluded.
-_NAN = ", propagate_nan=tl.PropagateNan.ALL)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +103,11 @@ def _text(
         return f"{whole}.to({triton_type(node.dtype)})"
     if node.op in ("floor_div", "floor_mod"):
         ends = [known[arg] for arg in node.args]
-        if not all(end is not None and end[0] >= 0 for end in ends):
-            return f"{node.op}_int({args[0]}, {args[1]})"
-    if node.op in INFIX:
-        return f"({args[0]} {INFIX[node.op]} {args[1]})"
-    text = _FUNCTIONS[node.op].format(*args)
-    if node.op in ("minimum", "maximum") and is_float(node.dtype):
-        text = text.removesuffix(")") + _NAN
-    return text
+        if all(end is not None and end[0] >= 0 for end in ends):
+            return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
+    if node.op == "not":
+        return f"({args[0]} == 0)"
+    return TRITON.computed(OPS[node.op], node.dtype, args)
 
 
 def _read(number: int, use: TableUse, places: list[str], end: str) -> str:

@@ -22,7 +22,7 @@ from flexattn.kernels.hopper.arguments import (
     producer_arguments,
 )
 from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
-from flexattn.kernels.hopper.printer import MaskPieces, gluon_text, print_mask, print_score
+from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
     output_and_slots,
@@ -31,7 +31,6 @@ from flexattn.kernels.hopper.tiles import (
     value_bytes,
 )
 from flexattn.kernels.printers.score_printer import PrintedScore
-from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.ptx.assembler import effective
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
@@ -68,8 +67,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     score = None if structure.score is None else print_score(structure, traits, watched)
     mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
-    mods = mod_context([each.lines for each in used], device)
-    mods["helpers"] = gluon_text(str(mods["helpers"])).replace("@triton.jit", "@gluon.jit")
+    mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     persistent = config.schedule != "grid"
@@ -86,7 +84,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
         "HEAD_DIM_V": tiles.v_width,
-        "V_TYPE": gluon_text(triton_type(structure.out_dtype)),
+        "V_TYPE": HOPPER.type(structure.out_dtype),
     }
     if sparsity is not None:
         settings |= {

@@ -5,12 +5,11 @@ from __future__ import annotations
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.values import Pools, Value
 from flexattn.mods.analysis.intervals import Range
+from flexattn.mods.ir.op import Nki
 
 __all__ = ["NkiEmitter"]
 
 ZERO = Value("static", "0.0")
-_STEPS = {"neg": ("multiply", "-1.0"), "not": ("equal", "0.0")}
-_POWERS = {"sqrt": "0.5", "rsqrt": "-0.5"}
 
 
 class NkiEmitter:
@@ -80,14 +79,11 @@ class NkiEmitter:
         self.scalar(result, data, mirrored if commutes else op, value, swap and not commutes)
         return result
 
-    def unary(self, op: str, arg: Value) -> Value:
-        """neg, not, abs, isnan, sqrt, rsqrt, and rounding."""
+    def unary(self, op: str, engine: Nki, arg: Value) -> Value:
+        """An operation with a number, or abs, isnan and rounding."""
         result = self.result(arg)
-        if op in _STEPS:
-            name, number = _STEPS[op]
-            self.scalar(result, arg, name, Value("static", number), False)
-        elif op in _POWERS:
-            self.scalar(result, arg, "power", Value("static", _POWERS[op]), False)
+        if engine.how == "scalar":
+            self.scalar(result, arg, engine.name, Value("static", engine.number), False)
         elif op == "isnan":
             self.tensors(result, arg, arg, "not_equal")
         elif op == "abs":
@@ -99,14 +95,16 @@ class NkiEmitter:
             self._round(op, result, arg)
         return result
 
-    def activation(self, op: str, scale: float, after: float, arg: Value) -> Value:
-        """after * op(scale * arg), by the Scalar Engine."""
+    def activation(self, engine: Nki, arg: Value) -> Value:
+        """outside * name(inside * arg), by the Scalar Engine."""
         result = self.result(arg)
         self.lines(arg).append(
-            f"nisa.activation(dst={result.text}, op=nl.{op}, data={arg.text}, scale={scale!r})"
+            f"nisa.activation(dst={result.text}, op=nl.{engine.name}, data={arg.text}, "
+            f"scale={engine.inside!r})"
         )
-        if after != 1.0:
-            self.scalar(result, result, "multiply", Value("static", repr(after)), False)
+        if engine.outside != 1.0:
+            outside = Value("static", repr(engine.outside))
+            self.scalar(result, result, "multiply", outside, False)
         return result
 
     def inverse(self, arg: Value) -> Value:

@@ -13,12 +13,10 @@ from collections import Counter
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.emit import ZERO, NkiEmitter
 from flexattn.kernels.nki.ops import (
-    ACTIVATIONS,
     BINARY,
     EXACT,
     HALF_POOLS,
     MIRRORED,
-    UNARY,
     number,
 )
 from flexattn.kernels.nki.tables import Table, is_static, linear_forms
@@ -27,7 +25,7 @@ from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import is_int
+from flexattn.mods.ops import OPS, is_int
 
 __all__ = ["TABLE_LIMIT", "NkiPrinter", "offset_of"]
 
@@ -232,12 +230,11 @@ class NkiPrinter(NkiEmitter):
         if op in BINARY:
             mirrored = BINARY[MIRRORED.get(op, op)]
             return self._rounded(node, self.binary(BINARY[op], mirrored, *args))
-        if op == "pow":
-            return self._rounded(node, self.binary("power", "power", *args))
-        if op in UNARY:
-            return self._rounded(node, self.unary(op, args[0]))
-        if op in ACTIVATIONS:
-            return self._rounded(node, self.activation(*ACTIVATIONS[op], args[0]))
+        engine = OPS[op].nki
+        if engine is not None and engine.how == "activation":
+            return self._rounded(node, self.activation(engine, args[0]))
+        if engine is not None:
+            return self._rounded(node, self.unary(op, engine, args[0]))
         raise UnsupportedError(
             f"{op} of {node.dtype}",
             f"no engine of {self.target} computes it on a tile",
@@ -312,7 +309,6 @@ def python_of(node: Expr, prefix: str) -> str:
     if node.op == "var":
         return str(node.value)
     args = [python_of(arg, prefix) for arg in node.args]
-    signs = {"add": "+", "sub": "-", "mul": "*", "floor_div": "//", "floor_mod": "%"}
     if node.op == "neg":
         return f"(-{args[0]})"
-    return f"({args[0]} {signs[node.op]} {args[1]})"
+    return f"({args[0]} {OPS[node.op].symbol} {args[1]})"

@@ -16,18 +16,14 @@ from flexattn.mods.analysis.affine import Affine, affine_forms
 from flexattn.mods.analysis.dependence import Variables
 from flexattn.mods.expr import Expr, fingerprint, reads, walk
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import is_int
+from flexattn.mods.ops import OPS, is_int
 from flexattn.problem import INDEX_RANGES
 
 __all__ = ["Table", "Tabulated", "is_linear", "is_static", "linear_forms", "tabulate"]
 
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
-# What engines compute on whole tiles; the printer spells each of these.
-ON_CHIP = frozenset(
-    "add sub mul neg abs minimum maximum eq ne lt le gt ge and or xor not where cast div "
-    "floor_div floor_mod exp exp2 log log2 sqrt rsqrt tanh sigmoid erf sign reciprocal pow "
-    "isnan floor ceil round".split()
-)
+# What engines compute on whole tiles.
+ON_CHIP = frozenset(("cast", *(op.name for op in OPS.values() if op.nki is not None)))
 # What Python computes when a kernel is specialised.
 STATIC = frozenset("add sub mul neg floor_div floor_mod".split())
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import replace
 
 from flexattn.device import Device
+from flexattn.kernels.base.dialect import Dialect, Tensor
 from flexattn.kernels.paged_decode.awaiting import EMPTY, await_context
 from flexattn.kernels.paged_decode.space import ITEMSIZE, ServingConfig, ServingForm
-from flexattn.kernels.printers.score_printer import PrintedScore
 
-__all__ = ["serving_layouts", "warp_sizes", "with_layouts"]
+__all__ = ["WARPS", "serving_layouts", "warp_sizes"]
 
-# What the Triton printer writes, and the same of a tile of keys x rows, which each warp has alone.
-_LAYOUTS = (
-    (r"tl\.zeros\(\[1, BLOCK_N\], (tl\.\w+)\)", r"tl.zeros([WARPS, OWN, 1], \1, MMA)"),
-    (
-        r"tl\.zeros\(\[BLOCK_M, BLOCK_N\], (tl\.\w+)\)",
-        r"tl.zeros([WARPS, OWN, BLOCK_M], \1, MMA)",
-    ),
+# Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
+WARPS = Dialect(
+    gluon=True,
+    tile=Tensor("[WARPS, OWN, BLOCK_M]", "MMA"),
+    key=Tensor("[WARPS, OWN, 1]", "MMA"),
 )
 # Vectors of parts that a thread awaits at a time.
 AWAITED = 16
@@ -127,11 +123,6 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
     }
 
 
-def with_layouts(score: PrintedScore) -> PrintedScore:
-    """A printed score_mod whose new tensors say where they lie."""
-    return replace(score, early=_laid(score.early), body=_laid(score.body))
-
-
 def _inside(form: ServingForm, config: ServingConfig) -> int:
     """Keys of a warp that surely lie side by side in one page: a power of two."""
     common = math.gcd(form.page, config.own) if form.page else config.own
@@ -175,9 +166,3 @@ def _merged(form: ServingForm, config: ServingConfig) -> tuple[tuple[str, str], 
         ("PARTWISE", whole(_parts(form, config), 1)),
         ("OWNED", f"tl.BlockedLayout([1, {vector}], [1, 32], [{spread}], [1, 0])"),
     )
-
-
-def _laid(lines: tuple[str, ...]) -> tuple[str, ...]:
-    for pattern, text in _LAYOUTS:
-        lines = tuple(re.sub(pattern, text, line) for line in lines)
-    return lines

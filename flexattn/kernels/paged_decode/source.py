@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from flexattn.device import Device
 from flexattn.kernels.base import source as rendering
 from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
+from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode.layouts import serving_layouts, warp_sizes, with_layouts
+from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
 from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
 from flexattn.kernels.paged_decode.space import (
     COMBINE_WARPS,
@@ -23,7 +24,10 @@ from flexattn.kernels.paged_decode.space import (
 )
 from flexattn.kernels.printers.mask_parts import MaskParts, whole
 from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
-from flexattn.kernels.printers.span import PrintedEdge, print_edges
+from flexattn.kernels.printers.span import (
+    PrintedEdge,
+    print_edges,
+)
 from flexattn.kernels.printers.triton_ops import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
@@ -88,14 +92,14 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    score = None if form.score is None else whole_score(form.score, _traits(form, device))
-    if score is not None and config.walk == "warp":
-        score = with_layouts(score)
-    mask = _printed(form.mask, form, device)
+    dialect = WARPS if config.walk == "warp" else TRITON
+    traits = _traits(form, device, dialect)
+    score = None if form.score is None else whole_score(form.score, traits)
+    mask = _printed(form.mask, form, traits)
     late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
     if late and config.walk == "program" and device.backend != "hip":
-        mask = _printed(form.mask, form, device, peeks=True)
+        mask = _printed(form.mask, form, replace(traits, peeks=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
     v = rendering.named_pieces("v", form.head_dim_v)
@@ -103,7 +107,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
-        **_shared(form, config, device, used),
+        **_shared(form, config, device, used, dialect),
         **serving_layouts(form, config),
         "score": score,
         "mask": mask,
@@ -165,9 +169,9 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
 def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:
     """The kernel that merges, where the config asks for one."""
     rows, _ = _merge_shape(form, config)
-    mask = _printed(form.mask, form, device)
+    mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
-        **_shared(form, config, device, [mask] if mask is not None else []),
+        **_shared(form, config, device, [mask] if mask is not None else [], TRITON),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
         "prefetch": False,
@@ -251,12 +255,13 @@ def _shared(
     config: ServingConfig,
     device: Device,
     used: Sequence[MaskParts | PrintedScore],
+    dialect: Dialect,
 ) -> dict[str, object]:
     """What the templates of both kernels know."""
     found: tuple[PrintedEdge, ...] = ()
     free: tuple[PrintedEdge, ...] | None = None
     if form.mask is not None and not form.prefix:
-        traits = _traits(form, device, False)
+        traits = _traits(form, device, dialect, rowwise=False)
         about = mask_form(form.mask.mod.expr, INDEX_RANGES)
         found = print_edges(form.mask, about.edges, traits)
         if about.free_edges is not None:
@@ -291,7 +296,7 @@ def _shared(
         return ", ".join((*values, *captured))
 
     return {
-        **rendering.mod_context([each.lines for each in used], device),
+        **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "alone": config.walk == "warp",
         "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
@@ -326,28 +331,24 @@ def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
     return rows, max(1, min(32, held // (rows * width)))
 
 
-def _traits(
-    form: ServingForm, device: Device, rowwise: bool = True, peeks: bool = False
-) -> Traits:
+def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool = True) -> Traits:
     return Traits(
         head_per_row=rowwise,
         batch_per_row=rowwise and form.prefix,
         interpreted=device.backend == "interpreter",
         fast_tanh=device.has_tanh and form.dtype == "bfloat16",
         short_tanh=form.dtype in ("bfloat16", "float16"),
-        peeks=peeks,
+        dialect=dialect,
     )
 
 
-def _printed(
-    captures: Captures | None, form: ServingForm, device: Device, peeks: bool = False
-) -> MaskParts | None:
+def _printed(captures: Captures | None, form: ServingForm, traits: Traits) -> MaskParts | None:
     if captures is None:
         return None
     needed = "i < end"
     if not form.prefix and mask_form(captures.mod.expr, INDEX_RANGES).free_edges is not None:
         needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
-    if peeks:
+    if traits.peeks:
         # Nothing but its end bounds what is free, so no tile begins before it.
         needed = "start_n + BLOCK_N > free_high"
-    return whole(captures, _traits(form, device, peeks=peeks), needed)
+    return whole(captures, traits, needed)

@@ -1,17 +1,21 @@
-"""libdevice's functions for Triton's CPU interpreter, which has no extern calls: numpy's."""
+"""libdevice's functions for Triton's CPU interpreter, which has no extern calls: torch's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+
+from flexattn.mods.ops import OPS
 
 # Floats that numpy lacks, by Triton's name and torch's: the interpreter keeps their bits.
 _NARROW = {"bf16": "bfloat16", "fp8e4nv": "float8_e4m3fn", "fp8e5": "float8_e5m2"}
 
 
-def _through_numpy(function: Callable[..., Any], result: str = "") -> Callable[..., Any]:
+def _through_torch(function: Callable[..., Any], result: str = "") -> Callable[..., Any]:
     """result: numpy's name of what comes out, "bool", or "" for the operands' dtype."""
 
     def call(*operands: Any) -> Any:
@@ -25,21 +29,13 @@ def _through_numpy(function: Callable[..., Any], result: str = "") -> Callable[.
         values = [x.handle.data if isinstance(x, tensor) else like.type(x) for x in operands]
         # The handle of a comparison has its operands' dtype there, and loaded bools are int8.
         scalar = int1 if result else handles[0].dtype.scalar
-        arrays = np.broadcast_arrays(*values)
-        with np.errstate(all="ignore"):
-            dtype = np.dtype(result) if result else like
-            data = np.asarray(function(*arrays)).astype(dtype)
+        arrays = (torch.from_numpy(np.array(each)) for each in np.broadcast_arrays(*values))
+        data = function(*arrays).numpy().astype(np.dtype(result) if result else like)
         blocks = [each for each in tensors if each.type.is_block()]
         kind = block_type(scalar, list(data.shape)) if blocks else scalar
         return tensor(TensorHandle(data, scalar), kind)
 
     return call
-
-
-def _erfc(x: Any) -> Any:
-    import torch
-
-    return torch.special.erfc(torch.from_numpy(np.array(x))).numpy()
 
 
 def converted(x: Any, dtype: Any) -> Any:
@@ -48,7 +44,6 @@ def converted(x: Any, dtype: Any) -> Any:
     The interpreter's own conversions truncate to a bfloat16 or take an integer's bits for one,
     lose the carry of what they round to eight bits, and halve what is subnormal.
     """
-    import torch
     from triton.language import block_type, tensor
     from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
@@ -66,11 +61,23 @@ def converted(x: Any, dtype: Any) -> Any:
     return tensor(TensorHandle(made, dtype), kind)
 
 
-tan, asin, acos, atan = map(_through_numpy, (np.tan, np.arcsin, np.arccos, np.arctan))
-sinh, cosh, tanh = map(_through_numpy, (np.sinh, np.cosh, np.tanh))
-expm1, log1p, log10 = map(_through_numpy, (np.expm1, np.log1p, np.log10))
-rint, trunc = map(_through_numpy, (np.rint, np.trunc))
-erfc = _through_numpy(_erfc)
-pow, atan2, fmod = map(_through_numpy, (np.power, np.arctan2, np.fmod))
-logical_and, logical_or = (_through_numpy(f, "bool") for f in (np.logical_and, np.logical_or))
-logical_xor, logical_not = (_through_numpy(f, "bool") for f in (np.logical_xor, np.logical_not))
+# What rows of OPS spell as one of libdevice's functions, by its name.
+_ROWS = {
+    called[1]: _through_torch(op.function)
+    for op in OPS.values()
+    if (called := re.fullmatch(r"libdevice\.(\w+)\(\{0\}(, \{1\})?\)", op.triton))
+}
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """A function that a row names."""
+    if name not in _ROWS:
+        raise AttributeError(name)
+    return _ROWS[name]
+
+
+fmod = _through_torch(torch.fmod)
+logical_and, logical_or, logical_xor, logical_not = (
+    _through_torch(function, "bool")
+    for function in (torch.logical_and, torch.logical_or, torch.logical_xor, torch.logical_not)
+)

@@ -45,7 +45,8 @@ def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
     scored = any(node.op == "var" and node.value == "score" for node in walk(captures.mod.expr))
     result = f"{printed.result} * LOG2E"
     if not scored:
-        result = f"tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + {result}"
+        dialect = traits.dialect
+        result = f"{dialect.zeros(dialect.tile, FLOAT)} + {result}"
     body = ("score = qk * sm_scale", *printed.body, f"qk = {result}")
     return PrintedScore(printed.hoisted, printed.early, body, False, False, (), False, None)
 
@@ -66,6 +67,7 @@ class _Score:
         self.hands = hands
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
+        self.dialect, self.tl = traits.dialect, traits.dialect.module
         self.reads = Variables()
         self.hoisted: list[str] = []
         self.early: list[str] = []
@@ -164,7 +166,7 @@ class _Score:
         printed = self._print(expr, view)
         self.hoisted += printed.hoisted
         # What waits for no memory comes after the scores: before, it would hold registers.
-        waits = any("tl.load(" in line for line in printed.early)
+        waits = any(f"{self.tl}.load(" in line for line in printed.early)
         (self.early if waits else self.body).extend(printed.early)
         self.body += printed.body
         return printed.result
@@ -180,7 +182,8 @@ class _Score:
     def _scored(self, folded: bool, added: list[str]) -> None:
         terms = self.terms
         if terms.core is None:
-            self.body.append("qk = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)" + _sum(added))
+            zeros = self.dialect.zeros(self.dialect.tile, FLOAT)
+            self.body.append(f"qk = {zeros}{_sum(added)}")
             return
         if terms.linear:
             scale = self._factor("qk", "sm_scale * LOG2E", terms.outer, folded)
@@ -196,7 +199,7 @@ class _Score:
                 scale = self._factor("qk", "LOG2E", terms.outer, folded)
         if added:
             # Said aloud: the compiler might fuse the product inside of what is added instead.
-            core = f"tl.fma({core}, {scale}, {added[0]}){_sum(added[1:])}"
+            core = f"{self.tl}.fma({core}, {scale}, {added[0]}){_sum(added[1:])}"
         elif not folded:
             core = f"{core} * {scale}"
         if core != "qk":
@@ -227,13 +230,14 @@ class _Score:
         rate = self._place(self._base_2(slope), View("slope", by_row=False, by_key=False))
         view = View("start", f"({reference})", f"({reference})", by_row=False, by_key=False)
         start = self._place(self._base_2(column), view)
-        keys = "tl.expand_dims(tl.arange(0, BLOCK_N), 0)"
+        tl = self.tl
+        keys = self.dialect.arange("BLOCK_N", self.dialect.over_keys)
         self.hoisted += [f"slope = {rate}", f"first = {start}"]
         self.body += [
-            f"keys = {keys}",
-            f"column = ((keys & 6) + (start_n - {reference})).to(tl.float32) * slope + first",
+            f"keys = {tl}.expand_dims({keys}, 0)",
+            f"column = ((keys & 6) + (start_n - {reference})).to({tl}.float32) * slope + first",
         ]
-        return "tl.fma((keys & ~6).to(tl.float32), slope, column)"
+        return f"{tl}.fma((keys & ~6).to({tl}.float32), slope, column)"
 
     def _base_2(self, expr: Expr) -> Expr:
         """expr * log2(e), with the constant where it is multiplied least often."""
@@ -249,8 +253,10 @@ class _Score:
         Lane i of the vector is the diagonal row_start - (start_n + BLOCK_N - 1) + i. The vector
         passes through shared memory, and addresses differ by constants: one read for each score.
         """
-        view = View("strip", q_idx="row_start", kv_idx="strip_kv", by_row=False, keys="[STRIP]")
-        self.early.append("strip_kv = start_n + (BLOCK_N - 1) - tl.arange(0, STRIP)")
+        view = View("strip", q_idx="row_start", kv_idx="strip_kv", by_row=False, diagonals=True)
+        dialect, rows = self.dialect, self.dialect.rows
+        lanes = dialect.arange("STRIP", dialect.over_diagonals)
+        self.early.append(f"strip_kv = start_n + (BLOCK_N - 1) - {lanes}")
         strip = self._place(self._base_2(expr), view)
         if self.hands:
             self.body.append(f"strip = along_diagonals(handed.index(consumer), {strip})")
@@ -258,13 +264,15 @@ class _Score:
         # In the layouts of matrix instructions a thread's places differ from another's in row bits
         # other than 8 and in the key bits of 6: what is left is known when this is compiled, and
         # two rows share their reads.
+        row_at = dialect.arange(rows, dialect.over_rows)
+        key_at = dialect.arange("BLOCK_N", dialect.over_keys)
         self.body += [
-            "row_at, key_at = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]",
+            f"row_at, key_at = {row_at}[:, None], {key_at}[None, :]",
             "at = (row_at & 8) - (key_at & ~6) + (BLOCK_N - 1)",
             "at += (row_at & ~8) - (key_at & 6)",
-            f"strip = tl.gather({strip}, at.reshape(BLOCK_M * BLOCK_N), 0)",
+            f"strip = {self.tl}.gather({strip}, at.reshape({rows} * BLOCK_N), 0)",
         ]
-        return "strip.reshape(BLOCK_M, BLOCK_N)"
+        return f"strip.reshape({rows}, BLOCK_N)"
 
     def _rows(self, reference: str) -> tuple[str, ...]:
         """What rows get back, printed for vectors of rows after the loop."""
@@ -280,8 +288,9 @@ class _Score:
         if terms.tilt is not None:
             printed = self._print(terms.tilt, replace(view, prefix="tilt"))
             lines += printed.hoisted
-            texts.append(f"{printed.result} * (row_q - {reference}).to(tl.float32)")
-        lines.append(f"shift = ({' + '.join(texts)}) * LOG2E + tl.zeros([BLOCK_M], tl.float32)")
+            texts.append(f"{printed.result} * (row_q - {reference}).to({self.tl}.float32)")
+        zeros = self.dialect.zeros(self.dialect.row, FLOAT)
+        lines.append(f"shift = ({' + '.join(texts)}) * LOG2E + {zeros}")
         return tuple(lines)
 
     def _masked(self, keep: Expr) -> None:
@@ -291,7 +300,8 @@ class _Score:
         self.hoisted += printed.hoisted
         # Where nothing is known of the tile, the condition only keeps loads out of the pipeline.
         needed = self._mixed_tile(keep) or "start_n < kv_len"
-        inner = [*printed.early, *printed.body, _where(printed.result)]
+        chosen = f'{self.tl}.where({printed.result}, qk, float("-inf"))'
+        inner = [*printed.early, *printed.body, f"qk = {self.dialect.guarded.format(chosen)}"]
         self.body.append(f"if {needed}:")
         self.body += [f"    {line}" for line in inner]
 
@@ -308,7 +318,7 @@ class _Score:
             slopes = _affine(part, self.reads)
             if slopes is None:
                 return None
-            row = "row_start" if slopes[0] >= 0 else "(row_start + BLOCK_M - 1)"
+            row = "row_start" if slopes[0] >= 0 else f"(row_start + {self.dialect.rows} - 1)"
             key = "start_n" if slopes[1] >= 0 else "(start_n + BLOCK_N - 1)"
             view = View(f"mixed{i}", q_idx=row, kv_idx=key, by_row=False)
             printed = self._print(make("not", "bool", (part,)), view)
@@ -327,28 +337,24 @@ class _Score:
                 continue
             x, y = part.args
             slack = make("sub", x.dtype, (y, x))
-            row = "(row_start + BLOCK_M - 1)" if slopes[0] >= 0 else "row_start"
+            row = f"(row_start + {self.dialect.rows} - 1)" if slopes[0] >= 0 else "row_start"
             view = View(f"limit{i}", q_idx=row, kv_idx="0", by_row=False, by_key=False)
             printed = self._print(slack, view)
             lines += printed.hoisted
             # slack + slope * kv >= 0, or > 0.
             strict = part.op == "lt"
             if slopes[1] < 0:
-                last = f"tl.minimum({last}, {printed.result} + {0 if strict else 1})"
+                last = f"{self.tl}.minimum({last}, {printed.result} + {0 if strict else 1})"
             else:
-                first = f"tl.maximum({first}, {1 if strict else 0} - {printed.result})"
+                first = f"{self.tl}.maximum({first}, {1 if strict else 0} - {printed.result})"
         if (first, last) == ("0", "kv_len"):
             return None
         # Captured offsets may be wide; between 0 and the length the loop counts in 32 bits.
         if first != "0":
-            first = f"tl.minimum({first}, kv_len).to(tl.int32)"
+            first = f"{self.tl}.minimum({first}, kv_len).to({self.tl}.int32)"
         if last != "kv_len":
-            last = f"tl.maximum({last}, 0).to(tl.int32)"
+            last = f"{self.tl}.maximum({last}, 0).to({self.tl}.int32)"
         return Limits(tuple(lines), first, last)
-
-
-def _where(condition: str) -> str:
-    return f'qk = tl.where({condition}, qk, float("-inf"))'
 
 
 def _sum(texts: list[str]) -> str:

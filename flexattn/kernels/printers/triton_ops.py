@@ -1,4 +1,4 @@
-"""How Triton spells each operation of an Expr, and its dtypes."""
+"""How Triton spells dtypes and constants."""
 
 from __future__ import annotations
 
@@ -9,52 +9,6 @@ import re
 HALVES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 # Of these, what numpy has no dtype for.
 NARROW = HALVES[1:]
-
-INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "trunc_div": "//",
-    "trunc_mod": "%",
-    "floor_div": "//",
-    "floor_mod": "%",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "shl": "<<",
-    "shr": ">>",
-}
-
-# torch propagates NaN through minimum and maximum; the hardware's instructions drop it.
-_NAN = ", propagate_nan=tl.PropagateNan.ALL"
-FUNCTIONS = {
-    "neg": "(-{0})",
-    "not": "(~{0})",
-    "abs": "tl.abs({0})",
-    "sign": "sign({0})",
-    "minimum": "tl.minimum({0}, {1}" + _NAN + ")",
-    "maximum": "tl.maximum({0}, {1}" + _NAN + ")",
-    "isnan": "({0} != {0})",
-    "isinf": '(tl.abs({0}) == float("inf"))',
-    "sigmoid": "tl.sigmoid({0})",
-    "reciprocal": "(1.0 / {0})",
-    "round": "libdevice.rint({0})",
-    "trunc": "libdevice.trunc({0})",
-    **{name: f"tl.{name}({{0}})" for name in "exp exp2 log log2 sin cos sqrt rsqrt erf".split()},
-    **{name: f"tl.{name}({{0}})" for name in ("floor", "ceil")},
-    **{
-        name: f"libdevice.{name}({{0}})"
-        for name in "tan asin acos atan sinh cosh tanh expm1 log1p log10 erfc".split()
-    },
-    **{name: f"libdevice.{name}({{0}}, {{1}})" for name in ("pow", "atan2")},
-}
 
 # name in torch: (name in triton.language, name in a kernel's signature)
 _TYPES = {
@@ -76,9 +30,9 @@ _TYPES = {
 }
 
 
-def triton_type(dtype: str) -> str:
-    """`tl.float32` for "float32"."""
-    return f"tl.{_TYPES[dtype][0]}"
+def triton_type(dtype: str, module: str = "tl") -> str:
+    """`tl.float32` for "float32", in a module of that name."""
+    return f"{module}.{_TYPES[dtype][0]}"
 
 
 def signature_type(dtype: str) -> str:

@@ -6,21 +6,15 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.printers.divisions import by_invariant
 from flexattn.kernels.printers.printed_nodes import feeding_loads, summed_halves
-from flexattn.kernels.printers.triton_ops import (
-    FUNCTIONS,
-    HALVES,
-    INFIX,
-    NARROW,
-    literal,
-    triton_type,
-)
+from flexattn.kernels.printers.triton_ops import HALVES, NARROW, literal
 from flexattn.mods import Mod
 from flexattn.mods.analysis.intervals import Range, intervals_of
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.numbers import number_of
-from flexattn.mods.ops import is_float, is_int
+from flexattn.mods.ops import OPS, is_float, is_int
 from flexattn.problem import INDEX_RANGES
 
 INT32: Range = (-(2**31), 2**31 - 1)
@@ -33,7 +27,7 @@ class Traits:
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
     for the output's dtype. short_tanh: an exponential and a division are. peeks: what differs by
-    key is read by the `peek` of its dtype, which the template defines.
+    key is read by the `peek` of its dtype, which the template defines. dialect: the language.
     """
 
     interpreted: bool = False
@@ -42,6 +36,7 @@ class Traits:
     fast_tanh: bool = False
     short_tanh: bool = False
     peeks: bool = False
+    dialect: Dialect = TRITON
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,8 @@ class View:
 
     prefix: of the names given to statements; "" is the mod's kind. q_idx, kv_idx, h: texts; a name
     of its own is the ordinary one. by_row, by_key: whether those texts differ by row and by key.
-    keys: the shape of a tensor with one element a key. dtype: that of the result, "" its own.
+    diagonals: whether its keys are diagonals. early: suffix of what is computed early, where body
+    reads it. dtype: that of the result, "" its own.
     """
 
     prefix: str = ""
@@ -59,7 +55,8 @@ class View:
     h: str = "h"
     by_row: bool = True
     by_key: bool = True
-    keys: str = "[1, BLOCK_N]"
+    diagonals: bool = False
+    early: str = ""
     dtype: str = ""
 
 
@@ -125,6 +122,7 @@ def scalar_name(kind: str, slot: int) -> str:
 class _Printer:
     def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View) -> None:
         self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
+        self.dialect, self.tl = traits.dialect, traits.dialect.module
         self.keyed = ("score", "kv_idx") if view.by_key else ("score",)
         self.rowed = ("score", "q_idx") if view.by_row else ("score",)
         if view.by_row:
@@ -164,7 +162,8 @@ class _Printer:
         self.count += 1
         inside = self.body if value.row and self.node not in self.ahead else self.early
         (inside if value.key else self.hoisted).append(f"{name} = {value.text}")
-        return replace(value, text=name)
+        told = value.key and inside is self.early
+        return replace(value, text=name + self.view.early * told)
 
     def _node(self, node: Expr) -> _Value:
         if node.op == "var":
@@ -181,7 +180,9 @@ class _Printer:
             name = scalar_name(self.mod.kind, int(node.value or 0))
             if node.dtype == "int32":
                 return _Value(name, "int32")
-            return self._name(_Value(f"tl.cast({name}, {triton_type(node.dtype)})", node.dtype))
+            return self._name(
+                _Value(f"{self.tl}.cast({name}, {self.dialect.type(node.dtype)})", node.dtype)
+            )
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
@@ -198,7 +199,8 @@ class _Printer:
         if node.op == "where":
             dtype = self._narrow(node, args[1:])
             texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
-            return _Value(f"tl.where({', '.join(texts)})", dtype, row, key)
+            text = self.dialect.computed(OPS["where"], dtype, texts)
+            return _Value(text, dtype, row, key)
         spelled = by_invariant(node, self.mod.kind, self.ranges[node.args[0]])
         if spelled:
             above = replace(args[0], text=self._as(args[0], "int32"), dtype="int32")
@@ -212,7 +214,7 @@ class _Printer:
         if node.dtype in HALVES:
             text, computed = self._converted(text, computed, node.dtype), node.dtype
         elif node.dtype == "int64" and computed == "int64" and self._fits(node):
-            text, computed = f"{text}.to(tl.int32)", "int32"
+            text, computed = f"{text}.to({self.tl}.int32)", "int32"
         return _Value(text, "bool" if node.dtype == "bool" else computed, row, key)
 
     def _narrow(self, node: Expr, args: list[_Value]) -> str:
@@ -247,26 +249,21 @@ class _Printer:
     def _converted(self, text: str, source: str, dtype: str) -> str:
         """The interpreter converts by its own rules what numpy has no dtype for."""
         if self.traits.interpreted and not {source, dtype}.isdisjoint(NARROW):
-            return f"libdevice.converted({text}, {triton_type(dtype)})"
+            return f"libdevice.converted({text}, {self.dialect.type(dtype)})"
         if dtype.startswith("float8") and not is_float(source):
-            text = f"{text}.to(tl.float32)"  # no compiler has the cast of an integer
-        return f"{text}.to({triton_type(dtype)})"
+            text = f"{text}.to({self.tl}.float32)"  # no compiler has the cast of an integer
+        return f"{text}.to({self.dialect.type(dtype)})"
 
     def _spell(self, node: Expr, args: list[str], computed: str) -> str:
         if computed == "bool" and node.op in ("and", "or", "xor", "not"):
             return self._logical(node.op, args)
-        if node.op == "trunc_div" and is_float(computed):
+        if node.op == "trunc_div" and computed == "float32":
             # A quotient that rounds up to an integer from below would lose one by truncation.
-            exact = f"tl.div_rn({args[0]}, {args[1]})" if computed == "float32" else None
-            return f"libdevice.trunc({exact or ' / '.join(args)})"
+            return f"libdevice.trunc({self.tl}.div_rn({args[0]}, {args[1]}))"
         if node in self.summed:
             # LLVM makes one fma of a half product and its sum, which drops a rounding that torch
             # does. It leaves an fma alone, and adding +0 changes nothing that a sum can see.
-            return f"tl.fma({args[0]}, {args[1]}, 0.0)"
-        if node.op in INFIX and node.op not in ("floor_div", "floor_mod"):
-            return f"({args[0]} {INFIX[node.op]} {args[1]})"
-        if node.op in ("floor_div", "floor_mod"):
-            return self._floored(node, args, computed)
+            return f"{self.tl}.fma({args[0]}, {args[1]}, 0.0)"
         if node.op == "tanh" and computed == "float32" and not self.traits.interpreted:
             if self.traits.fast_tanh:
                 return f"fast_tanh({args[0]})"
@@ -274,12 +271,10 @@ class _Printer:
                 return f"short_tanh({args[0]})"
         if node.op == "pow" and is_int(node.dtype):
             return self._integer_power(node, args)
-        if node.op not in FUNCTIONS:
-            raise UnsupportedError(f"{node.op} of {node.dtype}", "Triton has no such operation")
-        spelled = FUNCTIONS[node.op]
-        if is_int(computed) or computed == "bool":
-            spelled = spelled.replace(", propagate_nan=tl.PropagateNan.ALL", "")
-        return spelled.format(*args)
+        floored = node.op in ("floor_div", "floor_mod") and not is_float(computed)
+        if floored and self._not_negative(node):
+            return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
+        return self.dialect.computed(OPS[node.op], computed, args)
 
     def _logical(self, op: str, args: list[str]) -> str:
         """The interpreter broadcasts a scalar bool to integers, on which `~` is not a negation."""
@@ -292,17 +287,13 @@ class _Printer:
             if self.traits.interpreted:
                 text = f"libdevice.logical_{op}({text}, {arg})"
             else:
-                text = f"{text} {INFIX[op]} {arg}"
+                text = f"{text} {OPS[op].symbol} {arg}"
         return f"({text})" if len(args) > 1 and not self.traits.interpreted else text
 
-    def _floored(self, node: Expr, args: list[str], computed: str) -> str:
-        """torch floors, C truncates: the same where nothing is negative."""
-        if is_float(computed):
-            return f"{node.op}_float({args[0]}, {args[1]})"
+    def _not_negative(self, node: Expr) -> bool:
+        """Whether no operand is negative: then C's division, which truncates, floors, too."""
         ranges = [self.ranges[arg] for arg in node.args]
-        if all(found is not None and found[0] >= 0 for found in ranges):
-            return f"({args[0]} {INFIX[node.op]} {args[1]})"
-        return f"{node.op}_int({args[0]}, {args[1]})"
+        return all(found is not None and found[0] >= 0 for found in ranges)
 
     def _integer_power(self, node: Expr, args: list[str]) -> str:
         exponent = node.args[1]
@@ -327,10 +318,10 @@ class _Printer:
             found = self.ranges[arg]
             size = sizes[dim]
             if found is None or found[0] < 0:
-                wrapped = f"tl.where({index.text} < 0, {index.text} + {size}, {index.text})"
+                wrapped = f"{self.tl}.where({index.text} < 0, {index.text} + {size}, {index.text})"
                 index = self._name(replace(index, text=wrapped))
                 # As an unsigned number a negative index is above every size: one comparison.
-                unsigned = f"tl.{index.dtype.replace('int', 'uint')}"
+                unsigned = self.dialect.type(index.dtype.replace("int", "uint"))
                 inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
             else:
                 inside = f"({index.text} < {size})"
@@ -348,7 +339,7 @@ class _Printer:
         # No integer becomes a number of eight bits.
         zero = "0.0" if buffer.dtype.startswith("float8") else "0"
         checked = f", mask={inside}, other={zero}" if inside else ""
-        text = f"tl.load({address}{checked})"
+        text = f"{self.tl}.load({address}{checked})"
         if key and inside and self.traits.peeks:
             text = f"peek_{buffer.dtype}({address}, {inside})"
         loaded = _Value(text, buffer.dtype, row, key)
@@ -362,7 +353,8 @@ class _Printer:
         Pipelined, a gather goes through shared memory element by element, and its stages crowd
         out those of K and V. The pipeline takes no load behind a condition; this one holds.
         """
-        zeros = f"tl.zeros({self.view.keys}, {triton_type(load.dtype)})"
+        like = self.dialect.diagonal if self.view.diagonals else self.dialect.key
+        zeros = self.dialect.zeros(like, load.dtype)
         value = self._name(replace(load, text=zeros))
         self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
         return value

@@ -14,6 +14,8 @@ from flexattn.mods.algebra.flags import OPEN, Flag
 from flexattn.mods.algebra.forms import both, single, truth
 from flexattn.mods.algebra.whole import Whole
 from flexattn.mods.expr import Expr, const
+from flexattn.mods.ir.op import EVERYWHERE
+from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
 __all__ = ["Real", "apply", "choose", "compare", "exact", "of_flag", "of_whole", "to_whole"]
@@ -180,14 +182,14 @@ def _abs(x: Real) -> Real:
     return _real(low, make("maximum", "float64", tuple(sizes)))
 
 
-def _rising(op: str, least: float | None = None) -> Callable[..., Real]:
+def _rising(op: str, least: float) -> Callable[..., Real]:
     """An operation that never falls in any operand, defined above `least`."""
 
     def rule(*operands: Real) -> Real:
         low = make(op, "float64", tuple(x.low for x in operands))
         high = make(op, "float64", tuple(x.high for x in operands))
         sure = truth(True)
-        if least is not None:
+        if least != EVERYWHERE:
             sure = make("lt", "bool", (_number(least), operands[0].low))
         return _real(low, high, sure)
 
@@ -202,6 +204,5 @@ _RULES: dict[str, Callable[..., Real]] = {
     "neg": _neg,
     "abs": _abs,
     "cast": lambda x: x,
-    **{op: _rising(op) for op in ("minimum", "maximum", "floor", "ceil", "exp", "exp2")},
-    **{op: _rising(op, 0.0) for op in ("sqrt", "log", "log2")},
+    **{op.name: _rising(op.name, op.rises) for op in OPS.values() if op.rises is not None},
 }

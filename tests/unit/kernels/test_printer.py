@@ -7,8 +7,11 @@ import torch
 
 from flexattn.catalogue import CASES, alibi, document, natten_2d, relative_bias, softcap
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.hopper.printer import HOPPER
+from flexattn.kernels.paged_decode.layouts import WARPS
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
+from tests.printed_ops import mod
 
 HARDWARE = Traits()
 table = torch.zeros(9)
@@ -159,3 +162,19 @@ def test_every_case_prints_python_whose_lines_are_in_their_place(entry, traits):
             assert not re.search(r"\bscore\b", line)
         for line in found.hoisted:
             assert "kv_idx" not in line and not re.search(r"\bscore\b", line)
+
+
+DIALECTS = {"hopper": (HOPPER, {"PropagateNan"}), "warps": (WARPS, None)}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_operations_are_printed_in_their_dialect(dtype, name):
+    """Gluon's text was made of Triton's by regular expressions: each template missed others."""
+    dialect, left = DIALECTS[name]
+    found = text(printed(mod("score_mod", "key", dtype), traits=Traits(dialect=dialect)))
+    named = set(re.findall(r"\btl\.(\w+)", found))
+    assert "sigmoid" not in named and (left is None or named <= left)
+    zeros = re.findall(r"\.zeros\((.*)\)", found)
+    assert zeros and all(each.startswith(dialect.key.shape) for each in zeros)
+    assert all(each.endswith(dialect.key.layout) for each in zeros)

@@ -1,0 +1,70 @@
+"""Dialect: what a printed mod is written in: Triton, or Gluon with a template's layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexattn.kernels.printers.triton_ops import triton_type
+from flexattn.mods.ops import Op, is_float
+
+__all__ = ["TRITON", "Dialect", "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as a template names its sizes, and the layout that Gluon wants said."""
+
+    shape: str
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How statements are spelled in one kind of template.
+
+    module: the language's name. jit: its decorator. gluon: whether it is Gluon.
+    rows: the number of rows of a tile. tile, key, row, diagonal: tensors with an element for each
+    score, key, row and diagonal of it. over_rows, over_keys, over_diagonals: layouts of ranges.
+    guarded: format of a selection behind a condition.
+    """
+
+    module: str = "tl"
+    jit: str = "triton.jit"
+    gluon: bool = False
+    rows: str = "BLOCK_M"
+    tile: Tensor = Tensor("[BLOCK_M, BLOCK_N]")
+    key: Tensor = Tensor("[1, BLOCK_N]")
+    row: Tensor = Tensor("[BLOCK_M]")
+    diagonal: Tensor = Tensor("[STRIP]")
+    over_rows: str = ""
+    over_keys: str = ""
+    over_diagonals: str = ""
+    guarded: str = "{0}"
+
+    def type(self, dtype: str) -> str:
+        """The language's name of a dtype."""
+        return triton_type(dtype, self.module)
+
+    def zeros(self, tensor: Tensor, dtype: str) -> str:
+        """A tensor of zeros."""
+        layout = f", {tensor.layout}" if tensor.layout else ""
+        return f"{self.module}.zeros({tensor.shape}, {self.type(dtype)}{layout})"
+
+    def zeros_like(self, name: str) -> str:
+        """Zeros of the shape of what has a name; Gluon's function takes no scalar (Triton 3.6)."""
+        return f"({name} - {name})" if self.gluon else f"{self.module}.zeros_like({name})"
+
+    def arange(self, size: str, layout: str) -> str:
+        """The numbers below a size; layout: one of those over something."""
+        return f"{self.module}.arange(0, {size}{f', {layout}' if layout else ''})"
+
+    def computed(self, op: Op, dtype: str, operands: Sequence[str]) -> str:
+        """An operation in a dtype, as its row spells it."""
+        text = op.triton if is_float(dtype) else op.integers or op.triton
+        if self.gluon:
+            text = op.gluon or text
+        return text.format(*operands, tl=self.module)
+
+
+TRITON = Dialect()
