@@ -21,19 +21,26 @@ from flexattn.presets import files
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import read
 
-# Where a name of this tree was in older ones.
+# Where a module of this tree was in older ones, the latest first.
 OLDER = {
-    "flexattn.kernels.ptx.": "flexattn.ptx.",
-    "flexattn.kernels.render.": "flexattn.render.",
-    "flexattn.records.": "flexattn.cache.",
-    "flexattn.runtime.": "flexattn.",
-}
+    "flexattn.kernels.triton.source": ("flexattn.kernels.render.kernel", "flexattn.render.kernel"),
+    "flexattn.kernels.paged_decode.source": (
+        "flexattn.kernels.render.serving", "flexattn.render.serving",
+    ),
+    "flexattn.kernels.hopper.merge_consumers": (
+        "flexattn.kernels.ptx.merge_consumers", "flexattn.ptx.merge_consumers",
+    ),
+    "flexattn.records.codec": ("flexattn.cache.codec",),
+    "flexattn.records.environment": ("flexattn.cache.environment",),
+    "flexattn.records.key": ("flexattn.cache.key",),
+    "flexattn.records.store": ("flexattn.cache.store",),
+    "flexattn.runtime.reach": ("flexattn.reach",),
+}  # fmt: skip
 
 
 def found_here(module: str) -> str:
     """A module's name in the tree that this process runs in; "" where there is none."""
-    older = (module.replace(new, old, 1) for new, old in OLDER.items() if module.startswith(new))
-    for name in (module, *older):
+    for name in (module, *OLDER.get(module, ())):
         try:
             if importlib.util.find_spec(name) is not None:
                 return name
@@ -46,15 +53,15 @@ def _import(module: str) -> Any:
     return importlib.import_module(found_here(module))
 
 
-render = _import("flexattn.kernels.choose.kernel").render
 serving = _import("flexattn.kernels.paged_decode.source")
-render_combine = _import("flexattn.kernels.base.source").render_combine
 decode_record = _import("flexattn.records.codec").decode_record
 environment = _import("flexattn.records.environment").environment
 key_of = _import("flexattn.records.key").key_of
 Store = _import("flexattn.records.store").Store
 reach = _import("flexattn.runtime.reach")
 
+# Older trees have none.
+REGISTRY = "flexattn.kernels.choose.registry"
 # What a Gluon kernel's text becomes machine code through, and what it imports.
 AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
@@ -96,14 +103,27 @@ def _digest(problem: Any, record: Any, device: Any) -> str:
             sources.append(serving.render_serving_combine(problem.form, config, device))
     else:
         structure = problem.structure
-        sources = [render(structure, config, device, "")]
-        if record.key.kind == "decode":
-            sources.append(render_combine(structure, device))
+        sources = _rendered(structure, config, device)
         sources += reach.sources(structure, config, device)
     parts = [json.dumps([_facts(each) for each in sources])]
     if any(each.language == "gluon" for each in sources):
         parts += map(_module, AFTER)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _rendered(structure: Any, config: Any, device: Any) -> list[Any]:
+    """The kernel of a call, and decode's second one."""
+    if found_here(REGISTRY):
+        family = importlib.import_module(REGISTRY).family_of(config)
+        found = family.render(structure, config, device, ""), family.combine(structure, device)
+        return [source for source in found if source is not None]
+    kernel = _import("flexattn.kernels.triton.source")
+    found = [kernel.render(structure, config, device, "")]
+    if structure.kind == "decode":
+        folder = kernel.__name__.rpartition(".")[0]
+        second = importlib.import_module(f"{folder}.source")
+        found.append(second.render_combine(structure, device))
+    return found
 
 
 def _facts(source: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper.config import GluonPrefillConfig
-from flexattn.kernels.hopper.merge_consumers import NAME
+from flexattn.kernels.hopper.source import PASS
 from flexattn.kernels.ptx.assembler import assemblers
 from flexattn.runtime import build
 from flexattn.runtime.build import compile_source
@@ -47,9 +47,9 @@ def test_without_the_pass_each_consumer_is_compiled(mods):
         render(wanted.structure, replace(start, merge_consumers=merge), H200, "test")
         for merge in (True, False)
     )
-    assert merged.stages.passes == (NAME,) and not plain.stages.passes
+    assert merged.stages.passes == (PASS,) and not plain.stages.passes
     assert (
-        f"# pass: {NAME} (flexattn/kernels/hopper/merge_consumers.py)" in merged.text
+        f"# pass: {PASS} (flexattn/kernels/hopper/merge_consumers.py)" in merged.text
         and "# pass:" not in plain.text
     )
     products, warps = zip(

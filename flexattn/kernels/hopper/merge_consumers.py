@@ -25,10 +25,9 @@ import re
 
 from flexattn.errors import RenderError
 
-__all__ = ["ALONE", "NAME", "announcement", "block_warps", "rewritten"]
+__all__ = ["ALONE", "NAME", "announcement", "block_warps", "merged"]
 
-# Of the pass, as a Source has it; and as a kernel's text asks for it.
-NAME, WORD = "hopper.merge_consumers", "merge_consumers"
+NAME = "merge_consumers"
 WARPS, THREADS = 4, 128
 # The consumers' hardware barriers are 0 to 2: all warps start and end their work at this one.
 EVERY_WARP = 3
@@ -40,7 +39,7 @@ REGISTERS = 65536
 FORM = 2
 
 _ANNOUNCED = re.compile(
-    rf"{WORD} {FORM}: (?P<consumers>\d+) consumers of (?P<registers>\d+) registers"
+    rf"{NAME} {FORM}: (?P<consumers>\d+) consumers of (?P<registers>\d+) registers"
 )
 _START = re.compile(
     r"(\tmov\.u32 \t(?P<thread>%r\d+), %tid\.x;\n"
@@ -64,7 +63,7 @@ _NAMES = re.compile(r"^(?=\t\.reg \.pred \t%p<)", re.MULTILINE)
 
 def announcement(consumers: int, registers: int) -> str:
     """What a kernel's assembly says of its consumers; registers: of each of their threads."""
-    return f"{WORD} {FORM}: {consumers} consumers of {registers} registers"
+    return f"{NAME} {FORM}: {consumers} consumers of {registers} registers"
 
 
 def block_warps(text: str) -> int | None:
@@ -73,7 +72,7 @@ def block_warps(text: str) -> int | None:
     return None if found is None else WARPS * (int(found["consumers"]) + 1)
 
 
-def rewritten(ptx: str) -> str:
+def merged(ptx: str) -> str:
     """The PTX of all consumers, from that of one which says how many there are.
 
     Raises RenderError where the compiler wrote something else than is known here.

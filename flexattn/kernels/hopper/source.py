@@ -38,6 +38,8 @@ from flexattn.problem import Structure
 __all__ = ["render"]
 
 TEMPLATE = "hopper/prefill.py.jinja"
+# By its module: see kernels/ptx/stages.py.
+PASS = "hopper.merge_consumers"
 # A barrier for each tile of K and of V, of Q, and for each consumer's turn.
 HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
@@ -196,7 +198,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    passes = (merge_consumers.NAME,) if config.merges else ()
+    passes = (PASS,) if config.merges else ()
     return make_source(
         TEMPLATE,
         device,

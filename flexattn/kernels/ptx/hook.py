@@ -86,5 +86,5 @@ def _passed(name: str, make: Callable[..., Any], given: Any, metadata: Any) -> s
     warps = found.block_warps(ptx)
     if warps is not None:
         metadata["num_warps"] = warps
-    rewritten: str = found.rewritten(ptx)
-    return rewritten
+    merged: str = found.merged(ptx)
+    return merged

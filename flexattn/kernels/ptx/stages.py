@@ -15,7 +15,7 @@ __all__ = ["OWN_STAGES", "Stages", "block_warps", "module_of"]
 class Stages:
     """passes: over the PTX, in order, each by its module in kernels/. ptxas: what assembles it.
 
-    A pass's module has `rewritten(ptx)`, and `block_warps(text)` for the warps that a block of a
+    A pass's module has `merged(ptx)`, and `block_warps(text)` for the warps that a block of a
     kernel starts after it, None where the text does not ask for the pass.
     """
 

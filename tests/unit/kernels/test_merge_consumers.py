@@ -14,7 +14,7 @@ from flexattn.kernels.hopper.merge_consumers import (
     NAME,
     announcement,
     block_warps,
-    rewritten,
+    merged,
 )
 from flexattn.kernels.ptx.hook import compiled_by
 from flexattn.kernels.ptx.stages import Stages
@@ -28,7 +28,8 @@ PARTS = {
     "3.6": "\t@%p1 bra \t$L__BB0_2;\n\tbra.uni \t$L__BB0_1;\n$L__BB0_1:\n",
     "3.9": "\t@!%p1 bra \t$L__BB0_1;\n\tbra.uni \t$L__BB0_2;\n$L__BB0_1:\n",
 }
-MERGE = Stages((NAME,))
+PASS = "hopper.merge_consumers"
+MERGE = Stages((PASS,))
 
 
 def ptx(consumers=3, parts="3.6"):
@@ -68,7 +69,7 @@ $L__BB0_2:
 
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_a_block_has_the_threads_and_registers_of_all_consumers(consumers):
-    text = rewritten(ptx(consumers))
+    text = merged(ptx(consumers))
     threads = 128 * (consumers + 1)
     assert block_warps(text) == threads // 32
     assert f".reqntid {threads}\n" in text
@@ -81,14 +82,14 @@ def test_a_block_has_the_threads_and_registers_of_all_consumers(consumers):
 
 
 def test_consumers_are_the_first_warps_and_the_others_keep_their_places():
-    text = rewritten(ptx())
+    text = merged(ptx())
     assert "\tsetp.lt.u32 \t%p1, %r3, 12;\n" in text
     told = text[text.index("\tmov.u32 \t%place, %tid.x;") : text.index("\tld.shared.b8")]
     assert told.endswith("\tsub.u32 \t%place, %place, 8;\n\tadd.s32 \t%r4, %r5, %place;\n")
 
 
 def test_each_consumer_meets_at_a_barrier_of_its_own():
-    text = rewritten(ptx())
+    text = merged(ptx())
     assert "\tshr.u32 \t%meeting, %r3, 2;\n" in text
     assert MEETING not in text and text.count("\tbar.sync \t%meeting, 128;\n") == 2
     assert "bar.sync %r9, 416" in text, "what a template writes stays"
@@ -96,14 +97,14 @@ def test_each_consumer_meets_at_a_barrier_of_its_own():
 
 def test_only_meetings_before_a_wait_that_says_so_are_taken_out():
     met = "\tbar.sync \t%meeting, 128;\n"
-    text = rewritten(ptx())
+    text = merged(ptx())
     assert f"8;\n{WAIT}{met}{WAIT}" in text
-    assert f"8;\n{met}{WAIT}" in rewritten(ptx().replace(ALONE, "another comment"))
+    assert f"8;\n{met}{WAIT}" in merged(ptx().replace(ALONE, "another comment"))
 
 
 def test_what_says_nothing_of_consumers_stays_as_it_is():
     alone = ptx().replace(announcement(3, 160), "one consumer")
-    assert rewritten(alone) == alone and block_warps(alone) is None
+    assert merged(alone) == alone and block_warps(alone) is None
 
 
 @pytest.mark.parametrize(
@@ -120,20 +121,20 @@ def test_what_is_not_as_it_was_is_refused(line):
     """Half of a change would be a block that waits forever."""
     assert line in ptx()
     with pytest.raises(RenderError, match=r"found 0 times|number of a thread once"):
-        rewritten(ptx().replace(line, ""))
+        merged(ptx().replace(line, ""))
 
 
 def test_what_is_written_otherwise_has_another_number():
     """Triton 3.6 keeps kernels by their source, in which FORM is all that tells of this."""
     written = {2: "af8e28d0db46728e"}
-    assert hashlib.sha256(rewritten(ptx()).encode()).hexdigest()[:16] == written[FORM]
+    assert hashlib.sha256(merged(ptx()).encode()).hexdigest()[:16] == written[FORM]
 
 
 def test_a_second_start_is_refused():
     start = ptx().index("\tmov.u32 \t%r1")
     begin = ptx()[start : ptx().index("\t@%p1")]
     with pytest.raises(RenderError, match="reads the number of a thread once"):
-        rewritten(ptx().replace(begin, begin + begin))
+        merged(ptx().replace(begin, begin + begin))
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -144,7 +145,7 @@ def test_threads_have_the_numbers_that_their_code_was_compiled_for(parts):
         "\tand.b32 \t%r1, %r1, 127;\n\tand.b32 \t%r2, %r2, 3;\n",
         "\tsub.s32 \t%r1, %r1, 256;\n\tsub.s32 \t%r2, %r2, 8;\n",
     )
-    text = rewritten(ptx(parts=parts))
+    text = merged(ptx(parts=parts))
     assert f"$L__BB0_1:\n{load}" in text
     if parts == "3.6":
         assert f"$L__BB0_2:\n{consume}" in text
@@ -156,7 +157,7 @@ def test_threads_have_the_numbers_that_their_code_was_compiled_for(parts):
 def test_what_is_made_of_a_number_before_the_warps_part_is_made_again_behind(parts):
     """Of D 256 with documents the compiler takes a thread's lane before: it was refused."""
     line = "\tand.b32 \t%r30, %r1, 31;\n"
-    text = rewritten(ptx(parts=parts).replace(PARTS[parts], line + PARTS[parts], 1))
+    text = merged(ptx(parts=parts).replace(PARTS[parts], line + PARTS[parts], 1))
     assert f"\tand.b32 \t%r2, %r2, 3;\n{line}" in text
     assert f"\tsub.s32 \t%r2, %r2, 8;\n{line}" in text
 
@@ -175,7 +176,7 @@ def test_the_stages_stand_behind_the_hook_there_was(monkeypatch):
         hook = knobs.runtime.add_stages_inspection_hook
         hook("backend", stages, "options", "language", 90)
         words = hook()
-    assert stages["ptx"](ptx(), metadata) == rewritten(ptx())
+    assert stages["ptx"](ptx(), metadata) == merged(ptx())
     assert metadata == {"num_warps": 16}
     assert stages["ptx"]("another kernel", metadata) == "another kernel"
     assert len(seen) == 2
@@ -219,7 +220,7 @@ def test_a_compile_of_another_thread_is_left_as_it_is(monkeypatch):
         hook("backend", stages, "options", "language", 90)
         found.append((stages, hook()))
 
-    with compiled_by(Stages((NAME,), "ptxas")):
+    with compiled_by(Stages((PASS,), "ptxas")):
         other = threading.Thread(target=elsewhere)
         other.start()
         other.join(10)
