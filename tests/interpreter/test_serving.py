@@ -81,6 +81,13 @@ def test_a_tree_of_draft_tokens(kind, per_sm):
     check(each, config=config, page=0, mask_mod=tree)
 
 
+def test_a_length_that_says_no_limit():
+    """The first key past 2^63 - 1 wrapped to -2^63, and the plan skipped every page."""
+    ends = torch.tensor([2**63 - 1, 9])
+    each = batch([1, 1], [33, 40], 4, 2)
+    check(each, config=SMALL, mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= ends[b])
+
+
 def test_a_mixed_batch_of_chunks_and_single_tokens():
     each = batch([40, 1, 0, 1, 17, 3], [100, 53, 9, 1, 17, 0], 6, 2)
     for mods in ({}, {"mask_mod": causal}, {"mask_mod": sliding_window(9)}):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.intervals import Range, dtype_range, intervals_of
+from flexattn.mods.analysis.intervals import Range, dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
 __all__ = ["Affine", "Comparison", "Edge", "affine_forms", "comparison_of", "edges", "free_edges"]
+
+
+# Past every key, and so far from the ends of 64 bits that positions can be added.
+LARGE = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,19 @@ def _edges(term: Expr, forms: Mapping[Expr, Affine]) -> tuple[Edge, ...]:
 
 def _edge(form: Affine, strict: int) -> Edge:
     if form.kv == -1:
-        return Edge(True, form.q, form.number + strict, form.rest)
+        return Edge(True, form.q, form.number + strict, _bounded(form.rest))
     # kv_idx <= -(q + number + rest): the first key that is out is one more.
     other = form.times(-1)
-    return Edge(False, other.q, other.number + 1 - strict, other.rest)
+    return Edge(False, other.q, other.number + 1 - strict, _bounded(other.rest))
+
+
+def _bounded(rest: Expr | None) -> Expr | None:
+    """A rest to which positions can be added in 64 bits: a length may say "no limit" by 2^63 - 1.
+
+    Past LARGE it is past every key on either side.
+    """
+    found = None if rest is None else interval_of(rest, {})
+    if rest is None or (found is not None and -LARGE <= found[0] and found[1] <= LARGE):
+        return rest
+    high = make("minimum", "int64", (rest, const(LARGE, "int64")))
+    return make("maximum", "int64", (high, const(-LARGE, "int64")))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+from flexattn.mods.analysis.affine import LARGE
 from flexattn.mods.analysis.intervals import Range, dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
 from flexattn.mods.numbers import number_of
@@ -15,8 +16,8 @@ from flexattn.mods.simplify import make
 __all__ = ["KeyBound", "KeySpan", "conjunction", "key_bound", "key_span"]
 
 KEY = Expr("var", "int64", (), "kv_idx")
-# Where whole tiles may still be added to a bound in 32 bits, and where nothing wraps in 64.
-SMALL, LARGE = 2**30, 2**40
+# Where whole tiles may still be added to a bound in 32 bits.
+SMALL = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,3 +70,13 @@ def test_narrow_sums_may_wrap_and_bound_nothing():
         return kv_idx.to(torch.int8) + small[b] > 2
 
     assert edges_of(mask_mod) == ()
+
+
+def test_a_length_that_says_no_limit_keeps_every_key():
+    """The first key past 2^63 - 1 wrapped to -2^63: all pages were skipped."""
+    lengths = torch.tensor([11, 2**63 - 1])
+    bound = bind(lambda b, h, q_idx, kv_idx: kv_idx <= lengths[b], "mask")
+    (edge,) = mask_form(bound.mod.expr, INDEX_RANGES).edges
+    rest = Mod("mask", edge.rest, bound.mod.buffers, bound.mod.scalars, "")
+    found = evaluate(rest, {"b": torch.arange(2)}, bound.tensors, bound.scalars) + edge.offset
+    assert found[0] == 12 and 2**31 < found[1] < 2**62
