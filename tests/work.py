@@ -8,7 +8,9 @@ import flexattn
 from flexattn.block_mask import classify as block_kinds
 from flexattn.block_mask import kernels as block_kernels
 from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.device import named
 from flexattn.frontend import plan
+from flexattn.kernels.choose.registry import families
 from flexattn.mods.bind import clear, stats
 from flexattn.runtime import dispatch
 from flexattn.runtime.build import Builder, TritonLaunch, builder
@@ -57,10 +59,11 @@ def counting(monkeypatch):
     monkeypatch.setattr(Builder, "_build", built)
     monkeypatch.setattr(TritonLaunch, "launch", lambda *_: None)
     monkeypatch.setattr(flexattn.block_mask.create, "kinds_by_rows", on_gpu)
-    for module, name in (
-        (dispatch, "render"), (dispatch, "render_combine"), (block_kernels, "render_block_mask"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    kinds = (families(kind, named("nvidia-h200")) for kind in ("prefill", "decode"))
+    for family in (family for kind in kinds for family in kind):
+        monkeypatch.setattr(family, "render", counted(family.render))
+    made = counted(block_kernels.render_block_mask)
+    monkeypatch.setattr(block_kernels, "render_block_mask", made)
     forget()
     return found
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from flexattn.device import detect
+from flexattn.kernels.hopper.narrow_values import render_narrow_values
 from flexattn.runtime.narrow_values import NarrowValues
 
 CPU = torch.device("cpu")
@@ -17,6 +18,11 @@ def in_order(v):
     return v.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(B, H, D, -1)
 
 
+def laid_out(v):
+    source = render_narrow_values(v.shape[-1], detect(CPU))
+    return NarrowValues.of(source, v, detect(CPU), -1).run(v, -1)
+
+
 def values(*shape):
     draw = torch.Generator().manual_seed(3)
     return torch.randint(0, 127, shape, generator=draw, dtype=torch.uint8)
@@ -26,7 +32,7 @@ def values(*shape):
 @pytest.mark.parametrize("length", [1, 15, 16, 129, 257])
 def test_each_key_is_where_its_weight_is(length, D):
     v = values(2, 3, length, D).view(torch.float8_e4m3fn)
-    made = NarrowValues.of(v, detect(CPU), -1).run(v, -1)
+    made = laid_out(v)
     assert made.dtype == v.dtype and made.shape == (2, 3, D, -(-length // 16) * 16)
     wanted = in_order(v.view(torch.uint8))
     assert torch.equal(made.view(torch.uint8), wanted[..., : made.shape[-1]])
@@ -41,13 +47,13 @@ def test_any_strides(kind):
     if kind == "expanded":
         v = v[:1].expand(2, -1, -1, -1)
     v = v.view(torch.float8_e4m3fn)
-    made = NarrowValues.of(v, detect(CPU), -1).run(v, -1)
+    made = laid_out(v)
     wanted = in_order(v.view(torch.uint8).contiguous())[..., : made.shape[-1]]
     assert torch.equal(made.view(torch.uint8), wanted)
 
 
 def test_the_order_is_what_its_template_says():
     v = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 16, 1).expand(1, 1, 16, 64).contiguous()
-    made = NarrowValues.of(v, detect(CPU), -1).run(v, -1)
+    made = laid_out(v)
     told = "0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15"
     assert np.array_equal(made[0, 0, 0].numpy(), np.array(told.split(), np.uint8))
