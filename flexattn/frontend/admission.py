@@ -14,7 +14,7 @@ from flexattn.errors import InputError, InputTypeError
 from flexattn.frontend.call import Call
 from flexattn.frontend.transforms import check_transforms
 from flexattn.kernels.choose import options
-from flexattn.mods import Bound, bind
+from flexattn.mods import Bound, Identity, bind, look
 from flexattn.problem import DTYPES, FP8, checks
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.mask_class import keeps_all
@@ -58,16 +58,18 @@ def admit(given: Call) -> Call:
         checks.check_descales(descales, q, k)
         descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
     scale = checks.check_scale(given.scale, q.shape[-1])
-    score = None if given.score_mod is None else bind_on(given.score_mod, "score", q)
-    block_mask, mask = given.block_mask, None
+    block_mask, score, mask, look_at_score, look_at_mask = given.block_mask, *[None] * 4
+    if given.score_mod is not None:
+        score, look_at_score = bind_on(given.score_mod, "score", q)
     if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
         block_mask = None
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
-        mask = bind_on(block_mask.mask_mod, "mask", q)
-    return given._replace(
-        q=q, k=k, v=v, block_mask=block_mask, scale=scale, sinks=sinks, q_descale=descales.q,
-        k_descale=descales.k, v_descale=descales.v, score=score, mask=mask, options=chosen,
+        mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
+    return Call(
+        q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
+        given.kernel_options, given.return_aux, sinks, *descales, score, mask, chosen,
+        (look_at_score, look_at_mask),
     )  # fmt: skip
 
 
@@ -92,14 +94,13 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k, v
 
 
-def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> Bound:
+def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
     """Trace a mod, and see that what it captures is where q is and lies there as it reads."""
-    bound = bind(fn, kind)
-    assert bound is not None
+    bound, identity = look(fn, kind)
     index, where = q.get_device(), q.device
     for tensor in bound.tensors:
         if tensor.get_device() != index or tensor.is_neg() or tensor.device != where:
             bind(fn, kind, q.device)  # says what is wrong, unless it is a number on the CPU
             there = tuple(each.to(q.device).resolve_neg() for each in bound.tensors)
-            return bound._replace(tensors=there)
-    return bound
+            return bound._replace(tensors=there), identity
+    return bound, identity

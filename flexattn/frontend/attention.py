@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.admission import admit
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
-from flexattn.frontend.guards import key_of, recall, remember
+from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import tangent
 from flexattn.kernels.choose import options
@@ -102,7 +102,8 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
         if current().check and route != "empty":
             call.check_reads()
         if route not in PLANLESS:
-            planned = plan(call)
+            key = key if as_given(given, call) else None
+            planned = plan(call, None if key is None else key[0])
             rest = planned.rest()
             outputs = planned.run(rest)
             remember(key, given, planned, rest)

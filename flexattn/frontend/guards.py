@@ -25,6 +25,7 @@ from flexattn.frontend.plan import Plan
 from flexattn.frontend.transforms import in_forward_mode
 from flexattn.mods import Bound, Witness, watch
 from flexattn.problem import checks
+from flexattn.problem.descales import NO_DESCALES
 from flexattn.problem.mask_class import UNKNOWN, known_class
 from flexattn.problem.runs import known_runs, unwritten, versions
 from flexattn.records.store import generation
@@ -32,10 +33,12 @@ from flexattn.runtime.launch import Launch, Outputs
 from flexattn.settings import Settings, current
 from flexattn.util.lru import Lru
 
-__all__ = ["key_of", "recall", "remember"]
+__all__ = ["as_given", "key_of", "recall", "remember"]
 
 # Of a class of their own, tensors may be more than their memory.
 _PLAIN = frozenset((Tensor, Parameter, NoneType))
+# Sooner answered than what is enabled for one device.
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 class _Score(NamedTuple):
@@ -71,7 +74,7 @@ class _Mask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One call and what served it; where: the type of its device.
+    """One call and what served it; where: the type of its device. descaled: it has descales.
 
     checked: in checked mode, what its mods are bound to.
     """
@@ -84,6 +87,7 @@ class _Seen:
     generation: int
     score: _Score | None
     mask: _Mask | None
+    descaled: bool
     checked: tuple[Bound | None, Bound | None] | None = None
 
 
@@ -112,8 +116,9 @@ def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     if found.checked is not None:
         score, mask = found.checked
         given._replace(scale=found.scale, score=score, mask=mask).check_reads()
+    descales = given.descales if found.descaled else NO_DESCALES
     return found.launch.run(
-        given.q, given.k, given.v, found.scale, found.rest, given.sinks, given.descales
+        given.q, given.k, given.v, found.scale, found.rest, given.sinks, descales
     )
 
 
@@ -121,7 +126,7 @@ def _holds(found: _Seen, given: Call) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
     # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
-    if torch.is_autocast_enabled(found.where) or in_forward_mode():
+    if in_forward_mode() or (_any_autocast() and torch.is_autocast_enabled(found.where)):
         return False
     if torch.is_grad_enabled() and _wants_grad(found, given):
         return False
@@ -130,17 +135,23 @@ def _holds(found: _Seen, given: Call) -> bool:
     )
 
 
+def as_given(given: Call, call: Call) -> bool:
+    """Whether a call that was admitted has the tensors that were given, to which its key belongs.
+
+    Autocast makes other tensors, and sinks with gaps are copied.
+    """
+    return all(map(is_, call.tensors, given.tensors))
+
+
 def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[Any, ...]) -> None:
     """Keep how a call was served, if a later one can be told to be the same."""
     call, block_mask = plan.call, given.block_mask
-    # Autocast makes other tensors, and sinks with gaps are copied.
-    same = all(map(is_, call.tensors, given.tensors))
-    if key is None or not same or not _PLAIN.issuperset(map(type, call.tensors)):
+    if key is None or not _PLAIN.issuperset(map(type, call.tensors)):
         return
     score = mask = None
     if given.score_mod is not None:
         assert call.score is not None
-        watched = watch(given.score_mod, "score", call.score)
+        watched = watch(given.score_mod, "score", call.score, call.looks[0])
         if watched is None:
             return
         score = _Score(weakref.ref(given.score_mod, _forgetting(key)), watched)
@@ -152,24 +163,28 @@ def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[A
     where = launch.device.type
     settings = current()
     checked = (call.score, call.mask) if settings.check else None
-    found = _Seen(launch, where, rest, call.scale, settings, generation(), score, mask, checked)
+    descaled = call.descales is not NO_DESCALES
+    found = _Seen(
+        launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked
+    )
     _seen.put(key, found)
 
 
 def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask | None:
     """What tells that a mask still is what a plan was made for; None where nothing can."""
-    parts, bound = _parts(block_mask), plan.call.mask
+    parts, bound, look = _parts(block_mask), plan.call.mask, plan.call.looks[1]
     lists = [each for each in parts[1:5] if each is not None]
     if plan.call.block_mask is None:
         # It keeps everything: what its lists say was read, and the launch has none of them.
-        bound, by_version = bind_on(parts[0], "mask", plan.call.q), True
+        bound, look = bind_on(parts[0], "mask", plan.call.q)
+        by_version = True
         fixed = not any(each.is_inference() for each in lists)
     else:
         by_version = known_runs(block_mask) is not None
         fixed = known_class(block_mask) not in (None, UNKNOWN)
         fixed = fixed and all(map(is_, (plan.lists or ())[:4], parts[1:5]))
     assert bound is not None
-    watched = watch(parts[0], "mask", bound)
+    watched = watch(parts[0], "mask", bound, look)
     if watched is None or not fixed:
         return None
     reference = weakref.ref(block_mask, _forgetting(key))

@@ -40,15 +40,18 @@ class Plan(NamedTuple):
         return self.launch.run(call.q, call.k, call.v, call.scale, rest, call.sinks, call.descales)
 
 
-def plan(call: Call) -> Plan:
-    """Find the launch of a call: from memory when its facts were seen, else made."""
+def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
+    """Find the launch of a call: from memory when its facts were seen, else made.
+
+    facts: those of the call, where they are known.
+    """
     lists, masked, sizes, settings = None, "", None, current()
     mask = call.block_mask
     if mask is not None:
         masked = mask_class(mask)  # finds the runs that its lists may have
         lists = Lists.of(mask)
         sizes = mask.BLOCK_SIZE, *[None if each is None else each.shape for each in lists]
-    facts = call.facts()
+    facts = call.facts() if facts is None else facts
     key = (
         facts, call.scale > 0, _identity(call.score), _identity(call.mask), masked, sizes,
         settings.mode, settings.cache, settings.cache_dir, generation(),

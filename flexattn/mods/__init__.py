@@ -1,8 +1,20 @@
 """mods: the user's score_mod or mask_mod as data."""
 
-from flexattn.mods.bind import Bound, bind, watch
+from flexattn.mods.bind import Bound, bind, look, watch
 from flexattn.mods.expr import Buffer, Expr, Mod
+from flexattn.mods.identity import Identity
 from flexattn.mods.registered import register_op
 from flexattn.mods.witness import Witness
 
-__all__ = ["Bound", "Buffer", "Expr", "Mod", "Witness", "bind", "register_op", "watch"]
+__all__ = [
+    "Bound",
+    "Buffer",
+    "Expr",
+    "Identity",
+    "Mod",
+    "Witness",
+    "bind",
+    "look",
+    "register_op",
+    "watch",
+]

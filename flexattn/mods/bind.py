@@ -27,7 +27,7 @@ from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
 from flexattn.util.lru import Lru
 
-__all__ = ["Bound", "Stats", "bind", "clear", "record", "stats", "watch"]
+__all__ = ["Bound", "Stats", "bind", "clear", "look", "record", "stats", "watch"]
 
 _SITES = 512
 
@@ -58,8 +58,18 @@ def bind(
     captured tensors must be there; 0-d tensors may stay on the CPU. Raises ModError or
     UnsupportedError, which name the line of the user's function.
     """
-    if fn is None or isinstance(fn, Bound):
-        return fn
+    return None if fn is None else look(fn, kind, device)[0]
+
+
+def look(
+    fn: Callable[..., Any] | Bound, kind: str, device: torch.device | str | None = None
+) -> tuple[Bound, Identity | None]:
+    """What bind() gives, and the look at the callable that it was found by, which `watch` takes.
+
+    None for the look where the callable was bound before. Raises as `bind` does.
+    """
+    if isinstance(fn, Bound):
+        return fn, None
     identity = identify(fn, kind)
     if identity.trusted:
         key = tuple(identity.key)
@@ -73,14 +83,19 @@ def bind(
             found = _trace_once(fn, kind, identity)
     if device is not None:
         _check_device(fn, kind, found, torch.device(device))
-    return found
+    return found, identity
 
 
-def watch(fn: Callable[..., Any], kind: str, bound: Bound) -> Witness | None:
-    """What tells in a microsecond that bind() would give `bound` again; None where nothing can."""
+def watch(
+    fn: Callable[..., Any], kind: str, bound: Bound, identity: Identity | None = None
+) -> Witness | None:
+    """What tells in a microsecond that bind() would give `bound` again; None where nothing can.
+
+    identity: the look by which `bound` was found, where the caller has it still.
+    """
     if type(fn) is not FunctionType:
         return None
-    identity = identify(fn, kind)
+    identity = identity or identify(fn, kind)
     site = _sites.get(tuple(identity.key)) if identity.trusted else None
     found = site.find(identity) if site else None
     if site is None or found is None or found.mod is not bound.mod:

@@ -3,6 +3,7 @@
 import builtins
 import functools
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -15,12 +16,14 @@ from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.frontend import attention
 from flexattn.frontend import guards as repeat
+from flexattn.frontend.call import Call
 from flexattn.settings import override
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 
 SCALE = 2.0
+binding = importlib.import_module("flexattn.mods.bind")
 
 
 def scaled(score, b, h, q_idx, kv_idx):
@@ -41,9 +44,9 @@ def long_ways(monkeypatch):
     count = []
     made = attention.plan
 
-    def counted(call):
+    def counted(call, facts):
         count.append(call)
-        return made(call)
+        return made(call, facts)
 
     monkeypatch.setattr(attention, "plan", counted)
     return count
@@ -64,6 +67,26 @@ def test_the_second_call_makes_no_plan(long_ways):
             again = call(*(x.clone() for x in (q, k, v)), **more)
         assert len(long_ways) == 1, more
         torch.testing.assert_close(again.out, first.out, rtol=0, atol=0)
+
+
+def test_the_long_way_looks_at_everything_once(monkeypatch):
+    """It read the facts of the tensors twice, and walked through each mod for its guard anew."""
+    q, k, v = inputs()
+    mod, mask = biased(torch.linspace(-1, 1, 53)), block_mask(causal, q, k)
+    more = {"score_mod": mod, "block_mask": mask, "enable_gqa": True, "kernel_options": PREFILL}
+    flexattn.flex_attention(q, k, v, **more)
+    repeat._seen.clear()
+    looked = []
+
+    def counted(at):
+        return lambda *given: looked.append(at) or at(*given)
+
+    monkeypatch.setattr(binding, "identify", counted(binding.identify))
+    monkeypatch.setattr(Call, "facts", counted(Call.facts))
+    flexattn.flex_attention(q, k, v, **more)
+    assert len(looked) == 3  # two mods, and the tensors
+    flexattn.flex_attention(q, k, v, **more)
+    assert len(looked) == 4  # what was kept is as good as ever: no mod is walked through
 
 
 def test_parameters_are_tensors_like_others(long_ways):

@@ -19,6 +19,7 @@ from flexattn.frontend.guards import key_of
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
+from flexattn.mods.identity import identify
 from flexattn.problem import checks
 from flexattn.problem.facts import TensorFacts, facts_of
 
@@ -55,7 +56,8 @@ OTHERS = {
 }
 # What admit() found the arguments to be: those of one call follow from the others.
 FOUND = {"score": bind(alibi(2, "cpu"), "score"), "mask": bind(causal, "mask"),
-         "options": Options(kind="decode")}  # fmt: skip
+         "options": Options(kind="decode"),
+         "looks": (identify(alibi(2, "cpu"), "score"), None)}  # fmt: skip
 # Arguments that must fit the inputs, of float8 here, before a plan is made.
 EIGHT = {"q_descale", "k_descale", "v_descale"}
 

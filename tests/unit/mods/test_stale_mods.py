@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexattn.kernels.printers.torch_printer import evaluate
-from flexattn.mods import bind, watch
+from flexattn.mods import bind, look, watch
 from flexattn.mods.bind import clear, record, stats
 from flexattn.mods.identity import identify
 from tests.random_mods.changes import restored
@@ -208,6 +208,20 @@ def test_what_only_a_trace_asked_is_a_guard_and_costs_others_nothing():
         watched = [watch(*each) for each in zip(made, ["score"] * 6, bounds, strict=True)]
         assert stats().traces == traces
         assert sum(each is not None for each in watched) == witnesses
+
+
+def test_a_guard_knows_what_the_bound_mod_read_not_what_is_there_by_now():
+    scale, table = 2.0, torch.ones(8)
+
+    def mod(s, b, h, q, k):
+        return s * scale + table[h]
+
+    bound, identity = look(mod, "score")
+    assert watch(mod, "score", bound, identity).holds(mod)
+    scale = 3.0
+    assert not watch(mod, "score", bound, identity).holds(mod)
+    again = bind(mod, "score")
+    assert watch(mod, "score", again, identity) is None  # of another value of scale
 
 
 def test_a_mod_that_asks_for_grad_is_not_recorded(tmp_path):
