@@ -12,6 +12,7 @@ from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
+from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import printed, space
@@ -58,7 +59,9 @@ class _Prefill:
         return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
-        plain = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)
+        plain = replace(
+            at_rest(config), ping_pong=False, schedule="grid", section=8, watched=False
+        )
         return replace(plain, order="last", early_loads=True)
 
     def uncompiled(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
@@ -145,7 +148,7 @@ class _Prefill:
         parts += [config.schedule] * (config.schedule != "grid")
         if config.order != "last":
             parts.append(config.order + str(config.section) * (config.order == "sections"))
-        return " ".join(parts + ["late"] * (not config.early_loads))
+        return " ".join(parts + ["late"] * (not config.early_loads) + words(config))
 
 
 PREFILL = _Prefill()

@@ -10,6 +10,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source, hinted
 from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.kernels.triton import printed
@@ -71,7 +72,7 @@ class _Family(Generic[C]):
     def _short(self, config: C, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
         parts += own + [f"{name}={value}" for name, value in hints(config)]
-        return " ".join(parts + ["late"] * (not config.early_loads))
+        return " ".join(parts + words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):
@@ -84,7 +85,7 @@ class _Prefill(_Family[PrefillConfig]):
         return prefill_axes(problem, device, effort == "exhaustive")
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
-        return replace(config, order="last", early_loads=True)
+        return replace(at_rest(config), order="last")
 
     def forced(self, config: PrefillConfig, numbers: Mapping[str, Any]) -> PrefillConfig:
         names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "use_tma")
@@ -143,7 +144,7 @@ class _Decode(_Family[DecodeConfig]):
         return decode_axes(problem, device, effort == "exhaustive", next(can_run).BLOCK_M)
 
     def tile(self, config: DecodeConfig) -> DecodeConfig:
-        return replace(config, num_splits=0, early_loads=True)
+        return replace(at_rest(config), num_splits=0)
 
     def forced(self, config: DecodeConfig, numbers: Mapping[str, Any]) -> DecodeConfig:
         names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits")
