@@ -3,6 +3,7 @@
 from flexattn.device.device import (
     INTERPRETER,
     KNOWN,
+    LIMITS,
     NEURON,
     Device,
     detect,
@@ -15,6 +16,7 @@ from flexattn.device.device import (
 __all__ = [
     "INTERPRETER",
     "KNOWN",
+    "LIMITS",
     "NEURON",
     "Device",
     "detect",

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from flexattn.device.limits import Limits
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import InputError, PlaceError, UnsupportedError
 
@@ -51,24 +52,48 @@ class Device:
 
 
 KIB = 1024
-# Shared memory limits are the opt-in maxima of one block as the vendors state them.
-KNOWN: dict[str, Device] = {
-    device.name: device
-    for device in (
-        Device("nvidia-a100", "cuda", "sm_80", 108, 163 * KIB),
-        Device("nvidia-rtx-3090", "cuda", "sm_86", 82, 99 * KIB),
-        Device("nvidia-rtx-4090", "cuda", "sm_89", 128, 99 * KIB),
-        Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB),
-        Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB),
-        Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB),
+# A row a device, with its limits. Shared memory is the opt-in maximum of one block, as vendors
+# state it. Rates are without sparsity; where a data sheet has them with sparsity alone, half.
+_ROWS: tuple[tuple[Device, Limits], ...] = (
+    # NVIDIA A100 data sheet: 80 GB SXM.
+    (Device("nvidia-a100", "cuda", "sm_80", 108, 163 * KIB), Limits(312.0, 156.0, 19.5, 2.039)),
+    # NVIDIA Ampere GA102, Ada and RTX Blackwell architecture papers, appendix A: sums in fp32.
+    (Device("nvidia-rtx-3090", "cuda", "sm_86", 82, 99 * KIB), Limits(71.0, 35.6, 35.6, 0.936)),
+    (Device("nvidia-rtx-4090", "cuda", "sm_89", 128, 99 * KIB), Limits(165.2, 82.6, 82.6, 1.008)),
+    # NVIDIA H100 and H200 data sheets: SXM.
+    (Device("nvidia-h100", "cuda", "sm_90", 132, 227 * KIB), Limits(989.5, 494.5, 67.0, 3.35)),
+    (Device("nvidia-h200", "cuda", "sm_90", 132, 227 * KIB), Limits(989.5, 494.5, 67.0, 4.8)),
+    # NVIDIA HGX B200 data sheet, an eighth of eight GPUs.
+    (Device("nvidia-b200", "cuda", "sm_100", 148, 227 * KIB), Limits(2250.0, 1125.0, 75.0, 8.0)),
+    (
         Device("nvidia-rtx-5090", "cuda", "sm_120", 170, 99 * KIB),
+        Limits(209.5, 104.8, 104.8, 1.792),
+    ),
+    # AMD Instinct MI300X data sheet; MI355X data sheet, which has no tf32.
+    (
         Device("amd-mi300x", "hip", "gfx942", 304, 64 * KIB, 131072, 512, 64),
+        Limits(1307.4, 653.7, 163.4, 5.3),
+    ),
+    (
         Device("amd-mi355x", "hip", "gfx950", 256, 160 * KIB, 131072, 512, 64),
+        Limits(2516.6, 157.3, 157.3, 8.0),
+    ),
+    # AMD's pages of the products; RDNA has no tf32. Strix Halo: 40 CUs at 2.9 GHz, LPDDR5X-8000.
+    (
         Device("amd-radeon-rx-7900-xtx", "hip", "gfx1100", 48, 64 * KIB, 196608, 256, 32),
+        Limits(122.8, 61.4, 61.4, 0.96),
+    ),
+    (
         Device("amd-radeon-8060s-graphics", "hip", "gfx1151", 20, 64 * KIB, 196608, 256, 32),
+        Limits(59.4, 29.7, 29.7, 0.256),
+    ),
+    (
         Device("amd-radeon-rx-9070-xt", "hip", "gfx1201", 32, 64 * KIB, 196608, 256, 32),
-    )
-}
+        Limits(195.0, 48.7, 48.7, 0.64),
+    ),
+)
+KNOWN: dict[str, Device] = {device.name: device for device, _ in _ROWS}
+LIMITS: dict[str, Limits] = {device.name: limits for device, limits in _ROWS}
 # Offline targets of another kind, whose kernels are NKI: shared_memory is SBUF, num_sms the
 # NeuronCores of a chip; registers mean nothing there. What they can do: neuroncore.py.
 NEURON: dict[str, Device] = {

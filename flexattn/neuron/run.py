@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.kernels.nki.config import NkiConfig, NkiDecodeConfig, described
+from flexattn.kernels.nki.config import NkiConfig, described
 from flexattn.kernels.nki.printer import TABLE_LIMIT
 from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.mods import Bound
@@ -163,7 +163,7 @@ def prepare(
         named = [name for name in source.arguments if name.startswith(f"{kind}_scalar")]
         numbers += [_exact(value, target) for value in (each.scalars if each and named else ())]
     combine = None
-    if isinstance(config, NkiDecodeConfig):
+    if config.kind == "decode":
         schedule = decode_schedule(problem, config, lists)
         if config.num_splits > 1:
             combine = render_nki_combine(problem, target)

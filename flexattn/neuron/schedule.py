@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from flexattn.kernels.nki.config import (
     CHUNK,
     NkiConfig,
-    NkiDecodeConfig,
     row_tiles,
     shape_of,
 )
@@ -41,7 +40,7 @@ def prefill_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) -
     return tuple(found)
 
 
-def decode_schedule(problem: Problem, config: NkiDecodeConfig, lists: Lists | None) -> Schedule:
+def decode_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) -> Schedule:
     """The same for each split of the keys, which ends every section: see decode.py.jinja."""
     block = problem.structure.sparsity.kv_block if problem.structure.sparsity else CHUNK
     blocks = -(-problem.kv_len // block)

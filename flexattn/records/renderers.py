@@ -1,9 +1,8 @@
 """What turns a structure and a config into the kernels of one kind, and a hash of all of it.
 
 Each kind of kernels has roots, the modules and templates that render it. The hash covers all that
-these reach by imports and includes. Two edges make it coarser than it could be: in kernels.space,
-config, terms and tiles import the configs of Hopper, so that a change of gluon_config makes hints
-of all kinds' records; and one module renders prefill and decode.
+these reach by imports and includes. A family that is not listed has its module `source` and all
+its templates for roots. It is coarser than it could be: one module renders prefill and decode.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from flexattn.device import Device
-from flexattn.kernels.base.environment import template_hash, template_text
+from flexattn.kernels.base.environment import template_hash, template_text, templates_folder
+from flexattn.kernels.choose.registry import families
 from flexattn.problem import Kind
 from flexattn.records.closure import closure, home, imports_of
 
@@ -82,10 +82,27 @@ def source_hash(kind: RecordKind, device: Device) -> str:
         names.append("hopper")
     if kind in ("prefill", "decode") and device.backend == "hip":
         names.append("amd")
+    names += unlisted(kind, device)
     parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
-    parts += [template_hash(name) for each in names for name in RENDERERS[each].templates]
+    parts += [template_hash(name) for each in names for name in _renderer(each).templates]
     parts.append(_facts(device))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def unlisted(kind: RecordKind, device: Device) -> list[str]:
+    """The folders of a kind's families that RENDERERS does not list, on a device that has them."""
+    if kind == "serving":
+        return []
+    found = (family.name for family in families(kind, device))
+    return sorted({name for name in found if name not in RENDERERS} - {"triton"})
+
+
+def _renderer(name: str) -> Renderer:
+    if name in RENDERERS:
+        return RENDERERS[name]
+    folder = templates_folder()
+    texts = (each.relative_to(folder).as_posix() for each in (folder / name).glob("*.py.jinja"))
+    return Renderer((f"kernels.{name}.source",), tuple(sorted(texts)))
 
 
 def rendering(*names: str) -> dict[str, str]:
@@ -93,9 +110,9 @@ def rendering(*names: str) -> dict[str, str]:
 
     Those that their templates import are among them.
     """
-    roots = {f"flexattn.{module}" for name in names for module in RENDERERS[name].modules}
+    roots = {f"flexattn.{module}" for name in names for module in _renderer(name).modules}
     for name in names:
-        for template in RENDERERS[name].templates:
+        for template in _renderer(name).templates:
             roots |= {home(*each) for each in imports_of(template_text(template))}
     return closure(roots, {f"flexattn.{name}" for name in NO_TEXT})
 

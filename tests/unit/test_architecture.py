@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flexattn.kernels.choose.registry import ROWS
+
 PACKAGE = Path(__file__).parents[2] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Every part may import these.
@@ -58,6 +60,19 @@ EDGES = {
 # On top of the package; everything else is in a folder.
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py"}
 REFERENCE_USERS = {"reference", "measure", "frontend"}
+
+KERNELS = PACKAGE / "kernels"
+# Folders of kernels/ that are no family: what families are made of, and what knows them all.
+COMMON, CHOOSERS = {"base", "printers", "ptx"}, {"choose", "stated"}
+FOLDERS = {path.name for path in KERNELS.iterdir() if path.is_dir() and path.name[0] != "_"}
+FAMILIES = FOLDERS - COMMON - CHOOSERS
+# What a folder of kernels/ may import of the others; the registry imports families by their names.
+KERNEL_EDGES = {
+    **dict.fromkeys(FAMILIES, COMMON),
+    **dict.fromkeys(COMMON, COMMON),
+    "stated": set(),
+    "choose": COMMON,
+}
 
 # At the top level these would make a plain `import flexattn` need them; the place named may do it.
 OPTIONAL = {
@@ -141,6 +156,58 @@ def test_imports_run_one_way(path):
     assert imported_parts(path) <= allowed, f"{name} may import {sorted(allowed)} alone"
 
 
+def kernel_folders(path: Path) -> set[str]:
+    """Folders of kernels/ that a file imports, or names in a string as a module to import."""
+    tree = ast.parse(path.read_text())
+    texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant))
+    names = [*imports(tree, path), *(text for text in texts if isinstance(text, str))]
+    prefix = "flexattn.kernels."
+    return {name.split(".")[2] for name in names if name.startswith(prefix)} & FOLDERS
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_families_import_neither_one_another_nor_what_chooses_between_them(folder):
+    for path in (KERNELS / folder).rglob("*.py"):
+        assert kernel_folders(path) <= KERNEL_EDGES[folder] | {folder}, path.name
+        assert "tune" not in imported_parts(path), path.name
+
+
+def config_classes() -> dict[str, str]:
+    """Config classes of families, each with its folder, as the registry has them."""
+    found = {name.rpartition(".")[2]: row.folder for row in ROWS for name in row.configs}
+    assert set(found.values()) <= FAMILIES
+    return found
+
+
+def asked_classes(tree: ast.AST) -> Iterator[str]:
+    """Names of the classes in the second argument of each isinstance and issubclass."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            for name in ast.walk(node.args[1]):
+                if isinstance(name, (ast.Name, ast.Attribute)):
+                    yield name.id if isinstance(name, ast.Name) else name.attr
+
+
+def test_only_its_family_asks_which_class_a_config_is_of():
+    classes = config_classes()
+    outside = [
+        (str(path.relative_to(PACKAGE)), name)
+        for path in FILES
+        for name in asked_classes(ast.parse(path.read_text()))
+        if name in classes and not path.is_relative_to(KERNELS / classes[name])
+    ]
+    assert outside == []
+
+
+def test_the_reader_of_isinstance_sees_unions_and_tuples():
+    line = "isinstance(a, X | m.Y) or issubclass(b, (Z,))"
+    assert set(asked_classes(ast.parse(line))) == {"X", "m", "Y", "Z"}
+
+
 @each_file
 def test_environment_is_read_in_settings_alone(path):
     tree = ast.parse(path.read_text())
@@ -167,7 +234,8 @@ def test_files_stay_short(path):
 def test_the_table_is_short_and_has_no_cycle():
     for name in EDGES:
         assert name not in reachable(name)
-    assert len(EDGES) - len(LOOSE) <= 25 and len(LOOSE) <= 6
+    assert len(EDGES) - len(LOOSE) <= 25, "at most 25 rows for folders"
+    assert len(LOOSE) <= 6, "at most six modules on top"
     assert LOOSE == {path.name for path in PACKAGE.glob("*.py")}
 
 

@@ -123,5 +123,5 @@ def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]
 
 
 def by_language(kind: Kind, language: Language) -> KernelFamily[Any] | None:
-    """The family whose template is written in a language."""
-    return next((each for each in _all(kind) if each.language == language), None)
+    """The family of a language that kernel_options mean: of several, the one that serves most."""
+    return next((each for each in reversed(_all(kind)) if each.language == language), None)

@@ -12,6 +12,8 @@ from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
+from flexattn.kernels.base.knobs import at_rest, words
+from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import printed, space
@@ -30,7 +32,7 @@ __all__ = ["PREFILL"]
 LEADS = True
 
 
-class _Prefill:
+class _Prefill(PlainFamily[GluonPrefillConfig]):
     name = "hopper"
     kind: Kind = "prefill"
     language: Language = "gluon"
@@ -58,7 +60,9 @@ class _Prefill:
         return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
-        plain = replace(config, ping_pong=False, schedule="grid", section=8, watched=False)
+        plain = replace(
+            at_rest(config), ping_pong=False, schedule="grid", section=8, watched=False
+        )
         return replace(plain, order="last", early_loads=True)
 
     def uncompiled(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
@@ -70,11 +74,6 @@ class _Prefill:
 
     def fit_to_mask(self, config: GluonPrefillConfig, structure: Structure) -> GluonPrefillConfig:
         return fit_to_mask(config, structure)
-
-    def without_hints(
-        self, config: GluonPrefillConfig, structure: Structure, device: Device
-    ) -> GluonPrefillConfig:
-        return config
 
     def check_rows(self, rows: int) -> None:
         if rows < CONSUMER_ROWS or rows % CONSUMER_ROWS:
@@ -106,18 +105,10 @@ class _Prefill:
     def grid(self, problem: Problem, config: GluonPrefillConfig, device: Device) -> Geometry:
         return grid(problem, config, device)
 
-    def at_sizes(
-        self, config: GluonPrefillConfig, measured: Problem, problem: Problem, device: Device
-    ) -> GluonPrefillConfig:
-        return config
-
     def render(
         self, structure: Structure, config: GluonPrefillConfig, device: Device, title: str
     ) -> Source:
         return render(structure, config, device, title)
-
-    def combine(self, structure: Structure, device: Device) -> Source | None:
-        return None
 
     def values_kernel(
         self, structure: Structure, config: GluonPrefillConfig, device: Device
@@ -127,9 +118,6 @@ class _Prefill:
 
     def bind(self, problem: Problem, config: GluonPrefillConfig, grid: Geometry) -> dict[str, Any]:
         return {"num_units": grid.num_units}
-
-    def launch_key(self, config: GluonPrefillConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.num_warps
 
     def short(self, config: GluonPrefillConfig) -> str:
         """128x128 c2 s2 turns static heads has two consumers that take turns."""
@@ -145,7 +133,7 @@ class _Prefill:
         parts += [config.schedule] * (config.schedule != "grid")
         if config.order != "last":
             parts.append(config.order + str(config.section) * (config.order == "sections"))
-        return " ".join(parts + ["late"] * (not config.early_loads))
+        return " ".join(parts + ["late"] * (not config.early_loads) + words(config))
 
 
 PREFILL = _Prefill()

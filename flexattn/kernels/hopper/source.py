@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.features import ALL_KEYS, skips_far
+from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -131,6 +132,7 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
     context = {
         **mods,
+        **values(config),
         "hoisted": hoisted,
         # Nor what of an fp8 unit depends on its heads' factors.
         "hoists_early": chained and bool(used) and not by_row and not structure.fp8,
@@ -141,21 +143,14 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "out_chunks": tiles.out_chunks,
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
-        "order": config.order,
-        "schedule": config.schedule,
         "persistent": persistent,
         "own_output": apart,
         "q_slots": slots,
         "chained": chained,
         "released_early": persistent and apart and not chained,
-        "early_loads": config.early_loads,
-        "ping_pong": config.ping_pong,
         "long_turns": config.long_turns and not chained,
         "free_threads": 128 * config.consumers + 32,
-        "consumers": config.consumers,
         "merge_consumers": config.merges,
-        "registers": config.registers,
-        "packed": config.packed,
         "turn": free_v - config.num_stages - slots - config.consumers,
         "alone": merge_consumers.ALONE,
         "announcement": merge_consumers.announcement(config.consumers, config.registers),
@@ -166,7 +161,6 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "reach": reach,
-        "num_stages": config.num_stages,
         "producer_registers": config.producer_registers,
         "watched": watched,
         "fused": fused,
@@ -182,12 +176,10 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "per_thread": per_thread,
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "half": half,
-        "q_registers": config.q_registers,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "v_itemsize": value_bytes(structure, config),
         "fp8": structure.fp8,
-        "narrow": config.narrow,
         "raised": RAISED,
         "lse": structure.lse,
         "max_scores": structure.max_scores,

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
+from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
@@ -233,7 +234,9 @@ def axes(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
                 early_loads=loads,
                 chained=chained,
             )
-            yield replace(found, section=section_of(problem)) if order == "sections" else found
+            if order == "sections":
+                found = replace(found, section=section_of(problem))
+            yield from turned(found, structure)
 
 
 def orders(problem: Problem, tile: GluonPrefillConfig, every: bool) -> tuple[GluonOrder, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from flexattn.device.neuroncore import BANK_BYTES
-from flexattn.problem import ITEMSIZE, Problem, Structure
+from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS
+from flexattn.problem import ITEMSIZE, Kind, Problem, Structure
 
 __all__ = [
     "MAX_STATES",
@@ -25,7 +25,8 @@ Transpose = Literal["tensor", "dma"]
 Evict = Literal["vector", "scalar"]
 Form = Literal["s", "st"]
 
-CHUNK = 128
+# Keys of a chunk: they lie on the partitions.
+CHUNK = PARTITIONS
 # States of query rows that wait for the next section of keys.
 MAX_STATES = 32
 TURNS = 4
@@ -56,6 +57,7 @@ class NkiPrefillConfig:
     form: Form = "s"
 
     num_splits: ClassVar[int] = 1
+    kind: ClassVar[Kind] = "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class NkiDecodeConfig:
     mask: MaskSelect = "range"
     mixed: bool = False
     form: Form = "s"
+
+    kind: ClassVar[Kind] = "decode"
 
 
 NkiConfig = NkiPrefillConfig | NkiDecodeConfig

@@ -72,7 +72,7 @@ def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
     return Case(
         config.BLOCK_M,
         config.BLOCK_N,
-        config.num_splits if isinstance(config, NkiDecodeConfig) else 1,
+        config.num_splits,
         config.section,
         config.score_buffers,
         config.value_buffers,

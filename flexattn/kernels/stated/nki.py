@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from sympy import Eq, Mod, Not, Or, symbols
 
-from flexattn.device.neuroncore import BANK_BYTES, PSUM_BANKS, STATIONARY_MAX
-from flexattn.kernels.nki.config import CHUNK
+from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, STATIONARY_MAX
 from flexattn.kernels.stated.statement import Inequality, Statement
 
 __all__ = ["NKI"]
@@ -49,8 +48,8 @@ NKI = Statement(
         ),
         Inequality(
             "keys",
-            BLOCK_N >= CHUNK,
-            f"BLOCK_N={{BLOCK_N}} is less than a chunk of {CHUNK} keys",
+            BLOCK_N >= PARTITIONS,
+            f"BLOCK_N={{BLOCK_N}} is less than a chunk of {PARTITIONS} keys",
         ),
     ),
     fit=(

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from flexattn.device import Device, is_rdna
-from flexattn.kernels.base.features import loads_early
+from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
@@ -98,11 +98,10 @@ def _prefill_grid(problem: Problem, device: Device, every: bool) -> Iterator[Pre
         tall = (256,) if every else ()
         axes = ((32, 64, 128, *tall), (16, 32, 64, 128), (2, 4, 8), axes[-1])
     tma = (False, True) if device.has_tma else (False,)
-    early = (True, False) if loads_early(structure) else (True,)
     for (rows, width, warps, stages), use_tma in product(product(*axes), tma):
         tile = fit_to_mask(PrefillConfig(rows, width, warps, stages, use_tma), structure)
-        for order, loads in product(orders(problem, tile, every), early):
-            yield replace(tile, order=order, early_loads=loads)
+        for order in orders(problem, tile, every):
+            yield from turned(replace(tile, order=order), structure)
 
 
 def _decode_grid(
@@ -119,8 +118,7 @@ def _decode_grid(
         # Eight warps on 16 rows spill on RDNA.
         groups = (2, 4) if is_rdna(device) else (2, 4, 8)
         axes = (axes[0], (16, 32, 64, 128), groups, (1, 2, 3))
-    early = (True, False) if loads_early(structure) else (True,)
     for rows, width, warps, stages in product(*axes):
         tile = fit_to_mask(DecodeConfig(rows, width, warps, stages), structure)
-        for splits, loads in product(split_counts(problem, tile, device, every), early):
-            yield replace(tile, num_splits=splits, early_loads=loads)
+        for splits in split_counts(problem, tile, device, every):
+            yield from turned(replace(tile, num_splits=splits), structure)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.features import loads_early
+from flexattn.kernels.base.knobs import knob
 
 __all__ = ["ORDERS", "DecodeConfig", "Order", "PrefillConfig"]
 
@@ -30,7 +32,7 @@ class PrefillConfig:
     num_stages: int
     use_tma: bool = False
     order: Order = "last"
-    early_loads: bool = True
+    early_loads: bool = knob(True, False, word="late", moves=loads_early)
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"
@@ -49,7 +51,7 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     num_splits: int = 0
-    early_loads: bool = True
+    early_loads: bool = knob(True, False, word="late", moves=loads_early)
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.knobs import at_rest, words
+from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source, hinted
-from flexattn.kernels.base.tiles import Geometry, check_power
+from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
@@ -30,30 +32,12 @@ C = TypeVar("C", PrefillConfig, DecodeConfig)
 TRITON = Feasibility(printed.RULES, case_of, printed.estimate)
 
 
-class _Family(Generic[C]):
+class _Family(PlainFamily[C]):
     """What prefill and decode have in common."""
 
     name = "triton"
     language: Language = "triton"
     feasibility: Feasibility = TRITON
-
-    def offered(self, device: Device) -> bool:
-        return True
-
-    def leads(self, structure: Structure, device: Device) -> bool:
-        return True
-
-    def check_rows(self, rows: int) -> None:
-        check_power("BLOCK_M", rows)
-
-    def variants(self, config: C) -> Iterator[C]:
-        yield config
-
-    def uncompiled(self, config: C) -> C:
-        return config
-
-    def of_this_compiler(self, config: C) -> C:
-        return config
 
     def fit_to_mask(self, config: C, structure: Structure) -> C:
         return fit_to_mask(config, structure)
@@ -61,17 +45,10 @@ class _Family(Generic[C]):
     def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
         return hinted(render(structure, config, device, title), hints(config))
 
-    def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
-        return None
-
-    def _options(self, config: C) -> dict[str, int | bool | str]:
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-        return {name: getattr(config, name) for name in names}
-
     def _short(self, config: C, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
         parts += own + [f"{name}={value}" for name, value in hints(config)]
-        return " ".join(parts + ["late"] * (not config.early_loads))
+        return " ".join(parts + words(config))
 
 
 class _Prefill(_Family[PrefillConfig]):
@@ -84,11 +61,7 @@ class _Prefill(_Family[PrefillConfig]):
         return prefill_axes(problem, device, effort == "exhaustive")
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
-        return replace(config, order="last", early_loads=True)
-
-    def forced(self, config: PrefillConfig, numbers: Mapping[str, Any]) -> PrefillConfig:
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "use_tma")
-        return replace(config, **{name: numbers[name] for name in names if name in numbers})
+        return replace(at_rest(config), order="last")
 
     def without_hints(
         self, config: PrefillConfig, structure: Structure, device: Device
@@ -104,24 +77,10 @@ class _Prefill(_Family[PrefillConfig]):
         return plain
 
     def options_of(self, config: PrefillConfig) -> dict[str, int | bool | str]:
-        return {**self._options(config), "USE_TMA": config.use_tma}
+        return {**super().options_of(config), "USE_TMA": config.use_tma}
 
     def grid(self, problem: Problem, config: PrefillConfig, device: Device) -> Geometry:
         return prefill_grid(problem, config)
-
-    def at_sizes(
-        self, config: PrefillConfig, measured: Problem, problem: Problem, device: Device
-    ) -> PrefillConfig:
-        return config
-
-    def combine(self, structure: Structure, device: Device) -> Source | None:
-        return None
-
-    def bind(self, problem: Problem, config: PrefillConfig, grid: Geometry) -> dict[str, Any]:
-        return {}
-
-    def launch_key(self, config: PrefillConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.num_warps
 
     def short(self, config: PrefillConfig) -> str:
         """128x64 w4 s2 tma group."""
@@ -143,20 +102,11 @@ class _Decode(_Family[DecodeConfig]):
         return decode_axes(problem, device, effort == "exhaustive", next(can_run).BLOCK_M)
 
     def tile(self, config: DecodeConfig) -> DecodeConfig:
-        return replace(config, num_splits=0, early_loads=True)
-
-    def forced(self, config: DecodeConfig, numbers: Mapping[str, Any]) -> DecodeConfig:
-        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "num_splits")
-        return replace(config, **{name: numbers[name] for name in names if name in numbers})
-
-    def without_hints(
-        self, config: DecodeConfig, structure: Structure, device: Device
-    ) -> DecodeConfig:
-        return config
+        return replace(at_rest(config), num_splits=0)
 
     def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
         splits: dict[str, int | bool | str] = {"SPLIT_KV": config.num_splits}
-        return self._options(config) | (splits if config.num_splits else {})
+        return super().options_of(config) | (splits if config.num_splits else {})
 
     def grid(self, problem: Problem, config: DecodeConfig, device: Device) -> Geometry:
         return decode_grid(problem, config, device)

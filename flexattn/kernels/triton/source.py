@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.base.features import loads_tiles, multiplies_ramp, skips_far
+from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -67,6 +68,9 @@ def render(
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
         **mod_context([each.lines for each in used], device),
+        # Decode shares macros with prefill that ask for it.
+        "use_tma": False,
+        **values(config),
         "hoisted": [line for each in used for line in each.hoisted],
         "score": score,
         "mask": mask,
@@ -81,9 +85,6 @@ def render(
         "has_full": sparsity is not None and sparsity.has_full,
         "ragged_q": ragged_q,
         "ragged_kv": sparsity is not None and sparsity.kv_block % config.BLOCK_N != 0,
-        "use_tma": isinstance(config, PrefillConfig) and config.use_tma,
-        "order": config.order if isinstance(config, PrefillConfig) else "",
-        "early_loads": config.early_loads,
         "licm": _moves_out_of_loops(structure, config, device),
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),

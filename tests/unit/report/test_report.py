@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.device import KNOWN
+from flexattn.device import KNOWN, LIMITS
 from flexattn.errors import InputError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Decision, Failed, Trial
@@ -212,6 +212,20 @@ def test_every_device_that_can_be_named_has_limits(device):
 def test_limits_tell_cards_of_one_name_apart():
     assert limits_of("NVIDIA H100 PCIe").bandwidth < limits_of("nvidia-h100-80gb-hbm3").bandwidth
     assert limits_of("interpreter") is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "known"),
+    [
+        ("NVIDIA GeForce RTX 4090", "nvidia-rtx-4090"),
+        ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
+        ("AMD Instinct MI300X", "amd-mi300x"),
+        ("AMD Ryzen AI Max+ 395 w/ Radeon 8060S", "amd-radeon-8060s-graphics"),
+        ("Radeon RX 7900 XTX", "amd-radeon-rx-7900-xtx"),
+    ],
+)
+def test_limits_are_found_by_the_name_that_a_driver_gives(driver, known):
+    assert limits_of(driver) == LIMITS[known]
 
 
 @pytest.mark.parametrize(

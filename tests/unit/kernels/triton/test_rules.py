@@ -163,7 +163,7 @@ assert ("sympy" in sys.modules) == torchs, "a server that starts would wait for 
 
 
 def test_neither_an_import_nor_a_first_call_needs_sympy():
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_SYMPY], cwd=root, capture_output=True, text=True
     )

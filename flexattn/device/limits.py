@@ -1,0 +1,33 @@
+"""Limits: what a device can do at best, peak rates as its vendor states them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Dense peak rates in TFLOP/s by the type of the inputs, and memory bandwidth in TB/s.
+
+    half: float16 and bfloat16 with fp32 sums. tf32: float32 inputs on matrix units. single:
+    float32 without them. e4m3 is multiplied twice as fast as half, where it is at all.
+    """
+
+    half: float
+    tf32: float
+    single: float
+    bandwidth: float
+
+    def peak(self, dtype: str, tf32: bool) -> float:
+        """TFLOP/s for inputs of a dtype."""
+        if dtype == "float8_e4m3fn":
+            return 2 * self.half
+        if dtype != "float32":
+            return self.half
+        return self.tf32 if tf32 else self.single
+
+    def ridge(self, dtype: str, tf32: bool) -> float:
+        """FLOP per byte above which arithmetic is the limit."""
+        return self.peak(dtype, tf32) / self.bandwidth

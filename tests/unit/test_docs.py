@@ -1,0 +1,43 @@
+"""Every place that the map of the code names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("docs/architecture.md", "docs/adding.md")
+# A path ends as a file or a folder does, and has no spaces; in pictures it stands behind dots.
+PATH = re.compile(r"[\w./-]+(?:\.(?:py|jinja|md|toml)|/)(?![\w/])")
+
+
+def named_paths(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"```text\n(.*?)```|`([^`\n]+)`", text, re.DOTALL)
+    for block, inline in quoted:
+        yield from PATH.findall(block.replace("...", " ") if block else inline)
+
+
+def packages(folder):
+    return [path.parent.name for path in (ROOT / folder).glob("*/__init__.py")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_of_a_page_is_in_the_tree(page):
+    found = set(named_paths(page))
+    missing = {
+        path
+        for path in found
+        if not any((ROOT / place / path).exists() for place in ("", "flexattn"))
+    }
+    assert len(found) > 10 and missing == set()
+
+
+def test_the_map_names_every_folder():
+    text = (ROOT / PAGES[0]).read_text(encoding="utf-8")
+    picture = text.split("```text\n")[1].split("```")[0]
+    for folder in packages("flexattn"):
+        assert re.search(rf"\b{folder}\b", picture), folder
+    for folder in packages("flexattn/kernels"):
+        assert f"| `{folder}` |" in text, folder
