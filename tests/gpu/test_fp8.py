@@ -167,7 +167,7 @@ def configs():
 
 
 def narrow_configs():
-    """V and weights of eight bits, with maxima that are watched and that are looked for."""
+    """V and weights of eight bits, rescaled lazily and at each tile."""
     for config in (gluon.config(2, 128, 2), gluon.config(2, 64, 3)):
         for lazy_rescale in (True, False):
             for tile_scheduler in ("grid", "static", "dynamic"):

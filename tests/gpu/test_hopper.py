@@ -55,7 +55,7 @@ def tensors(*sizes, dtype=torch.bfloat16, **more):
 
 
 def assert_accurate(q, k, v, **call):
-    """As support's, without max_scores: asked for, they turn watched maxima into exact ones."""
+    """As support's, without max_scores: asked for, they turn lazy_rescale off."""
     return support.assert_accurate(q, k, v, max_scores=False, **call)
 
 
