@@ -66,15 +66,18 @@ REGISTRY = "flexattn.kernels.choose.registry"
 AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
 
-def main(root: Path) -> dict[str, Any]:
-    """For each record: its kind's hash here, a digest of its kernels, or why there is none."""
+def main(root: Path, former: dict[str, str]) -> dict[str, Any]:
+    """For each record: its kind's hash here, a digest of its kernels, or why there is none.
+
+    former: what names of records were in older trees.
+    """
     rows = [row for path in files().values() for row in read(path).rows]
     tasks: dict[tuple[str, str], list[Any]] = {}
     found: dict[str, Any] = {}
     for path in Store(root).paths():
         name = path.relative_to(root).as_posix()
         try:
-            record = decode_record(path.read_bytes())
+            record = _record(path.read_bytes(), former)
             device = named(record.environment.device)
             where = record.title, device.name
             if where not in tasks:
@@ -88,6 +91,22 @@ def main(root: Path) -> dict[str, Any]:
         except Exception as error:  # of any revision: what cannot be rendered is not carried over
             found[name] = {"why": f"{type(error).__name__}: {error}".splitlines()[0]}
     return found
+
+
+def _record(raw: bytes, former: dict[str, str]) -> Any:
+    """A record by its names of today, or by those that an older tree reads."""
+    try:
+        return decode_record(raw)
+    except Exception:  # of any revision
+        return decode_record(in_former_words(raw, former))
+
+
+def in_former_words(raw: bytes, former: dict[str, str]) -> bytes:
+    """A record's text with former names of configs' classes and fields, and their checksum."""
+    body, mark, _ = raw.rpartition(b',\n "sha256": "')
+    for now, before in former.items():
+        body = body.replace(f'"{now}"'.encode(), f'"{before}"'.encode())
+    return body + mark + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def _task(row: Any, device: Any) -> Any:
@@ -155,4 +174,4 @@ def _unnamed(text: str) -> ast.Module:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))

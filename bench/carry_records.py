@@ -26,13 +26,20 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.records.codec import decode_record
+from flexattn.records.former import FORMER_CLASSES, FORMER_FIELDS
 from flexattn.records.store import Store
 
-__all__ = ["carry", "main", "verdict"]
+__all__ = ["FORMER", "carry", "main", "verdict"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("carry_child.py")
 CARRIED, THERE = "carried over", "holds here already"
+# By a name of today: an older tree reads it by the other.
+FORMER = {
+    now: before
+    for names in (FORMER_CLASSES, *FORMER_FIELDS.values())
+    for before, now in names.items()
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,7 +129,7 @@ def _rendered(trees: Sequence[Path], root: Path) -> list[dict[str, Any]]:
     """What each tree renders of the records below a root, both at once."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-", str(root)], cwd=tree, text=True,
+            [sys.executable, "-", str(root), json.dumps(FORMER)], cwd=tree, text=True,
             env={**os.environ, "PYTHONPATH": str(tree)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )

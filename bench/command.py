@@ -18,7 +18,7 @@ from bench.rows import Row
 from bench.runner import Method, run
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 
 __all__ = ["chosen_rows", "main", "parse_config"]
 
@@ -104,16 +104,16 @@ def _variant(text: str) -> Peer:
     if "consumers" not in given:
         return ours_with(given)
     try:
-        return ours_exactly(GluonPrefillConfig(**_with_registers(given)))
+        return ours_exactly(HopperPrefillConfig(**_with_registers(given)))
     except TypeError as e:
-        raise InputError(f"--config {text!r}", f"fields of GluonPrefillConfig: {e}") from e
+        raise InputError(f"--config {text!r}", f"fields of HopperPrefillConfig: {e}") from e
 
 
 def _with_registers(given: dict[str, int | str]) -> dict[str, Any]:
     """Truth values where the config has them, and the registers that its consumers are left."""
-    switches = {each.name for each in fields(GluonPrefillConfig) if each.type == "bool"}
+    switches = {each.name for each in fields(HopperPrefillConfig) if each.type == "bool"}
     found = {key: bool(value) if key in switches else value for key, value in given.items()}
-    found.setdefault("registers", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
+    found.setdefault("consumer_regs", CONSUMER_REGISTERS.get(given["consumers"], 0))  # type: ignore[arg-type]
     return found
 
 

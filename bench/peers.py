@@ -18,7 +18,7 @@ from bench.refusal import Refusal
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options as Exactly
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare
 
@@ -66,7 +66,7 @@ def ours_by(backend: str) -> Peer:
     return build
 
 
-def ours_exactly(config: GluonPrefillConfig) -> Peer:
+def ours_exactly(config: HopperPrefillConfig) -> Peer:
     """Ours with a config whose numbers kernel_options cannot all say."""
 
     def build(x: Inputs) -> Callable[[], Tensor]:

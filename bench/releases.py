@@ -33,7 +33,7 @@ from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.space import preferences
 from flexattn.kernels.ptx.assembler import PTXAS
 from flexattn.mods import bind
@@ -118,7 +118,7 @@ def stored(root: Path) -> Peer:
     return build
 
 
-def _config_of(root: Path, problem: Problem, device: Device) -> GluonPrefillConfig | None:
+def _config_of(root: Path, problem: Problem, device: Device) -> HopperPrefillConfig | None:
     """Which config a directory has for a problem: any that dispatch may have taken."""
     from flexattn.kernels.choose.registry import family_of
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
@@ -27,7 +27,7 @@ def makes(score, b, h, q_idx, kv_idx):
 
 @pytest.mark.parametrize(
     ("score_mod", "config"),
-    [(reads, PrefillConfig(64, 64, 4, 1)), (makes, GluonPrefillConfig(2, 64, 1, 240))],
+    [(reads, PrefillConfig(64, 64, 4, 1)), (makes, HopperPrefillConfig(2, 64, 1, 240))],
     ids=["reads", "makes"],
 )
 def test_no_integer_is_cast_to_eight_bits(score_mod, config):

@@ -88,7 +88,7 @@ def test_both_kinds_of_calls_by_default_and_nothing_twice(quiet):
 def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
     device = named("nvidia-h200")
     wanted = task(device, dtype="float8_e4m3fn")
-    narrow = replace(gluon.config(2, 128, 2), narrow=True)
+    narrow = replace(gluon.config(2, 128, 2), fp8_pv=True)
     monkeypatch.setattr(
         binaries,
         "chosen",

@@ -19,7 +19,7 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import ALONE
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
@@ -31,7 +31,7 @@ from tests.problems import problem
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 
 H200 = named("nvidia-h200")
-SMALL = GluonPrefillConfig(3, 64, 2, 160)
+SMALL = HopperPrefillConfig(3, 64, 2, 160)
 # Its ptxas keeps in registers what the loops of every preference hold.
 KEPT = triton.__version__.startswith("3.6.")
 SIZES = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
@@ -59,7 +59,7 @@ def wrong(problem, config):
     compiled = compile_source(source, H200)
     taken = resources(compiled, H200)
     binary = binary_of(compiled, H200.arch)
-    split = {config.registers, config.producer_registers}
+    split = {config.consumer_regs, config.producer_regs}
     estimate, _ = estimates(config, problem.structure, H200)
     faults = {
         "spills": taken.starved and KEPT,
@@ -112,7 +112,7 @@ def test_fp8(D, mods):
 
 def test_fp8_multiplies_scores_in_eight_bits_and_values_in_sixteen():
     wanted = problem("prefill", 128, dtype="float8_e4m3fn")
-    config = replace(default(wanted, H200, "gluon"), schedule="grid")
+    config = replace(default(wanted, H200, "gluon"), tile_scheduler="grid")
     text = compile_source(render(wanted.structure, config, H200, "test"), H200).asm["ptx"]
     scores, values = (
         text.count(f"wgmma.mma_async.sync.aligned.m64n128{what}")
@@ -126,21 +126,21 @@ NARROW = [(D, mods) for D in (64, 96, 128) for mods in NARROWED]
 
 
 def narrow(wanted, **numbers):
-    start = replace(default(wanted, H200, "gluon"), narrow=True, BLOCK_N=64, consumers=2)
-    return replace(start, registers=240, **numbers)
+    start = replace(default(wanted, H200, "gluon"), fp8_pv=True, BLOCK_N=64, consumers=2)
+    return replace(start, consumer_regs=240, **numbers)
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("lazy_rescale", [True, False])
 @pytest.mark.parametrize(("D", "mods"), first(NARROW, lambda case: case[0] == 128))
-def test_fp8_with_values_of_eight_bits(D, mods, watched):
+def test_fp8_with_values_of_eight_bits(D, mods, lazy_rescale):
     wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
-    assert not (fault := wrong(wanted, narrow(wanted, watched=watched))), fault
+    assert not (fault := wrong(wanted, narrow(wanted, lazy_rescale=lazy_rescale))), fault
 
 
 def test_weights_of_eight_bits_are_an_operand_as_they_are():
     """Nothing is shuffled between threads, and the words of four weights are made as such."""
     wanted = problem("prefill", 128, dtype="float8_e4m3fn")
-    config = narrow(wanted, watched=True, schedule="grid", BLOCK_N=128)
+    config = narrow(wanted, lazy_rescale=True, tile_scheduler="grid", BLOCK_N=128)
     found = compile_source(render(wanted.structure, config, H200, "test"), H200)
     text, code = found.asm["ptx"], disassembled(found)
     tile = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
@@ -161,8 +161,8 @@ def test_weights_of_eight_bits_are_an_operand_as_they_are():
 @pytest.mark.parametrize("D", [64, 96, 128])
 def test_every_narrow_config_offered(D, mods):
     wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
-    offered = [each for each in space(wanted, H200) if isinstance(each, GluonPrefillConfig)]
-    found = [each for each in offered if each.narrow]
+    offered = [each for each in space(wanted, H200) if isinstance(each, HopperPrefillConfig)]
+    found = [each for each in offered if each.fp8_pv]
     assert found
     faults = list(filter(None, (wrong(wanted, config) for config in found)))
     assert not faults, "\n".join(faults)
@@ -195,7 +195,7 @@ def test_merged_consumers_are_compiled_once_and_wait_without_meeting(mods):
             assert "%meeting" not in wait[: wait.index("mbarrier.try_wait")]
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("lazy_rescale", [True, False])
 @pytest.mark.parametrize(
     ("D", "mods"),
     [
@@ -206,10 +206,12 @@ def test_merged_consumers_are_compiled_once_and_wait_without_meeting(mods):
     ],
     ids=["sinks", "ALiBi", "lists", "wide"],
 )
-def test_what_a_program_shares_is_not_told_apart_by_a_meeting_that_was_taken_out(D, mods, watched):
+def test_what_a_program_shares_is_not_told_apart_by_a_meeting_that_was_taken_out(
+    D, mods, lazy_rescale
+):
     """The compiler takes such a meeting for one of all that is in shared memory."""
     wanted = problem("prefill", D, **mods)
-    config = replace(default(wanted, H200, "gluon"), watched=watched)
+    config = replace(default(wanted, H200, "gluon"), lazy_rescale=lazy_rescale)
     met = True
     for line in (
         compile_source(render(wanted.structure, config, H200, "test"), H200)
@@ -270,12 +272,12 @@ def test_what_threads_hand_each_other_has_a_place_for_each_consumer(case, D):
     assert not exchanged(compile_source(source, H200).asm["ttgir"])
 
 
-@pytest.mark.parametrize("schedule", ["dynamic", "grid"])
+@pytest.mark.parametrize("tile_scheduler", ["dynamic", "grid"])
 @pytest.mark.parametrize("mods", ["noop", "causal", "lists", "relative_causal"])
-def test_heads_that_share_a_tile(mods, schedule):
+def test_heads_that_share_a_tile(mods, tile_scheduler):
     """Each consumer has a head of its own, and spills no more than any may."""
     wanted = problem("prefill", **MODS[mods])
-    config = replace(default(wanted, H200, "gluon"), packed=True, schedule=schedule)
+    config = replace(default(wanted, H200, "gluon"), pack_gqa=True, tile_scheduler=tile_scheduler)
     assert not reasons(config, wanted.structure, H200)
     assert not (fault := wrong(wanted, config)), fault
     text = render(wanted.structure, config, H200, "test").text
@@ -285,9 +287,9 @@ def test_heads_that_share_a_tile(mods, schedule):
 @pytest.mark.parametrize(
     ("D", "numbers", "about"),
     [
-        (128, {"watched": False}, MODS["window_softcap"]),
-        (256, {"q_registers": 256, "BLOCK_N": 32}, {}),
-        (128, {"narrow": True, "BLOCK_N": 64}, {"dtype": "float8_e4m3fn"}),
+        (128, {"lazy_rescale": False}, MODS["window_softcap"]),
+        (256, {"q_in_regs": 256, "BLOCK_N": 32}, {}),
+        (128, {"fp8_pv": True, "BLOCK_N": 64}, {"dtype": "float8_e4m3fn"}),
     ],
     ids=["maxima looked for", "Q in registers", "eight bits"],
 )
@@ -314,7 +316,7 @@ def test_a_tile_jumps_over_maxima_that_did_not_rise():
     """Per tile and program: one vote before looking for maxima, one before each 64 rescaled."""
     wanted = problem("prefill", 128)
     config = default(wanted, H200, "gluon")
-    assert config.watched
+    assert config.lazy_rescale
     source = render(wanted.structure, config, H200, "test")
     code = disassembled(compile_source(source, H200))
     jumped = []
@@ -335,9 +337,9 @@ def test_every_config_offered(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
     # The order of tiles decides a few instructions before the loop.
     found = {
-        replace(each, order="last", section=8)
+        replace(each, order="last", l2_swizzle=8)
         for each in space(wanted, H200)
-        if isinstance(each, GluonPrefillConfig)
+        if isinstance(each, HopperPrefillConfig)
     }
     assert found
     faults = list(filter(None, (wrong(wanted, config) for config in found)))

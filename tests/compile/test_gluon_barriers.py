@@ -6,7 +6,7 @@ import pytest
 
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.merge_consumers import EVERY_WARP
 from flexattn.runtime.build import compile_source
 from tests.families import render
@@ -15,8 +15,8 @@ from tests.problems import problem
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 
 H200 = named("nvidia-h200")
-MOST = GluonPrefillConfig(3, 64, 3, 160, ping_pong=True, schedule="static", order="heads")
-LISTED = GluonPrefillConfig(2, 128, 2, 240, schedule="dynamic", order="sections")
+MOST = HopperPrefillConfig(3, 64, 3, 160, ping_pong=True, tile_scheduler="static", order="heads")
+LISTED = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler="dynamic", order="sections")
 
 
 def lowest(text):
@@ -42,7 +42,7 @@ def test_compiler_and_template_take_different_barriers(config, mods):
 def test_release_waits_for_nobody():
     """Consumers give tiles back without a barrier of their warpgroup: bar.arrive, not mbarrier."""
     source = render(
-        problem("prefill", 128).structure, GluonPrefillConfig(2, 128, 2, 240), H200, ""
+        problem("prefill", 128).structure, HopperPrefillConfig(2, 128, 2, 240), H200, ""
     )
     ptx = compile_source(source, H200).asm["ptx"]
     assert ptx.count("bar.arrive") >= 3

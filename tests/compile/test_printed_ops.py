@@ -9,7 +9,7 @@ import torch
 
 from flexattn.device import named
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.nki.tables import tabulate
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
@@ -24,7 +24,7 @@ from tests.rendered_names import undefined
 pytestmark = pytest.mark.compile
 
 H200 = named("nvidia-h200")
-HOPPER = GluonPrefillConfig(2, 64, 1, 240)
+HOPPER = HopperPrefillConfig(2, 64, 1, 240)
 CONFIGS = {
     "hopper": ("prefill", HOPPER),
     "prefill": ("prefill", PrefillConfig(64, 64, 4, 1)),

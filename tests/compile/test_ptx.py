@@ -10,7 +10,7 @@ import triton
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.source import PASS
 from flexattn.kernels.ptx.assembler import assemblers
 from flexattn.runtime import build
@@ -22,7 +22,7 @@ from tests.problems import problem
 pytestmark = [pytest.mark.compile, pytest.mark.oldest, pytest.mark.releases]
 
 H200 = named("nvidia-h200")
-SMALL = GluonPrefillConfig(3, 64, 2, 160)
+SMALL = HopperPrefillConfig(3, 64, 2, 160)
 CAUSAL = {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexattn.device import named
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
@@ -20,7 +20,7 @@ from tests.problems import problem
 pytestmark = pytest.mark.compile
 
 HALF_FMA = re.compile(r"\bfma\.rn\.b?f16|v_(?:pk_)?fma_f16")
-HOPPER, TRITON = GluonPrefillConfig(2, 64, 1, 240), PrefillConfig(64, 64, 4, 1)
+HOPPER, TRITON = HopperPrefillConfig(2, 64, 1, 240), PrefillConfig(64, 64, 4, 1)
 
 
 def added(table):

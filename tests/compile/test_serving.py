@@ -94,14 +94,14 @@ def test_the_default_config(name):
     assert taken.matrix_instructions > 0
     # Between units of work a few words may wait in memory; in a loop over tiles none does.
     assert spills_by_tile(compiled) == 0
-    assert config.walk == "warp" or taken.loop_spills == 0
+    assert config.warp_private or taken.loop_spills == 0
     threads = 32 * config.num_warps * config.per_sm
     assert taken.registers * threads <= DEVICE.registers
     assert (taken.shared + 1024) * config.per_sm <= 228 * 1024
     # As the launcher counts: every argument, and Triton's two scratch pointers.
     assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
     copies = compiled.asm["ttgir"].count("async_copy_global_to_local")
-    if config.walk == "warp":
+    if config.warp_private:
         assert copies == 0 and taken.shared <= 32768, "K and V go to registers"
         assert not re.search(r"ld\.global\.[a-z0-9.]*b16", compiled.asm["ptx"]), "16 bytes at once"
     else:
@@ -243,11 +243,11 @@ def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
     assert config in space(wanted, DEVICE)
     compiled = compile_source(render_serving(wanted, config, DEVICE, kind), DEVICE)
     ptx = compiled.asm["ptx"]
-    assert ptx.count(f"cvt.rn.f16x2.{kind}x2") == config.own * (D + Dv) // 64
+    assert ptx.count(f"cvt.rn.f16x2.{kind}x2") == config.keys_per_warp * (D + Dv) // 64
     assert resources(compiled, DEVICE).spills == spills_by_tile(compiled) == 0
     wide = 4 if Dv == 128 else 2
     for words, tensor in ((4, D), (wide, Dv)):
-        reads = config.own * tensor // (32 * 4 * words)
+        reads = config.keys_per_warp * tensor // (32 * 4 * words)
         assert len(re.findall(rf"ld\.global\.[\w:.]*v{words}\.b32", ptx)) >= reads
     assert not re.search(r"ld\.global\.[\w:.]*b(8|16)\b", ptx)
 
@@ -320,7 +320,7 @@ def test_a_prefix_alone_has_other_defaults():
     """Those of any other form are what they were: two programs for each multiprocessor."""
     for about in ({"heads": (64, 4)}, {"total_q": 2048}, {"q_len": 16}):
         config = next(serving_candidates(form(**about), DEVICE))
-        assert (config.walk, config.per_sm) == ("program", 2), about
+        assert (config.warp_private, config.per_sm) == (False, 2), about
     for about in ({"B": 1}, {"B": 4}, {"B": 256}, {"D": (256, 256)}):
         config = next(serving_candidates(form(prefix=True, **about), DEVICE))
         assert (config.combine, config.per_sm) == ("launch", 1), about
@@ -331,6 +331,8 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
     found = space(wanted, DEVICE)
     assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
     assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 8 * 129
-    assert {each.walk for each in found} == {"program", "warp"}
-    assert all(each.deal != "round" for each in found), "tiles of many requests do not go round"
-    assert {each.deal for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}
+    assert {each.warp_private for each in found} == {False, True}
+    assert all(each.split_policy != "round" for each in found), (
+        "tiles of many requests do not go round"
+    )
+    assert {each.split_policy for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}

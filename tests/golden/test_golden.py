@@ -23,7 +23,7 @@ from flexattn.catalogue import (
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.join import render_join
 from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
@@ -37,8 +37,10 @@ FILES = Path(__file__).parent / "files"
 DEVICE = named("nvidia-h200")
 PREFILL = PrefillConfig(128, 64, 4, 3)
 TMA = PrefillConfig(128, 64, 4, 2, use_tma=True)
-HOPPER = GluonPrefillConfig(2, 128, 2, 240)
-TAKEN = GluonPrefillConfig(3, 128, 2, 160, ping_pong=True, schedule="dynamic", order="sections")
+HOPPER = HopperPrefillConfig(2, 128, 2, 240)
+TAKEN = HopperPrefillConfig(
+    3, 128, 2, 160, ping_pong=True, tile_scheduler="dynamic", order="sections"
+)
 DECODE = DecodeConfig(16, 64, 4, 3)
 
 
@@ -99,7 +101,7 @@ GOLDENS = {
         replace(PREFILL, order="first"), D=64, score_mod=key_bias
     ),
     "gluon_noop": lambda: kernel(HOPPER),
-    "gluon_watched": lambda: kernel(replace(HOPPER, BLOCK_N=32, watched=True), D=64),
+    "gluon_lazy_rescale": lambda: kernel(replace(HOPPER, BLOCK_N=32, lazy_rescale=True), D=64),
     "gluon_192_128": lambda: kernel(HOPPER, D=192, Dv=128, lse=False),
     "gluon_lists_softcap": lambda: kernel(HOPPER, score_mod=softcap(50.0), mask_mod=causal),
     "gluon_dynamic_sinks": lambda: kernel(TAKEN, D=64, sinks="bfloat16"),
@@ -107,16 +109,16 @@ GOLDENS = {
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
     ),
     "gluon_alibi": lambda: kernel(
-        replace(HOPPER, schedule="static"), score_mod=alibi(32, "cpu"), lse=False
+        replace(HOPPER, tile_scheduler="static"), score_mod=alibi(32, "cpu"), lse=False
     ),
     "gluon_runs_document": lambda: kernel(
-        replace(HOPPER, schedule="dynamic"),
+        replace(HOPPER, tile_scheduler="dynamic"),
         mask_mod=and_masks(document(torch.zeros(8).int()), causal),
         runs=True,
         lse=False,
     ),
     "gluon_256_window": lambda: kernel(
-        replace(HOPPER, BLOCK_N=64, schedule="dynamic"),
+        replace(HOPPER, BLOCK_N=64, tile_scheduler="dynamic"),
         D=256,
         mask_mod=sliding_window(1024),
         runs=True,

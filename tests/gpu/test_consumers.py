@@ -72,12 +72,14 @@ CASES = [(D, mods) for D in (64, 96, 256) for mods in EVERYWHERE] + [(128, mods)
 def forms(config):
     """One consumer, two and three, with turns and without, compiled once or each for itself."""
     for consumers, registers in CONSUMER_REGISTERS.items():
-        each = replace(config, consumers=consumers, registers=registers, chained=False)
-        each = replace(each, ping_pong=False, long_turns=False)
+        each = replace(
+            config, consumers=consumers, consumer_regs=registers, cross_tile_pipeline=False
+        )
+        each = replace(each, ping_pong=False, ping_pong_softmax=False)
         yield each
         if consumers > 1:
             yield replace(each, ping_pong=True)
-            yield replace(each, ping_pong=True, long_turns=True, schedule="dynamic")
+            yield replace(each, ping_pong=True, ping_pong_softmax=True, tile_scheduler="dynamic")
             yield replace(each, merge_consumers=not each.merge_consumers)
 
 

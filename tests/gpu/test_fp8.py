@@ -161,23 +161,25 @@ def test_weights_far_below_the_largest_count():
 
 def configs():
     each = gluon.config(2, 128, 2)
-    yield from (each, replace(each, schedule="static", ping_pong=True))
-    yield replace(each, schedule="dynamic", order="sections")
-    yield replace(gluon.config(3, 64, 2), schedule="dynamic", ping_pong=True)
+    yield from (each, replace(each, tile_scheduler="static", ping_pong=True))
+    yield replace(each, tile_scheduler="dynamic", order="sections")
+    yield replace(gluon.config(3, 64, 2), tile_scheduler="dynamic", ping_pong=True)
 
 
 def narrow_configs():
-    """V and weights of eight bits, with maxima that are watched and that are looked for."""
+    """V and weights of eight bits, rescaled lazily and at each tile."""
     for config in (gluon.config(2, 128, 2), gluon.config(2, 64, 3)):
-        for watched in (True, False):
-            for schedule in ("grid", "static", "dynamic"):
-                yield replace(config, narrow=True, watched=watched, schedule=schedule)
-    yield replace(gluon.config(2, 64, 2), narrow=True, ping_pong=True, schedule="static")
+        for lazy_rescale in (True, False):
+            for tile_scheduler in ("grid", "static", "dynamic"):
+                yield replace(
+                    config, fp8_pv=True, lazy_rescale=lazy_rescale, tile_scheduler=tile_scheduler
+                )
+    yield replace(gluon.config(2, 64, 2), fp8_pv=True, ping_pong=True, tile_scheduler="static")
 
 
 def brief(config):
-    words = [f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}", config.schedule]
-    return "-".join([*words, *["watched"] * config.watched, *["turns"] * config.ping_pong])
+    words = [f"{config.consumers}x{config.BLOCK_N}x{config.num_stages}", config.tile_scheduler]
+    return "-".join([*words, *["lazy"] * config.lazy_rescale, *["pingpong"] * config.ping_pong])
 
 
 def planned(q, k, v, config, given, max_scores=True, **call):
@@ -225,22 +227,24 @@ NARROW_CASES = [case for case in CASES if case[0] < 256 and case[1] not in READI
 NARROW_CASES += [(64, mod) for mod in READING]
 
 
-@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("lazy_rescale", [True, False])
 @pytest.mark.parametrize(("D", "mod"), NARROW_CASES)
-def test_values_of_eight_bits_with_mods(D, mod, watched):
+def test_values_of_eight_bits_with_mods(D, mod, lazy_rescale):
     B, Hq, Hkv, L, S = 2, 6, 2, 301, 419
     q, k, v = tensors(B, Hq, Hkv, L, S, D)
     score_mod, mask_mod = MODS[mod](Hq, L, S)
-    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
     call = {"score_mod": score_mod, "block_mask": block_mask(mask_mod, q, k)}
     for max_scores in (True, False):
         made = planned(q, k, v, config, factors(q, k), max_scores, **call)
         assert_judged(Reference(*made.run()), q, k, v, **call, **factors(q, k))
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_values_of_eight_bits_of_any_length_and_layout(watched):
-    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched, schedule="static")
+@pytest.mark.parametrize("lazy_rescale", [True, False])
+def test_values_of_eight_bits_of_any_length_and_layout(lazy_rescale):
+    config = replace(
+        gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale, tile_scheduler="static"
+    )
     for lengths in ((1, 1), (17, 4099), (129, 128), (64, 1), (5, 300), (131, 16411)):
         q, k, v = tensors(2, 6, 3, *lengths, 128)
         v = (v.float() + 1).to(E4M3)  # sums of many values of one sign
@@ -255,10 +259,10 @@ def test_values_of_eight_bits_of_any_length_and_layout(watched):
     assert_judged(Reference(*made.run()), q, k, v, **factors(q, k))
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_weights_of_eight_bits_that_rise_and_that_are_all_one(watched):
+@pytest.mark.parametrize("lazy_rescale", [True, False])
+def test_weights_of_eight_bits_that_rise_and_that_are_all_one(lazy_rescale):
     """Scores that rise from tile to tile, by more than e4m3 holds; and rows of equal scores."""
-    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
     q, k, v = tensors(1, 2, 1, 131, 1999, 128)
     given = factors(q, k)
     # The last keys come first.
@@ -274,13 +278,13 @@ def test_weights_of_eight_bits_that_rise_and_that_are_all_one(watched):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 1.5])
-@pytest.mark.parametrize("watched", [True, False])
-def test_weights_of_eight_bits_beside_one_that_is_as_heavy_as_all_others(factor, watched):
+@pytest.mark.parametrize("lazy_rescale", [True, False])
+def test_weights_of_eight_bits_beside_one_that_is_as_heavy_as_all_others(factor, lazy_rescale):
     """Raised by 2^6 only, the others lost so many bits that rows missed the gate by half."""
     q, k, v = tensors(1, 2, 2, 64, 16384, 64)
     k[:, :, :64] = (factor * q.float()).to(E4M3)  # each row has a key of its own
     v = (v.float() + 1.9).to(E4M3)
-    config = replace(gluon.config(2, 64, 2), narrow=True, watched=watched)
+    config = replace(gluon.config(2, 64, 2), fp8_pv=True, lazy_rescale=lazy_rescale)
     assert_judged(Reference(*planned(q, k, v, config, {}).run()), q, k, v)
 
 

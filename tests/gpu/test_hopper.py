@@ -23,7 +23,7 @@ from flexattn.frontend.admission import make_call
 from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
@@ -55,14 +55,14 @@ def tensors(*sizes, dtype=torch.bfloat16, **more):
 
 
 def assert_accurate(q, k, v, **call):
-    """As support's, without max_scores: asked for, they turn watched maxima into exact ones."""
+    """As support's, without max_scores: asked for, they turn lazy_rescale off."""
     return support.assert_accurate(q, k, v, max_scores=False, **call)
 
 
 def offered(problem):
     """The Gluon configs that the space offers."""
     found = space(problem, detect(torch.device("cuda", 0)))
-    return [each for each in found if isinstance(each, GluonPrefillConfig)]
+    return [each for each in found if isinstance(each, HopperPrefillConfig)]
 
 
 def covering(configs):
@@ -277,12 +277,12 @@ def test_bits_stay_from_run_to_run(D, mods):
     first = offered(made.launch.problem)[0]
     turns = first.consumers > 1
     # Programs that stay keep a walk in the registers of a part of Q.
-    stays = replace(first, schedule="static", q_registers=0)
+    stays = replace(first, tile_scheduler="static", q_in_regs=0)
     for config in (
         first,
         stays,
         replace(stays, ping_pong=turns),
-        replace(stays, schedule="dynamic"),
+        replace(stays, tile_scheduler="dynamic"),
     ):
         wanted = run_with(made, config)
         for _ in range(50):

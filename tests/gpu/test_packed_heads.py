@@ -24,7 +24,9 @@ OF_THEIR_OWN = ("head_windows", "random_blocks", "random_blocks_empty_rows")
 def packed(made, **numbers):
     """The default config of a call with two heads in a tile."""
     launch = made.launch
-    config = replace(launch.choice.config, consumers=2, registers=240, packed=True, **numbers)
+    config = replace(
+        launch.choice.config, consumers=2, consumer_regs=240, pack_gqa=True, **numbers
+    )
     assert not reasons(config, launch.problem.structure, launch.choice.device)
     return config
 
@@ -50,21 +52,21 @@ def test_heads_with_lists_of_their_own_are_refused(name):
     built = entry.make(2, 8, 2, 611, 747, device="cuda", dtype=torch.bfloat16)
     q, k, v = tensors(2, 8, 2, 611, 747, 128)
     launch = prepared(q, k, v, built.score_mod, block_mask(built.mask_mod, q, k)).launch
-    config = replace(launch.choice.config, consumers=2, registers=240, packed=True)
+    config = replace(launch.choice.config, consumers=2, consumer_regs=240, pack_gqa=True)
     (said,) = reasons(config, launch.problem.structure, launch.choice.device)
     assert "lists of blocks of their own" in said
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("schedule", ["grid", "static", "dynamic"])
+@pytest.mark.parametrize("tile_scheduler", ["grid", "static", "dynamic"])
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 300])
-def test_lengths_and_schedules(length, schedule, D):
+def test_lengths_and_schedules(length, tile_scheduler, D):
     q, k, v = tensors(3, 12, 2, length, 1347, D)
     # What is kept of Q in registers leaves none for a walk over units.
-    numbers = {"q_registers": 0, "chained": D != 256} if schedule != "grid" else {}
-    check(q, k, v, schedule=schedule, **numbers)
+    numbers = {"q_in_regs": 0, "cross_tile_pipeline": D != 256} if tile_scheduler != "grid" else {}
+    check(q, k, v, tile_scheduler=tile_scheduler, **numbers)
     mask = block_mask(causal, q, k, per_batch=False, per_head=False)
-    check(q, k, v, alibi(12, "cuda"), mask, schedule=schedule)
+    check(q, k, v, alibi(12, "cuda"), mask, tile_scheduler=tile_scheduler)
 
 
 @pytest.mark.parametrize("order", ["last", "first", "group", "heads", "sections", "alternate"])

@@ -62,7 +62,7 @@ def test_configs(numbers, combine):
 
 @pytest.mark.parametrize("numbers", [(8, 64, 4, 1, 3), (8, 64, 2, 1, 4), (16, 128, 8, 1, 1, 3)])
 def test_warps_that_walk_alone(numbers):
-    config = ServingConfig(*numbers, combine="await", deal="heads")
+    config = ServingConfig(*numbers, combine="await", split_policy="heads")
     q_len = numbers[0] // 8
     for page in (0, 3, 16, 64):
         each = batch([q_len] * 7, LENGTHS, 32, 8, 128, **BF16)
@@ -76,7 +76,7 @@ def test_warps_that_walk_alone(numbers):
 @pytest.mark.parametrize("page", [0, 3, 16])
 def test_tiles_of_one_request_go_round(page):
     """One plan for every length: what lies behind the last key is read, and counts for nothing."""
-    config = ServingConfig(8, 128, 8, 1, 1, combine="await", deal="round")
+    config = ServingConfig(8, 128, 8, 1, 1, combine="await", split_policy="round")
     plan = DecodePlan(
         batch=1, kv_len=5000, heads=(32, 8), head_dim=128, page_size=page, lse=True, config=config
     )

@@ -58,7 +58,7 @@ def test_a_word_is_stored_once(group, D, config):
     A store could land after the program that merges had read the first one and left the word
     EMPTY: once in thousands of launches a word was left, which the next launch took for its own.
     """
-    lengths = [30_011] if config.deal == "round" else [2047, 517, 9001, 33]
+    lengths = [30_011] if config.split_policy == "round" else [2047, 517, 9001, 33]
     each = batch([1] * len(lengths), lengths, 8 * group, 8, D, **BF16)
     plan = DecodePlan(
         batch=len(lengths), kv_len=32_768, heads=(8 * group, 8), head_dim=D, page_size=16,

@@ -19,7 +19,7 @@ LENGTHS = [2047, 0, 1, 517, 9001, 33, 128]
 
 
 def check(config, dtype, D=128, Dv=None, page=16, q_len=1, **mods):
-    going_round = config.deal == "round"
+    going_round = config.split_policy == "round"
     lengths = [30_011] if going_round else LENGTHS
     each = batch(
         [q_len] * len(lengths), lengths, 32, 8, D, Dv, dtype=torch.bfloat16, device="cuda"

@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-HEADS = ServingConfig(8, 32, 2, 1, combine="await", deal="heads")
-ROUND = ServingConfig(8, 32, 2, 1, combine="await", deal="round")
+HEADS = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
+ROUND = ServingConfig(8, 32, 2, 1, combine="await", split_policy="round")
 LENGTHS = [53, 0, 1, 17, 128, 32]
 E4M3 = torch.float8_e4m3fn
 

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-SMALL = ServingConfig(8, 32, 2, 1, combine="await", deal="heads")
+SMALL = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 LENGTHS = [53, 0, 1, 17, 128, 32]
 
 
@@ -46,14 +46,16 @@ def test_pieces_of_any_size_merge(warps, own, per_sm, Hkv):
     check(each, config=config, sinks=torch.randn(8))
 
 
-@pytest.mark.parametrize("deal", ["heads", "round"])
+@pytest.mark.parametrize("split_policy", ["heads", "round"])
 @pytest.mark.parametrize(("q_len", "group"), [(1, 4), (2, 3), (4, 4)])
-def test_who_awaits_a_part_leaves_its_words_empty(q_len, group, deal):
+def test_who_awaits_a_part_leaves_its_words_empty(q_len, group, split_policy):
     """What one launch left there the next one would take for a part."""
     rows = 8 if q_len * group <= 8 else 16
     for least, per_sm in ((1, 5), (2, 2)):
-        config = replace(SMALL, BLOCK_M=rows, deal=deal, per_sm=per_sm, least=least)
-        batch_size = 1 if deal == "round" else 5
+        config = replace(
+            SMALL, BLOCK_M=rows, split_policy=split_policy, per_sm=per_sm, least=least
+        )
+        batch_size = 1 if split_policy == "round" else 5
         plan = DecodePlan(
             batch=batch_size, kv_len=200, heads=(2 * group, 2), head_dim=64, q_len=q_len,
             device="cpu", page_size=16, lse=True, config=config, mask_mod=causal,
@@ -64,10 +66,10 @@ def test_who_awaits_a_part_leaves_its_words_empty(q_len, group, deal):
             assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
-@pytest.mark.parametrize("deal", ["heads", "round"])
+@pytest.mark.parametrize("split_policy", ["heads", "round"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_result_that_is_no_number_is_awaited_too(value, deal):
-    config = replace(SMALL, deal=deal, per_sm=7)
+def test_a_result_that_is_no_number_is_awaited_too(value, split_policy):
+    config = replace(SMALL, split_policy=split_policy, per_sm=7)
     plan = DecodePlan(
         batch=1, kv_len=300, heads=(2, 2), head_dim=64, device="cpu", lse=True, config=config
     )
@@ -108,7 +110,7 @@ def test_every_mod_of_the_catalogue(entry):
 @pytest.mark.parametrize("keys", [0, 1, 32, 33, 517])
 def test_tiles_of_one_request_go_round(keys, page):
     """One plan for every length: what lies behind the last key is read, and counts for nothing."""
-    config = replace(SMALL, deal="round", per_sm=2)
+    config = replace(SMALL, split_policy="round", per_sm=2)
     plan = DecodePlan(
         batch=1, kv_len=600, heads=(6, 2), head_dim=64, device="cpu", page_size=page, lse=True,
         config=config, sinks=True,
@@ -133,7 +135,7 @@ def test_mods_where_tiles_go_round(name):
     if entry is not None:
         built = entry.make(1, 6, 2, 517, 517)
         mods = {"score_mod": built.score_mod, "mask_mod": built.mask_mod}
-    config = replace(SMALL, deal="round", per_sm=2)
+    config = replace(SMALL, split_policy="round", per_sm=2)
     plan = DecodePlan(
         batch=1, kv_len=517, heads=(6, 2), head_dim=64, q_len=2, device="cpu", page_size=16,
         lse=True, config=config, **mods,

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
-    Row("hopper", "PREFILL", ("config.GluonPrefillConfig",)),
+    Row("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
     Row("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
     Row("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
     Row("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexattn.kernels.base.arguments import Argument, attention_arguments, descriptor
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of
 from flexattn.problem import Structure
 
@@ -14,7 +14,7 @@ _LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "REACH")
 _LOCATION = ("num_tiles", "num_units", "Hq", "group")
 
 
-def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argument, ...]:
+def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order.
 
     num_units counts the row tiles of all heads; COUNTER, where blocks take them as they come, is
@@ -24,14 +24,14 @@ def arguments(structure: Structure, config: GluonPrefillConfig) -> tuple[Argumen
     given, out = structure.dtype, structure.out_dtype
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
     keys, width = config.BLOCK_N, tiles.v_width
-    values = (given, width, keys) if config.narrow else (out, keys, width)
+    values = (given, width, keys) if config.fp8_pv else (out, keys, width)
     described = (
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),
         descriptor("K", given, keys, tiles.qk_width),
         descriptor("V", *values),
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     )
-    counts = config.schedule == "dynamic"
+    counts = config.tile_scheduler == "dynamic"
     sizes = (Argument("num_units", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, dict(described), sizes=sizes)
 

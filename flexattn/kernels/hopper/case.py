@@ -10,9 +10,9 @@ from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_
 from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
-    GLUON_ORDERS,
-    SCHEDULES,
-    GluonPrefillConfig,
+    HOPPER_ORDERS,
+    TILE_SCHEDULERS,
+    HopperPrefillConfig,
 )
 from flexattn.kernels.hopper.printed import Case
 from flexattn.problem import Structure
@@ -20,21 +20,21 @@ from flexattn.problem import Structure
 __all__ = ["case_of"]
 
 
-def case_of(config: GluonPrefillConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
     return Case(
         config.consumers,
         config.BLOCK_N,
         config.num_stages,
-        config.registers,
-        config.producer_registers,
+        config.consumer_regs,
+        config.producer_regs,
         config.ping_pong,
-        config.schedule != "grid",
-        config.order in GLUON_ORDERS and config.schedule in SCHEDULES,
-        config.section,
-        config.q_registers,
-        config.watched,
-        1 if config.narrow else 2,
+        config.tile_scheduler != "grid",
+        config.order in HOPPER_ORDERS and config.tile_scheduler in TILE_SCHEDULERS,
+        config.l2_swizzle,
+        config.q_in_regs,
+        config.lazy_rescale,
+        1 if config.fp8_pv else 2,
         config.heads,
         *_fixed(structure, device, config.BLOCK_N),
     )

@@ -1,4 +1,4 @@
-"""GluonPrefillConfig: one variant of the warp-specialised Hopper template, as frozen numbers."""
+"""HopperPrefillConfig: one variant of the warp-specialised Hopper template, as frozen numbers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flexattn.kernels.ptx.assembler import Ptxas
 __all__ = [
     "CONSUMER_REGISTERS",
     "CONSUMER_ROWS",
-    "GLUON_ORDERS",
-    "SCHEDULES",
+    "HOPPER_ORDERS",
+    "TILE_SCHEDULERS",
     "WARPS",
-    "GluonOrder",
-    "GluonPrefillConfig",
-    "Schedule",
+    "HopperOrder",
+    "HopperPrefillConfig",
+    "TileScheduler",
 ]
 
-GluonOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
-Schedule = Literal["grid", "static", "dynamic"]
-GLUON_ORDERS: tuple[GluonOrder, ...] = get_args(GluonOrder)
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+HopperOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
+TileScheduler = Literal["grid", "static", "dynamic"]
+HOPPER_ORDERS: tuple[HopperOrder, ...] = get_args(HopperOrder)
+TILE_SCHEDULERS: tuple[TileScheduler, ...] = get_args(TileScheduler)
 
 # A consumer is a warpgroup, one wgmma of which multiplies 64 rows.
 CONSUMER_ROWS, WARPS = 64, 4
@@ -33,48 +33,63 @@ _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 
 
 @dataclass(frozen=True, slots=True)
-class GluonPrefillConfig:
+class HopperPrefillConfig:
     """Consumer warpgroups of 64 query rows each walk the keys BLOCK_N at a time; one warp loads.
 
-    num_stages: tiles of K, and of V, that are held at once. registers: of a consumer's thread.
-    ping_pong: the consumers take turns on the tensor cores; long_turns: where units stand apart,
-    a turn ends with the exponents of its scores, not with its products, so that one consumer takes
-    exponentials while the other makes its exponents. schedule: "grid", a block a tile of
-    rows; "static" and "dynamic", one block an SM, which takes the tiles that are its turn, or the
-    next that is left. order: as in PrefillConfig; "sections": `section` heads at a time, their
-    last rows first, so that the keys of a section stay in L2; "alternate": as "last", every other
-    head the other way round. early_loads: as in PrefillConfig.
-    q_registers: columns of Q that a consumer keeps in registers, from which its products then read
-    them: what shared memory can hand out in a cycle is the limit where heads are wide.
-    watched: weights are taken by the maximum of the tiles before; a row's maximum is looked for
-    only where its sum of weights shows that it rose. A maximum that is asked for is still exact.
-    chained: one loop over the tiles of all units, in which a unit's first scores are multiplied
-    beside the last values of the unit before; else they stand before and behind a loop for each
-    unit. A block that stays, with room for a second Q, can do either.
-    narrow: of e4m3, V and the weights stay so, and each tile's product is added in fp32; else V
-    becomes bfloat16 before the kernel.
-    merge_consumers: one consumer is compiled, and a pass over its PTX makes that of all of them
-    (kernels/hopper/merge_consumers.py): half the compile time, or a third; else each is compiled.
-    ptxas: the assembler among those that Triton brings, "" for its own choice.
-    packed: the consumers have the same rows of as many heads of a group, each its own head: of few
-    query positions a tile is then full, where heads share keys.
+    consumers: warpgroups that multiply, 1 to 3, beside the one whose warp loads by TMA.
+    BLOCK_N: keys of a tile, a power of two from 16 to 256.
+    num_stages: tiles of K, and of V, in shared memory at once, 1 to 8; the loads run that far
+    ahead.
+    consumer_regs: registers of a consumer's thread, as setmaxnreg gives them; a multiple of 8 from
+    24 to 240. The loading warpgroup keeps `producer_regs`.
+    ping_pong: whether the consumers alternate on the tensor cores, by named barriers; default
+    False. One consumer's softmax then runs beside the other's products (FlashAttention-3).
+    ping_pong_softmax: whether a turn ends behind the exponentials of its scores, not behind its
+    products; default False. It counts beside ping_pong, where cross_tile_pipeline is off:
+    softmaxes of many steps are then 2 to 6 % faster on an H200.
+    tile_scheduler: who takes which tile of rows; default "grid", a block a tile. "static": one
+    block an SM, with every num_sms-th tile; "dynamic": one block an SM, which takes the next tile
+    of a counter. A block that stays loads its next Q early; a counter evens out masks.
+    order: which tiles start first; default "last", a head's last rows, head after head. "first",
+    "group" and "heads": as in PrefillConfig. "sections": `l2_swizzle` heads at a time, their last
+    rows first; "alternate": as "last", every other head the other way round.
+    l2_swizzle: query heads of a section where order is "sections"; default 8. As many as have
+    their K and V in L2 together (`section_of` in space.py).
+    early_loads: whether what a score_mod reads by key is asked for before the products of the
+    scores; default True. It hides the latency and takes registers.
+    q_in_regs: columns of Q that a consumer keeps in registers, as the A operand of wgmma: 0, half
+    of them or all; default 0. For wide heads shared memory's bandwidth is the limit.
+    lazy_rescale: whether the accumulator is rescaled only where a row's maximum rose by much;
+    default False. Weights are taken by the maximum of the tiles before, and a row's sum of weights
+    shows whether it rose: 2 to 11 % faster on an H200. A max_scores that is returned stays exact.
+    cross_tile_pipeline: whether the first scores of a tile of rows are multiplied beside the last
+    values of the tile before, in one loop over both; default True. Else the pipeline drains
+    between them. Only a block that stays and has room for a second Q can do either.
+    fp8_pv: whether P and V of e4m3 are multiplied in e4m3, each tile's product added in fp32;
+    default False: V becomes bfloat16 before the kernel. Twice the products a cycle, P rounded
+    more.
+    pack_gqa: whether the consumers hold the same query rows of as many heads of one KV group;
+    default False: 64 rows each of one head. Fills a tile where query positions are few.
+    merge_consumers: whether one consumer is compiled, and a pass over its PTX makes that of all
+    (kernels/hopper/merge_consumers.py); default True, which halves the time to compile.
+    ptxas: the assembler among those that Triton brings; default "", its own choice.
     """
 
     consumers: int
     BLOCK_N: int
     num_stages: int
-    registers: int
+    consumer_regs: int
     ping_pong: bool = False
-    schedule: Schedule = "grid"
-    order: GluonOrder = "last"
-    section: int = 8
+    tile_scheduler: TileScheduler = "grid"
+    order: HopperOrder = "last"
+    l2_swizzle: int = 8
     early_loads: bool = True
-    q_registers: int = 0
-    watched: bool = False
-    chained: bool = True
-    narrow: bool = False
-    long_turns: bool = False
-    packed: bool = False
+    q_in_regs: int = 0
+    lazy_rescale: bool = False
+    cross_tile_pipeline: bool = True
+    fp8_pv: bool = False
+    ping_pong_softmax: bool = False
+    pack_gqa: bool = False
     merge_consumers: bool = True
     ptxas: Ptxas = ""
 
@@ -83,7 +98,7 @@ class GluonPrefillConfig:
     @property
     def heads(self) -> int:
         """Query heads of one tile."""
-        return self.consumers if self.packed else 1
+        return self.consumers if self.pack_gqa else 1
 
     @property
     def merges(self) -> bool:
@@ -106,6 +121,6 @@ class GluonPrefillConfig:
         return WARPS * (self.consumers + 1)
 
     @property
-    def producer_registers(self) -> int:
+    def producer_regs(self) -> int:
         """Registers of a thread of the loading warpgroup."""
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

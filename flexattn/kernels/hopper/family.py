@@ -18,7 +18,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import printed, space
 from flexattn.kernels.hopper.case import case_of
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid
 from flexattn.kernels.hopper.narrow_values import render_narrow_values
 from flexattn.kernels.hopper.source import render
@@ -32,7 +32,7 @@ __all__ = ["PREFILL"]
 LEADS = True
 
 
-class _Prefill(PlainFamily[GluonPrefillConfig]):
+class _Prefill(PlainFamily[HopperPrefillConfig]):
     name = "hopper"
     kind: Kind = "prefill"
     language: Language = "gluon"
@@ -48,31 +48,37 @@ class _Prefill(PlainFamily[GluonPrefillConfig]):
             return False
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
-    def defaults(self, problem: Problem, device: Device) -> Iterator[GluonPrefillConfig]:
+    def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
         return space.preferences(problem.structure)
 
-    def variants(self, config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
+    def variants(self, config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
         return space.forms(config)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
-    ) -> Iterator[GluonPrefillConfig]:
+    ) -> Iterator[HopperPrefillConfig]:
         return space.axes(problem, effort == "exhaustive")
 
-    def tile(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
+    def tile(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
         plain = replace(
-            at_rest(config), ping_pong=False, schedule="grid", section=8, watched=False
+            at_rest(config),
+            ping_pong=False,
+            tile_scheduler="grid",
+            l2_swizzle=8,
+            lazy_rescale=False,
         )
         return replace(plain, order="last", early_loads=True)
 
-    def uncompiled(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
+    def uncompiled(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
         return replace(config, merge_consumers=True, ptxas="")
 
-    def of_this_compiler(self, config: GluonPrefillConfig) -> GluonPrefillConfig:
+    def of_this_compiler(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
         """The other Triton brought other assemblers."""
         return replace(config, ptxas=preferred())
 
-    def fit_to_mask(self, config: GluonPrefillConfig, structure: Structure) -> GluonPrefillConfig:
+    def fit_to_mask(
+        self, config: HopperPrefillConfig, structure: Structure
+    ) -> HopperPrefillConfig:
         return fit_to_mask(config, structure)
 
     def check_rows(self, rows: int) -> None:
@@ -83,7 +89,9 @@ class _Prefill(PlainFamily[GluonPrefillConfig]):
                 f"use {CONSUMER_ROWS}, {2 * CONSUMER_ROWS} or {3 * CONSUMER_ROWS}",
             )
 
-    def forced(self, config: GluonPrefillConfig, numbers: Mapping[str, Any]) -> GluonPrefillConfig:
+    def forced(
+        self, config: HopperPrefillConfig, numbers: Mapping[str, Any]
+    ) -> HopperPrefillConfig:
         """Rows are a number of consumers; its warps and its loads are no choice."""
         names = ("BLOCK_N", "num_stages", "merge_consumers", "ptxas")
         config = replace(config, **{name: numbers[name] for name in names if name in numbers})
@@ -93,46 +101,54 @@ class _Prefill(PlainFamily[GluonPrefillConfig]):
         return replace(
             config,
             consumers=count,
-            registers=CONSUMER_REGISTERS.get(count, config.registers),
+            consumer_regs=CONSUMER_REGISTERS.get(count, config.consumer_regs),
             ping_pong=config.ping_pong and count > 1,
-            packed=False,
+            pack_gqa=False,
         )
 
-    def options_of(self, config: GluonPrefillConfig) -> dict[str, int | bool | str]:
+    def options_of(self, config: HopperPrefillConfig) -> dict[str, int | bool | str]:
         rows, keys, stages = config.all_rows, config.BLOCK_N, config.num_stages
         return {"BACKEND": "GLUON", "BLOCK_M": rows, "BLOCK_N": keys, "num_stages": stages}
 
-    def grid(self, problem: Problem, config: GluonPrefillConfig, device: Device) -> Geometry:
+    def grid(self, problem: Problem, config: HopperPrefillConfig, device: Device) -> Geometry:
         return grid(problem, config, device)
 
     def render(
-        self, structure: Structure, config: GluonPrefillConfig, device: Device, title: str
+        self, structure: Structure, config: HopperPrefillConfig, device: Device, title: str
     ) -> Source:
         return render(structure, config, device, title)
 
     def values_kernel(
-        self, structure: Structure, config: GluonPrefillConfig, device: Device
+        self, structure: Structure, config: HopperPrefillConfig, device: Device
     ) -> Source | None:
         """What turns V of fp8 round, where it stays in 8 bits."""
-        return render_narrow_values(structure.head_dim_v, device) if config.narrow else None
+        return render_narrow_values(structure.head_dim_v, device) if config.fp8_pv else None
 
-    def bind(self, problem: Problem, config: GluonPrefillConfig, grid: Geometry) -> dict[str, Any]:
+    def bind(
+        self, problem: Problem, config: HopperPrefillConfig, grid: Geometry
+    ) -> dict[str, Any]:
         return {"num_units": grid.num_units}
 
-    def short(self, config: GluonPrefillConfig) -> str:
-        """128x128 c2 s2 turns static heads has two consumers that take turns."""
+    def short(self, config: HopperPrefillConfig) -> str:
+        """128x128 c2 s2 pingpong static heads has two consumers that alternate.
+
+        r, q: consumer_regs and q_in_regs, where they are no default. lazy: lazy_rescale; gqa:
+        pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong with
+        ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
+        """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
-        if config.registers != CONSUMER_REGISTERS.get(config.consumers):
-            parts.append(f"r{config.registers}")
-        if config.q_registers:
-            parts.append(f"q{config.q_registers}")
-        flags = ("watched", "packed", "narrow")
-        parts += [flag for flag in flags if getattr(config, flag)]
-        parts += ["apart"] * (not config.chained)
-        parts += ["long turns" if config.long_turns else "turns"] * config.ping_pong
-        parts += [config.schedule] * (config.schedule != "grid")
+        if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):
+            parts.append(f"r{config.consumer_regs}")
+        if config.q_in_regs:
+            parts.append(f"q{config.q_in_regs}")
+        flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa, "fp8pv": config.fp8_pv}
+        parts += [word for word, holds in flags.items() if holds]
+        parts += ["drains"] * (not config.cross_tile_pipeline)
+        if config.ping_pong:
+            parts.append("pingpong" + "-softmax" * config.ping_pong_softmax)
+        parts += [config.tile_scheduler] * (config.tile_scheduler != "grid")
         if config.order != "last":
-            parts.append(config.order + str(config.section) * (config.order == "sections"))
+            parts.append(config.order + str(config.l2_swizzle) * (config.order == "sections"))
         return " ".join(parts + ["late"] * (not config.early_loads) + words(config))
 
 

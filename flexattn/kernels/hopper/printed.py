@@ -18,14 +18,14 @@ class Case:
     consumers: int
     BLOCK_N: int
     num_stages: int
-    consumer_registers: int
-    producer_registers: int
+    consumer_regs: int
+    producer_regs: int
     ping_pong: bool
     persistent: bool
     known_words: bool
-    section: int
-    q_held: int
-    watched: bool
+    l2_swizzle: int
+    q_in_regs: int
+    lazy_rescale: bool
     v_itemsize: int
     heads: int
     itemsize: int
@@ -107,11 +107,11 @@ def registers(case: Case) -> int:
         gathered = 0
     scored_registers = 8 if case.scored else 0
     parts = 16 if three else 0
-    watch = 8 if case.watched and (three or case.q_held > 0) else 0
-    narrow_walk = case.v_itemsize == 1 and case.mask_rows > 0
-    watched_walk = case.persistent and case.watched and case.q_held > 0
-    walk = 8 if narrow_walk or watched_walk else 0
-    beside = parts + scored_registers + walk + watch + floor(3 * case.q_held / 16)
+    lazy = 8 if case.lazy_rescale and (three or case.q_in_regs > 0) else 0
+    fp8_pv_walk = case.v_itemsize == 1 and case.mask_rows > 0
+    lazy_walk = case.lazy_rescale and case.persistent and case.q_in_regs > 0
+    walk = 8 if fp8_pv_walk or lazy_walk else 0
+    beside = lazy + parts + scored_registers + walk + floor(3 * case.q_in_regs / 16)
     return beside + gathered + floor(accumulator + scores + weights) + 28
 
 
@@ -140,13 +140,13 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "register split",
-            "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves "
-            "{producer_registers} of 512 for the loading warps of {consumers} consumers",
+            "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
+            "{producer_regs} of 512 for the loading warps of {consumers} consumers",
             lambda case: (
-                case.consumer_registers >= 24
-                and case.consumer_registers <= 240
-                and case.consumer_registers * case.consumers + case.producer_registers <= 512
-                and case.consumer_registers % 8 == 0
+                case.consumer_regs >= 24
+                and case.consumer_regs <= 240
+                and case.consumer_regs * case.consumers + case.producer_regs <= 512
+                and case.consumer_regs % 8 == 0
             ),
         ),
         Rule(
@@ -163,8 +163,9 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "order",
-            "the order or the schedule of {config} is none of those there are",
-            lambda case: case.known_words and case.section >= 1,
+            "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there "
+            "are",
+            lambda case: case.known_words and case.l2_swizzle >= 1,
         ),
     ),
     fit=(
@@ -191,15 +192,15 @@ RULES: Rules[Case] = Rules(
         Rule(
             "fp8",
             "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, and "
-            "q_registers is 0",
+            "q_in_regs is 0",
             lambda case: (
                 case.itemsize > 1
-                or (case.q_held == 0 and case.qk_dim == case.v_dim and case.qk_dim != 192)
+                or (case.q_in_regs == 0 and case.qk_dim == case.v_dim and case.qk_dim != 192)
             ),
         ),
         Rule(
-            "narrow",
-            "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
+            "fp8_pv",
+            "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
             lambda case: case.v_itemsize != 1 or (case.itemsize == 1 and case.BLOCK_N >= 32),
         ),
         Rule(
@@ -218,15 +219,16 @@ RULES: Rules[Case] = Rules(
             lambda case: case.dense_layout,
         ),
         Rule(
-            "q registers",
-            "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+            "q_in_regs",
+            "q_in_regs={q_in_regs} is neither 0 nor the {qk_padded} columns of Q nor half of "
+            "them",
             lambda case: (
-                case.q_held == 0
+                case.q_in_regs == 0
                 or (
                     case.qk_padded != 192
                     and (
-                        case.q_held == case.qk_padded
-                        or (case.q_held >= 64 and 2 * case.q_held == case.qk_padded)
+                        case.q_in_regs == case.qk_padded
+                        or (case.q_in_regs >= 64 and 2 * case.q_in_regs == case.qk_padded)
                     )
                 )
             ),
@@ -247,8 +249,8 @@ RULES: Rules[Case] = Rules(
             lambda case: case.mask_keys == 0 or case.mask_keys % case.BLOCK_N == 0,
         ),
         Rule(
-            "packed",
-            "packed: the {heads} heads of a tile have lists of blocks of their own",
+            "pack_gqa",
+            "pack_gqa: the {heads} heads of a tile have lists of blocks of their own",
             lambda case: not case.lists_differ or case.heads == 1,
         ),
         Rule(
@@ -258,8 +260,8 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "registers",
-            "registers: about {registers} a thread, a consumer has {consumer_registers}",
-            lambda case: case.registers <= case.consumer_registers,
+            "registers: about {registers} a thread, a consumer has {consumer_regs}",
+            lambda case: case.registers <= case.consumer_regs,
         ),
     ),
     worth=(

@@ -123,11 +123,11 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     return replace(pieces, rest=replace(later, early=ahead.early), ahead=names)
 
 
-def print_score(structure: Structure, traits: Traits, watched: bool) -> PrintedScore:
+def print_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
     """The score_mod of a structure that has one, each consumer's rows for themselves.
 
-    watched: the softmax is the one that does what it can of it by itself.
+    lazy_rescale: the softmax is the one that does what it can of it by itself.
     """
     traits = replace(traits, dialect=HOPPER)
-    found = triton_score(structure, traits, even_columns=True, fuses=watched, hands=True)
+    found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, hands=True)
     return replace(found, limits=None)

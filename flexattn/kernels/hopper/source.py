@@ -22,7 +22,7 @@ from flexattn.kernels.hopper.arguments import (
     consumer_arguments,
     producer_arguments,
 )
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, HopperPrefillConfig
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
@@ -49,7 +49,7 @@ THREADS = 32 * WARPS
 # Weights of a thread's tile that it takes before the values of the tile before are summed.
 AHEAD = 32
 # Powers of two by which weights of e4m3 are larger than those of a maximum of 1: what is below
-# 2^-17 of it is lost, not 2^-10, and a watched maximum may rise 3.5 times before it is looked for.
+# 2^-17 of it is lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled.
 # Raised by 6, rows of which one key weighs as much as all others missed the gate.
 RAISED = 7.0
 
@@ -60,23 +60,25 @@ class _Chunk:
     width: int
 
 
-def render(structure: Structure, config: GluonPrefillConfig, device: Device, title: str) -> Source:
+def render(
+    structure: Structure, config: HopperPrefillConfig, device: Device, title: str
+) -> Source:
     """The Hopper prefill kernel of a structure with a config; title goes into its header."""
     tiles = tiles_of(structure, config)
     found = arguments(structure, config)
     traits = traits_of(device, structure)
     # A maximum that is returned is exact.
-    watched = config.watched and not structure.max_scores
-    score = None if structure.score is None else print_score(structure, traits, watched)
+    lazy = config.lazy_rescale and not structure.max_scores
+    score = None if structure.score is None else print_score(structure, traits, lazy)
     mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
-    persistent = config.schedule != "grid"
+    persistent = config.tile_scheduler != "grid"
     apart, slots = output_and_slots(structure, config, device)
     reach = skips_far(structure, config)
-    noted = config.schedule != "grid" or sparsity is not None or reach
+    noted = config.tile_scheduler != "grid" or sparsity is not None or reach
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
@@ -99,14 +101,14 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
-    if config.q_registers:
-        settings["Q_HELD"] = config.q_registers
-    if config.narrow:
+    if config.q_in_regs:
+        settings["Q_HELD"] = config.q_in_regs
+    if config.fp8_pv:
         settings["RAISED"] = RAISED
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
-        settings["SECTION"] = max(1, config.section // config.heads)
+        settings["SECTION"] = max(1, config.l2_swizzle // config.heads)
     free_v = HARDWARE_BARRIERS - config.num_stages
     settings |= {
         "FREE_V": free_v,
@@ -116,8 +118,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
     # registers is that of the unit at hand. In a chain the first values are waited for before the
     # first keys are given back: with one stage they would not come.
-    chained = config.chained and slots > 1 and runs < 2 and config.num_stages > 1
-    chained = chained and tiles.v_width <= 128 and not config.q_registers and not config.narrow
+    pipelined = config.cross_tile_pipeline and slots > 1 and runs < 2 and config.num_stages > 1
+    pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and not config.fp8_pv
     hoisted = [line for each in used for line in each.hoisted]
     # What a unit reads for each of its rows costs 14 % where it comes with the unit before
     # (8 documents, 8k, H200).
@@ -128,14 +130,15 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
     half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
     fused = "" if score is None else score.fused
     # Beside 128 columns two consumers have registers left for what passes while values are summed.
-    wide = watched and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
+    wide = lazy and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
     ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
+    # The names on the left are the template's, whose words are older than the config's.
     context = {
         **mods,
         **values(config),
         "hoisted": hoisted,
         # Nor what of an fp8 unit depends on its heads' factors.
-        "hoists_early": chained and bool(used) and not by_row and not structure.fp8,
+        "hoists_early": pipelined and bool(used) and not by_row and not structure.fp8,
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
@@ -143,17 +146,20 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "out_chunks": tiles.out_chunks,
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
+        "schedule": config.tile_scheduler,
         "persistent": persistent,
         "own_output": apart,
         "q_slots": slots,
-        "chained": chained,
-        "released_early": persistent and apart and not chained,
-        "long_turns": config.long_turns and not chained,
+        "chained": pipelined,
+        "released_early": persistent and apart and not pipelined,
+        "long_turns": config.ping_pong_softmax and not pipelined,
         "free_threads": 128 * config.consumers + 32,
         "merge_consumers": config.merges,
+        "registers": config.consumer_regs,
+        "packed": config.pack_gqa,
         "turn": free_v - config.num_stages - slots - config.consumers,
         "alone": merge_consumers.ALONE,
-        "announcement": merge_consumers.announcement(config.consumers, config.registers),
+        "announcement": merge_consumers.announcement(config.consumers, config.consumer_regs),
         "noted": noted,
         "handed": handed,
         "block_keys": config.BLOCK_N,
@@ -161,8 +167,8 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "reach": reach,
-        "producer_registers": config.producer_registers,
-        "watched": watched,
+        "producer_registers": config.producer_regs,
+        "watched": lazy,
         "fused": fused,
         "exposed_early": fused == "capped" or wide,
         "ahead": ahead,
@@ -172,14 +178,16 @@ def render(structure: Structure, config: GluonPrefillConfig, device: Device, tit
         "coefficients": COEFFICIENTS,
         "limit": LIMIT,
         "float_bits": float_bits,
-        "rescale_first": tiles.v_width > 128 and not watched,
+        "rescale_first": tiles.v_width > 128 and not lazy,
         "per_thread": per_thread,
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "half": half,
+        "q_registers": config.q_in_regs,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "v_itemsize": value_bytes(structure, config),
         "fp8": structure.fp8,
+        "narrow": config.fp8_pv,
         "raised": RAISED,
         "lse": structure.lse,
         "max_scores": structure.max_scores,

@@ -14,9 +14,9 @@ from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
-    GluonOrder,
-    GluonPrefillConfig,
-    Schedule,
+    HopperOrder,
+    HopperPrefillConfig,
+    TileScheduler,
 )
 from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
@@ -49,27 +49,27 @@ def offered() -> bool:
 
 
 def config(
-    consumers: int, width: int, stages: int, schedule: Schedule = "grid", held: int = 0
-) -> GluonPrefillConfig:
+    consumers: int, width: int, stages: int, scheduler: TileScheduler = "grid", held: int = 0
+) -> HopperPrefillConfig:
     """A config with the registers that its number of consumers leaves each of them.
 
-    Maxima are watched, not looked for: 2 to 11 % on the H200, at every size and with every mod.
+    Rescaling lazily gains 2 to 11 % on the H200, at every size and with every mod.
     """
-    return GluonPrefillConfig(
+    return HopperPrefillConfig(
         consumers,
         width,
         stages,
         CONSUMER_REGISTERS[consumers],
-        schedule=schedule,
-        q_registers=held,
-        watched=True,
+        tile_scheduler=scheduler,
+        q_in_regs=held,
+        lazy_rescale=True,
     )
 
 
-def preferences(structure: Structure, packed: bool = False) -> Iterator[GluonPrefillConfig]:
+def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[HopperPrefillConfig]:
     """Configs to start from, best first, with tiles cut to the mask's blocks.
 
-    packed: the same where consumers have a head each, so that a block of rows is cut less often.
+    pack_gqa: the same where consumers have a head each, so that a block of rows is cut less often.
     """
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     terms = structure.terms
@@ -79,35 +79,35 @@ def preferences(structure: Structure, packed: bool = False) -> Iterator[GluonPre
         if each.consumers > 2 and _moves(structure):
             continue  # each walks a part of its own of a run, and then begins no rows early
         if structure.fp8:
-            each = replace(each, q_registers=0)
+            each = replace(each, q_in_regs=0)
         # What is held from before the scores are there takes registers that they need.
-        found = fit_to_mask(replace(each, packed=packed), structure)
+        found = fit_to_mask(replace(each, pack_gqa=pack_gqa), structure)
         keys = found.BLOCK_N
         late = loads_tiles(structure, (CONSUMER_ROWS, keys))
         reads = loads_by_key(structure, (CONSUMER_ROWS, keys)) or late
-        watched = _watches(structure, widest, reads or diagonal)
-        found = replace(found, early_loads=not late, watched=watched)
+        lazy = _rescales_lazily(structure, widest, reads or diagonal)
+        found = replace(found, early_loads=not late, lazy_rescale=lazy)
         if structure.sparsity is not None:
             # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
             # Some tiles are longer: the longest start first, and none waits for a block.
-            section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.section
+            section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.l2_swizzle
             found = replace(
-                found, q_registers=0, schedule="dynamic", order="sections", section=section
+                found, q_in_regs=0, tile_scheduler="dynamic", order="sections", l2_swizzle=section
             )
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before. Two consumers
             # end no later, in fp8 sooner, where it takes the next that is left.
             dealt = found.consumers > 2 and not structure.fp8
-            found = replace(found, schedule="static" if dealt else "dynamic")
+            found = replace(found, tile_scheduler="static" if dealt else "dynamic")
         turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest))
         found = replace(found, ping_pong=turns)
         # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
         # whole.
         computes = structure.score is not None and not reads
-        found = replace(found, long_turns=computes and found.ping_pong)
+        found = replace(found, ping_pong_softmax=computes and found.ping_pong)
         found = replace(found, merge_consumers=_merges(structure, widest))
         found = replace(found, ptxas=preferred())
-        yield replace(found, chained=_forms(structure, found.schedule)[0])
+        yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
 
 
 def _merges(structure: Structure, widest: int) -> bool:
@@ -119,7 +119,7 @@ def _merges(structure: Structure, widest: int) -> bool:
     return not (plain and 64 < widest <= 128)
 
 
-def forms(config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
+def forms(config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
     """A config, then its tiles compiled otherwise: by another ptxas, then without the pass."""
     yield config
     for ptxas in assemblers():
@@ -129,8 +129,8 @@ def forms(config: GluonPrefillConfig) -> Iterator[GluonPrefillConfig]:
         yield replace(config, merge_consumers=not config.merge_consumers)
 
 
-def _watches(structure: Structure, widest: int, reads: bool) -> bool:
-    """Whether registers are left for watching maxima, beside what mods read and a walk keeps."""
+def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
+    """Whether registers are left for it, beside what mods read and what lists or runs keep."""
     if structure.fp8:
         return 64 < widest <= 128 and structure.score is None
     if widest > 192 and reads:
@@ -147,7 +147,7 @@ def _takes_turns(structure: Structure, widest: int) -> bool:
     return widest <= 64 or (widest <= 128 and bool(structure.score or structure.sparsity))
 
 
-def _forms(structure: Structure, schedule: Schedule) -> tuple[bool, ...]:
+def _forms(structure: Structure, scheduler: TileScheduler) -> tuple[bool, ...]:
     """Whether one loop walks the tiles of all units, the faster form first where both can run.
 
     One loop is 6 % faster where every unit walks all keys and has products 128 wide. A mask makes
@@ -155,7 +155,7 @@ def _forms(structure: Structure, schedule: Schedule) -> tuple[bool, ...]:
     holds there from unit to unit. Apart, those end 2 to 12 % earlier.
     """
     widest = max(structure.head_dim_qk, structure.head_dim_v)
-    if schedule == "grid" or widest > 128:
+    if scheduler == "grid" or widest > 128:
         return (True,)
     plain = structure.score is None and structure.sparsity is None
     one = widest > 64 and plain and not structure.fp8
@@ -174,7 +174,7 @@ def _moves(structure: Structure) -> bool:
 
 
 # Widest head dimension, then configs by preference; the last of each leaves registers for mods.
-_PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
+_PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (64, (config(3, 128, 2), config(2, 128, 2), config(2, 64, 2))),
     (128, (config(2, 128, 2), config(2, 64, 3), config(2, 64, 2))),
     (192, (config(2, 128, 2), config(2, 64, 2))),
@@ -182,28 +182,31 @@ _PREFERRED: tuple[tuple[int, tuple[GluonPrefillConfig, ...]], ...] = (
 )
 
 
-def axes(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
+def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     """The preferences, then every combination of the axes, cut to the mask's blocks.
 
     Some cannot run.
     """
     structure = problem.structure
     yield from preferences(structure)
-    # Scores that rise from tile to tile are weighed twice where maxima are watched.
-    yield from (replace(each, watched=False) for each in preferences(structure))
-    shared = preferences(structure, packed=True)
+    # Scores that rise from tile to tile are weighed twice with lazy_rescale.
+    yield from (replace(each, lazy_rescale=False) for each in preferences(structure))
+    shared = preferences(structure, pack_gqa=True)
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
     if structure.fp8:
         yield from (
-            replace(each, narrow=True, watched=watched)
+            replace(each, fp8_pv=True, lazy_rescale=lazy)
             for each in preferences(structure)
-            for watched in (True, False)
+            for lazy in (True, False)
         )
     for each in preferences(structure):
         yield from forms(each)
-        yield from (replace(each, chained=form) for form in _forms(structure, each.schedule)[1:])
-        if each.ping_pong and not each.chained:
-            yield replace(each, long_turns=not each.long_turns)
+        yield from (
+            replace(each, cross_tile_pipeline=form)
+            for form in _forms(structure, each.tile_scheduler)[1:]
+        )
+        if each.ping_pong and not each.cross_tile_pipeline:
+            yield replace(each, ping_pong_softmax=not each.ping_pong_softmax)
     counts, widths, depths = ((2, 3), (64, 128), (2, 3))
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
@@ -211,40 +214,40 @@ def axes(problem: Problem, every: bool) -> Iterator[GluonPrefillConfig]:
     parts = (0, 128) if columns == 256 else (0,)
     if every and columns == 128:
         for each in preferences(structure):
-            yield from (replace(each, q_registers=part) for part in (64, 128))
+            yield from (replace(each, q_in_regs=part) for part in (64, 128))
     early = (True, False) if loads_early(structure) else (True,)
-    schedules: tuple[Schedule, ...] = ("grid", "dynamic")
+    schedulers: tuple[TileScheduler, ...] = ("grid", "dynamic")
     if every:
-        schedules = ("grid", "static", "dynamic")
+        schedulers = ("grid", "static", "dynamic")
     kept = None if every else 1
-    walks = [(each, one) for each in schedules for one in _forms(structure, each)[:kept]]
+    walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = replace(config(consumers, width, stages, held=held), ptxas=preferred())
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
-        for ping_pong, (schedule, chained), order, loads in product(
+        for ping_pong, (scheduler, pipelined), order, loads in product(
             turns, walks, orders(problem, tile, every), waits
         ):
             found = replace(
                 tile,
                 ping_pong=ping_pong,
-                schedule=schedule,
+                tile_scheduler=scheduler,
                 order=order,
                 early_loads=loads,
-                chained=chained,
+                cross_tile_pipeline=pipelined,
             )
             if order == "sections":
-                found = replace(found, section=section_of(problem))
+                found = replace(found, l2_swizzle=section_of(problem))
             yield from turned(found, structure)
 
 
-def orders(problem: Problem, tile: GluonPrefillConfig, every: bool) -> tuple[GluonOrder, ...]:
+def orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[HopperOrder, ...]:
     """The orders of tiles that differ in what they do to this problem."""
     if problem.q_len <= tile.BLOCK_M or problem.Hq == 1:
         return ("last",)
     masked = problem.structure.sparsity is not None
-    worth: dict[GluonOrder, bool] = {
+    worth: dict[HopperOrder, bool] = {
         "last": True,
         "group": problem.Hq > problem.Hkv,
         "heads": every or masked,

@@ -8,7 +8,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper.case import case_of
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
 
@@ -48,21 +48,21 @@ class Tiles:
         return self.qk_width * self.qk_chunks
 
 
-def tiles_of(structure: Structure, config: GluonPrefillConfig) -> Tiles:
+def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
     qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
         return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    halved = qk == v == 256 and config.schedule != "grid"
+    halved = qk == v == 256 and config.tile_scheduler != "grid"
     return Tiles(qk, 1, v, 2 if halved else 1)
 
 
-def value_bytes(structure: Structure, config: GluonPrefillConfig) -> int:
+def value_bytes(structure: Structure, config: HopperPrefillConfig) -> int:
     """Bytes of an element of V as the kernel reads it."""
-    return structure.itemsize if config.narrow else ITEMSIZE[structure.out_dtype]
+    return structure.itemsize if config.fp8_pv else ITEMSIZE[structure.out_dtype]
 
 
-def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
+def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
     """How many rows of a mask's blocks one tile of rows may touch; 0 where lists are walked.
 
     A tile that no block's rows divide still works on runs: each consumer has those of its own.
@@ -73,13 +73,13 @@ def runs_of(structure: Structure, config: GluonPrefillConfig) -> int:
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
-def reads_shared(structure: Structure, config: GluonPrefillConfig) -> bool:
+def reads_shared(structure: Structure, config: HopperPrefillConfig) -> bool:
     """Whether what a mod reads for keys passes through shared memory to its threads."""
     return loads_by_key(structure, (CONSUMER_ROWS, config.BLOCK_N)) or loads_diagonals(structure)
 
 
 def output_and_slots(
-    structure: Structure, config: GluonPrefillConfig, device: Device
+    structure: Structure, config: HopperPrefillConfig, device: Device
 ) -> tuple[bool, int]:
     """Whether the output has tiles of its own, and how many tiles of Q are held.
 

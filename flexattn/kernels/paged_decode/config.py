@@ -16,9 +16,9 @@ __all__ = [
     "LINE",
     "MERGED",
     "Combine",
-    "Deal",
     "ServingConfig",
     "ServingForm",
+    "SplitPolicy",
     "check_config",
     "shared_memory",
 ]
@@ -31,8 +31,7 @@ COMBINE_WARPS = 4
 
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
-Deal: TypeAlias = Literal["even", "heads", "round"]
-Walk: TypeAlias = Literal["program", "warp"]
+SplitPolicy: TypeAlias = Literal["even", "heads", "round"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -84,16 +83,21 @@ class ServingForm:
 class ServingConfig:
     """BLOCK_M packed rows walk the keys BLOCK_N at a time.
 
-    per_sm: programs for each SM. least: tiles that a program takes at least.
-    deal: how tiles are shared out, and with that the kernel. "even": all of the batch evenly, and
-    the warps of a program share each (paged_decode/program.py.jinja). Where each warp has a part
-    of a tile for itself (paged_decode/warp.py.jinja): "heads", those of each KV head evenly
-    between programs of its own, so that those of all heads read the same keys at a time; "round",
+    BLOCK_M: query rows of a tile: the query heads of a KV head x query positions.
+    BLOCK_N: keys of a tile.
+    num_warps, num_stages: warps of a program, and tiles of K and V that are loaded ahead.
+    per_sm: programs for each SM; default 2. The grid is as many, whatever the batch.
+    least: tiles that a program takes at least; default 1. More leave fewer parts to merge.
+    split_policy: how tiles are shared out over the programs (split-KV), and with that which of two
+    kernels runs; default "even": all of the batch in equal shares, and the warps of a program
+    share each tile (paged_decode/program.py.jinja). With the others each warp has keys of a tile
+    for itself (paged_decode/warp.py.jinja): "heads", the tiles of each KV head in equal shares
+    over programs of its own, so that programs of all heads read the same pages at a time; "round",
     those of one request go round the programs, which then need not know its length.
-    combine: who merges the pieces of a row that several programs worked on. Of "even": "last", the
-    program that finishes last, or "launch", a second kernel (of a cascade's prefix: the one that
-    ends it). Of the others "await": the program that has the unit's end waits for the words of
-    those before it.
+    combine: who merges the parts of a row that several programs worked on. With "even": "last",
+    the default, the program that finishes last, or "launch", a second kernel (of a cascade's
+    prefix: the one that ends it). With the others "await": the program that has the unit's end
+    waits for the words of those before it.
     """
 
     BLOCK_M: int
@@ -103,15 +107,15 @@ class ServingConfig:
     per_sm: int = 2
     least: int = 1
     combine: Combine = "last"
-    deal: Deal = "even"
+    split_policy: SplitPolicy = "even"
 
     @property
-    def walk(self) -> Walk:
-        """Who has a tile of keys: all warps of a program, or each warp a part for itself."""
-        return "program" if self.deal == "even" else "warp"
+    def warp_private(self) -> bool:
+        """Whether each warp has keys of a tile for itself; else a program's warps share it."""
+        return self.split_policy != "even"
 
     @property
-    def own(self) -> int:
+    def keys_per_warp(self) -> int:
         """Keys of a tile that each warp has for itself."""
         return self.BLOCK_N // self.num_warps
 
@@ -152,7 +156,7 @@ def check_config(config: object) -> None:
 
 def shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
-    if config.walk == "warp":
+    if config.warp_private:
         return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
     tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]

@@ -29,9 +29,9 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     which a thread reads 16 bytes side by side; V's rows are. Tensors of K, V and Q hold words of
     two elements, or of four of 8 bits: [warps, keys or rows, words].
     """
-    if config.walk == "program":
+    if not config.warp_private:
         return {}
-    warps, own = config.num_warps, config.own
+    warps, own = config.num_warps, config.keys_per_warp
     inside = _inside(form, config)
     warp = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
 
@@ -92,7 +92,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "in_word": in_word,
         "k_side": k_side,
         "v_side": v_side,
-        "deal_round": config.deal == "round",
+        "deal_round": config.split_policy == "round",
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(
             _vector(form, config),
@@ -112,10 +112,10 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
     return {
         "HEAD_DIM": form.head_dim_qk,
         "WARPS": config.num_warps,
-        "OWN": config.own,
+        "OWN": config.keys_per_warp,
         "IN": _inside(form, config),
         "SHARERS": sharers,
-        "STEP": sharers if config.deal == "round" else 1,
+        "STEP": sharers if config.split_policy == "round" else 1,
         "MERGE_ROWS": _merge_rows(form, config),
         "MERGE_PARTS": _parts(form, config),
         "VECTOR": _vector(form, config),
@@ -125,7 +125,7 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
 
 def _inside(form: ServingForm, config: ServingConfig) -> int:
     """Keys of a warp that surely lie side by side in one page: a power of two."""
-    common = math.gcd(form.page, config.own) if form.page else config.own
+    common = math.gcd(form.page, config.keys_per_warp) if form.page else config.keys_per_warp
     return common & -common
 
 

@@ -18,12 +18,12 @@ class Case:
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
-    own: int
+    keys_per_warp: int
     num_stages: int
     per_sm: int
     least: int
     goes_round: bool
-    known_deal: bool
+    known_policy: bool
     awaits: bool
     itemsize: int
     kv_itemsize: int
@@ -48,9 +48,9 @@ class Case:
 
 def held(case: Case) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
-    kv_tiles = floor(case.kv_itemsize * case.own * (case.qk_dim + case.v_dim) / 128)
+    kv_tiles = floor(case.keys_per_warp * case.kv_itemsize * (case.qk_dim + case.v_dim) / 128)
     widened = 32 if case.kv_itemsize == 1 else 0
-    scores = floor(case.BLOCK_M * case.own / 16)
+    scores = floor(case.BLOCK_M * case.keys_per_warp / 16)
     q_and_output = floor(case.BLOCK_M * (case.v_dim + floor(case.qk_dim / 2)) / 32)
     # Of requests.
     ends = (2 if case.masked else 1) * floor(case.requests / 32)
@@ -82,13 +82,13 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "keys",
-            "each warp has {own} of 16, 32 or 64 keys",
-            lambda case: case.own in (16, 32, 64),
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys",
+            lambda case: case.keys_per_warp in (16, 32, 64),
         ),
         Rule(
             "keys",
             "warps have equal shares of BLOCK_N",
-            lambda case: case.BLOCK_N == case.num_warps * case.own,
+            lambda case: case.BLOCK_N == case.keys_per_warp * case.num_warps,
         ),
         Rule(
             "stages",
@@ -106,9 +106,9 @@ RULES: Rules[Case] = Rules(
             lambda case: case.interpreted or case.BLOCK_M == 8 or case.num_warps >= 4,
         ),
         Rule(
-            "deal",
-            "deal={deal!r} is heads or round",
-            lambda case: case.known_deal,
+            "split_policy",
+            "split_policy={split_policy!r} is heads or round",
+            lambda case: case.known_policy,
         ),
         Rule(
             "combine",

@@ -92,13 +92,13 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS if config.walk == "warp" else TRITON
+    dialect = WARPS if config.warp_private else TRITON
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
     late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
-    if late and config.walk == "program" and device.backend != "hip":
+    if late and not config.warp_private and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, peeks=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
@@ -124,7 +124,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "upcast": device.backend == "interpreter" and form.product_dtype == "bfloat16",
         "precision": "ieee" if form.dtype == "float32" else "",
         "tied": tied(form),
-        "widen": _EIGHT_BITS.get(form.kv_dtype, "") if config.walk == "program" else "",
+        "widen": _EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
         "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
@@ -137,12 +137,12 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "last": config.combine == "last",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
-        "mask_apart": late and config.walk == "warp",
+        "mask_apart": late and config.warp_private,
         "peeks": () if mask is None else peeks_of(mask),
         "prefetch": device.backend == "cuda",
         "fetched": (*fetched_ahead(form.score), *fetched_ahead(form.mask)),
     }
-    if config.walk == "warp":
+    if config.warp_private:
         context |= {
             "eight_bits": _EIGHT_BITS.get(form.kv_dtype, ""),
             "numbers": "widened" if eight else "halves",
@@ -154,7 +154,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         if captures is not None:
             header.append(f"{name}: {rendering.one_line(captures)}")
     found = serving_arguments(form)
-    if config.walk == "warp":
+    if config.warp_private:
         return rendering.make_source(
             "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
             "triton" if device.backend == "interpreter" else "gluon",
@@ -289,7 +289,7 @@ def _shared(
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
     }
 
-    if config.walk == "warp":
+    if config.warp_private:
         settings |= warp_sizes(form, config, device)
 
     def span_values(*values: str) -> str:
@@ -298,8 +298,8 @@ def _shared(
     return {
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
-        "alone": config.walk == "warp",
-        "one_unit": config.walk == "warp" and 0 < form.rows <= config.BLOCK_M,
+        "alone": config.warp_private,
+        "one_unit": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],

@@ -54,7 +54,7 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
-    if config.walk == "warp":
+    if config.warp_private:
         return serving_warps.reasons(config, form, device)
     case = printed_serving.Case(
         config.BLOCK_M,
@@ -97,7 +97,7 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
     candidates = list(serving_candidates(form, device))
-    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.walk == "program")
+    first, height = candidates[0], next(c.BLOCK_M for c in candidates if not c.warp_private)
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
     combines: tuple[Combine, ...] = ("last", "launch")

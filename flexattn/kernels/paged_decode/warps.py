@@ -8,7 +8,7 @@ from itertools import product
 from flexattn.device import Device
 from flexattn.kernels.base.rule import worded
 from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
-from flexattn.kernels.paged_decode.config import ITEMSIZE, Deal, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm, SplitPolicy
 
 __all__ = ["preferences", "reasons", "space"]
 
@@ -33,12 +33,12 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
 
 def space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
-    deals: tuple[Deal, ...] = ("heads", "round")
-    axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), deals)
-    for warps, own, per_sm, least, deal in axes:
-        if deal == "round" and least > 1:
+    policies: tuple[SplitPolicy, ...] = ("heads", "round")
+    axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), policies)
+    for warps, keys, per_sm, least, policy in axes:
+        if policy == "round" and least > 1:
             continue  # it shares tiles out without looking at how many there are
-        yield ServingConfig(_height(form), warps * own, warps, 1, per_sm, least, "await", deal)
+        yield ServingConfig(_height(form), warps * keys, warps, 1, per_sm, least, "await", policy)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -47,12 +47,12 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,
-        config.own,
+        config.keys_per_warp,
         config.num_stages,
         config.per_sm,
         config.least,
-        config.deal == "round",
-        config.deal in ("heads", "round"),
+        config.split_policy == "round",
+        config.split_policy in ("heads", "round"),
         config.combine == "await",
         ITEMSIZE[form.dtype],
         ITEMSIZE[form.kv_dtype],
@@ -73,7 +73,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         config.registers(form, device),
     )
     found = printed_serving_warps.RULES.broken(case, printed_serving_warps.estimate)
-    return worded(found, case, {"deal": config.deal}) if found else []
+    return worded(found, case, {"split_policy": config.split_policy}) if found else []
 
 
 def _height(form: ServingForm) -> int:

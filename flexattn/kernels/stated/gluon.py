@@ -34,11 +34,11 @@ __all__ = [
 
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
-    consumers, BLOCK_N, num_stages, consumer_registers, producer_registers,
-    ping_pong, persistent, known_words, section, q_held, watched, v_itemsize, heads,
+    consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
+    ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
 ) = symbols(
-    "consumers BLOCK_N num_stages consumer_registers producer_registers "
-    "ping_pong persistent known_words section q_held watched v_itemsize heads"
+    "consumers BLOCK_N num_stages consumer_regs producer_regs "
+    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
@@ -55,7 +55,7 @@ PROBLEM = (
 DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
 
 SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
-NARROW = Eq(v_itemsize, 1)
+FP8_PV = Eq(v_itemsize, 1)
 # What a config takes, as the formulas below have it.
 ESTIMATED = (shared_memory, own_output, q_slots, registers) = symbols(
     "shared_memory own_output q_slots registers"
@@ -67,9 +67,9 @@ SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
-# Of maxima that are watched, beside parts of Q, in shared memory or in registers; of a walk beside
-# the products of weights of 8 bits, or beside maxima that are watched and a Q that is held.
-WATCHED_REGISTERS = WALK_REGISTERS = 8
+# Of lazy_rescale, beside parts of Q, in shared memory or in registers; of a walk beside the
+# products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
+LAZY_REGISTERS = WALK_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
@@ -133,7 +133,7 @@ scores = let("scores", ROWS * BLOCK_N / THREADS)
 accumulator = let("accumulator", ROWS * v_padded / THREADS)
 weights = let(
     "weights",
-    Piecewise((scores / 4 + accumulator, NARROW), (scores / 2, True)),
+    Piecewise((scores / 4 + accumulator, FP8_PV), (scores / 2, True)),
     "P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum "
     "its own.",
 )
@@ -153,13 +153,13 @@ gathered = let(
 )
 scored_registers = let("scored_registers", Piecewise((SCORE_REGISTERS, scored), (0, True)))
 parts = let("parts", Piecewise((PARTS_REGISTERS, three), (0, True)))
-watch = let(
-    "watch", Piecewise((WATCHED_REGISTERS, And(watched, Or(three, q_held > 0))), (0, True))
+lazy = let(
+    "lazy", Piecewise((LAZY_REGISTERS, And(lazy_rescale, Or(three, q_in_regs > 0))), (0, True))
 )
-narrow_walk = let("narrow_walk", And(NARROW, mask_rows > 0))
-watched_walk = let("watched_walk", And(watched, q_held > 0, persistent))
-walk = let("walk", Piecewise((WALK_REGISTERS, Or(narrow_walk, watched_walk)), (0, True)))
-beside = let("beside", floor(HELD_REGISTERS * q_held) + parts + watch + walk + scored_registers)
+fp8_pv_walk = let("fp8_pv_walk", And(FP8_PV, mask_rows > 0))
+lazy_walk = let("lazy_walk", And(lazy_rescale, q_in_regs > 0, persistent))
+walk = let("walk", Piecewise((WALK_REGISTERS, Or(fp8_pv_walk, lazy_walk)), (0, True)))
+beside = let("beside", floor(HELD_REGISTERS * q_in_regs) + parts + lazy + walk + scored_registers)
 
 REGISTERS = let.formula(
     "registers",
@@ -198,13 +198,13 @@ SHAPE: tuple[Inequality, ...] = (
     Inequality(
         "register split",
         And(
-            consumer_registers >= 24,
-            consumer_registers <= 240,
-            Eq(Mod(consumer_registers, 8), 0),
-            consumers * consumer_registers + producer_registers <= SM_THREAD_REGISTERS,
+            consumer_regs >= 24,
+            consumer_regs <= 240,
+            Eq(Mod(consumer_regs, 8), 0),
+            consumers * consumer_regs + producer_regs <= SM_THREAD_REGISTERS,
         ),
-        "registers={consumer_registers} is no multiple of 8 from 24 to 240 that leaves "
-        "{producer_registers} of 512 for the loading warps of {consumers} consumers",
+        "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
+        "{producer_regs} of 512 for the loading warps of {consumers} consumers",
     ),
     Inequality(
         "ping pong",
@@ -218,8 +218,8 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "order",
-        And(known_words, section >= 1),
-        "the order or the schedule of {config} is none of those there are",
+        And(known_words, l2_swizzle >= 1),
+        "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there are",
     ),
 )
 FIT: tuple[Inequality, ...] = (
@@ -235,14 +235,14 @@ FIT: tuple[Inequality, ...] = (
     # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
         "fp8",
-        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_held, 0))),
+        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_in_regs, 0))),
         "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
-        "and q_registers is 0",
+        "and q_in_regs is 0",
     ),
     Inequality(
-        "narrow",
-        Or(Not(NARROW), And(Eq(itemsize, 1), BLOCK_N >= 32)),
-        "narrow: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
+        "fp8_pv",
+        Or(Not(FP8_PV), And(Eq(itemsize, 1), BLOCK_N >= 32)),
+        "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
@@ -253,15 +253,15 @@ FIT: tuple[Inequality, ...] = (
     ),
     # Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle.
     Inequality(
-        "q registers",
+        "q_in_regs",
         Or(
-            Eq(q_held, 0),
+            Eq(q_in_regs, 0),
             And(
                 Not(Eq(qk_padded, 192)),
-                Or(Eq(q_held, qk_padded), And(Eq(2 * q_held, qk_padded), q_held >= 64)),
+                Or(Eq(q_in_regs, qk_padded), And(Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64)),
             ),
         ),
-        "q_registers={q_held} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+        "q_in_regs={q_in_regs} is neither 0 nor the {qk_padded} columns of Q nor half of them",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
@@ -281,9 +281,9 @@ FIT: tuple[Inequality, ...] = (
     ),
     # That they share a KV head too is a matter of a problem's heads: geometry asks.
     Inequality(
-        "packed",
+        "pack_gqa",
         Or(Eq(heads, 1), Not(lists_differ)),
-        "packed: the {heads} heads of a tile have lists of blocks of their own",
+        "pack_gqa: the {heads} heads of a tile have lists of blocks of their own",
     ),
     Inequality(
         "shared memory",
@@ -292,8 +292,8 @@ FIT: tuple[Inequality, ...] = (
     ),
     Inequality(
         "registers",
-        registers <= consumer_registers,
-        "registers: about {registers} a thread, a consumer has {consumer_registers}",
+        registers <= consumer_regs,
+        "registers: about {registers} a thread, a consumer has {consumer_regs}",
     ),
 )
 # What can run, and is offered to an exhaustive search alone.

@@ -14,12 +14,14 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 __all__ = ["WARPS"]
 
-# A config's numbers; own: keys of a tile that each warp has. Then truth values: whether tiles go
-# round the programs, its word of who gets them is known, and parts are awaited.
+# A config's numbers. Then truth values: whether tiles go round the programs, its split_policy is
+# known, and parts are awaited.
 CONFIG = (
-    BLOCK_M, BLOCK_N, num_warps, own, num_stages, per_sm, least, goes_round, known_deal, awaits,
+    BLOCK_M, BLOCK_N, num_warps, keys_per_warp, num_stages, per_sm, least,
+    goes_round, known_policy, awaits,
 ) = symbols(
-    "BLOCK_M BLOCK_N num_warps own num_stages per_sm least goes_round known_deal awaits"
+    "BLOCK_M BLOCK_N num_warps keys_per_warp num_stages per_sm least "
+    "goes_round known_policy awaits"
 )  # fmt: skip
 # A form's sizes: bytes of an element of q and of the cache, rows of the longest request, 0 where
 # lengths are given; then truth values: whether k and v are as q, there is a mask_mod, as
@@ -43,9 +45,9 @@ BESIDE = 40
 WIDENED = 32
 
 let = Steps()
-kv_tiles = let("kv_tiles", floor(own * (qk_dim + v_dim) * kv_itemsize / 128))
+kv_tiles = let("kv_tiles", floor(keys_per_warp * (qk_dim + v_dim) * kv_itemsize / 128))
 widened = let("widened", Piecewise((WIDENED, Eq(kv_itemsize, 1)), (0, True)))
-scores = let("scores", floor(own * BLOCK_M / 16))
+scores = let("scores", floor(keys_per_warp * BLOCK_M / 16))
 q_and_output = let("q_and_output", floor(BLOCK_M * (floor(qk_dim / 2) + v_dim) / 32))
 ends = let("ends", floor(requests / 32) * Piecewise((2, masked), (1, True)), "Of requests.")
 HELD = let.formula(
@@ -72,8 +74,14 @@ WARPS = Statement(
         ),
         Inequality("rows", _one_of(BLOCK_M, (8, 16)), "BLOCK_M={BLOCK_M} is 8 or 16"),
         Inequality("warps", _one_of(num_warps, (1, 2, 4, 8)), "num_warps is 1, 2, 4 or 8"),
-        Inequality("keys", _one_of(own, (16, 32, 64)), "each warp has {own} of 16, 32 or 64 keys"),
-        Inequality("keys", Eq(BLOCK_N, own * num_warps), "warps have equal shares of BLOCK_N"),
+        Inequality(
+            "keys",
+            _one_of(keys_per_warp, (16, 32, 64)),
+            "each warp has {keys_per_warp} of 16, 32 or 64 keys",
+        ),
+        Inequality(
+            "keys", Eq(BLOCK_N, keys_per_warp * num_warps), "warps have equal shares of BLOCK_N"
+        ),
         Inequality(
             "stages", Eq(num_stages, 1), "num_stages is 1: a warp holds one tile of K and V"
         ),
@@ -83,7 +91,9 @@ WARPS = Statement(
             Or(interpreted, Eq(BLOCK_M, 8), num_warps >= 4),
             "fewer than 4 warps have no registers to merge 16 rows",
         ),
-        Inequality("deal", known_deal, "deal={deal!r} is heads or round"),
+        Inequality(
+            "split_policy", known_policy, "split_policy={split_policy!r} is heads or round"
+        ),
         Inequality("combine", awaits, "parts are awaited where tiles are dealt by heads or round"),
         Inequality(
             "dtype",

@@ -127,7 +127,7 @@ def test_a_config_of_the_gluon_template_is_a_variant():
         "flexattn,flexattn-gluon", ["consumers=2,BLOCK_N=128,num_stages=2"], PEERS
     )
     assert list(peers)[:2] == ["flexattn", "flexattn-gluon"] and len(peers) == 3
-    with pytest.raises(InputError, match="GluonPrefillConfig"):
+    with pytest.raises(InputError, match="HopperPrefillConfig"):
         command._peers("", ["consumers=2,BLOCK_K=3"], PEERS)
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.carry_records import CARRIED, THERE, carry
+from bench.carry_child import in_former_words
+from bench.carry_records import CARRIED, FORMER, THERE, carry
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.store import Store
 
@@ -68,3 +69,12 @@ def test_others_stay_where_they_are_and_are_named(root, old, new, words, capsys)
     assert carry(root, *found, dry=False) == {words: 2}
     assert list(Store(root).paths()) == before
     assert capsys.readouterr().out.count(words) == 2
+
+
+def test_an_older_tree_reads_records_by_its_own_names():
+    """Of a tree from before a field was renamed, every record was one that it did not render."""
+    for path in list(Store(SHIPPED).paths())[::9]:
+        raw = path.read_bytes()
+        older = in_former_words(raw, FORMER)
+        assert decode_record(older) == decode_record(raw)
+        assert not any(f'"{name}"'.encode() in older for name in FORMER)

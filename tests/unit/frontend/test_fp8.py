@@ -14,7 +14,7 @@ from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.gate import judge
 from flexattn.problem import Shape, fingerprint
@@ -207,10 +207,10 @@ def test_no_triton_template_takes_it():
         plans._check_fp8(problem(dtype="float8_e4m3fn"), H200, Options(language="triton"))
 
 
-@pytest.mark.parametrize("schedule", ["grid", "dynamic"])
-def test_a_launch_gives_v_in_sixteen_bits(schedule):
+@pytest.mark.parametrize("tile_scheduler", ["grid", "dynamic"])
+def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     wanted = problem(dtype="float8_e4m3fn", group=2, kv_len=77, sinks="float32")
-    config = GluonPrefillConfig(2, 128, 2, 240, schedule=schedule)
+    config = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler=tile_scheduler)
     choice = next(choices(wanted, H200, Options(exact=config)))
     kernel = Recorded(choice.source)
     kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))

@@ -12,7 +12,7 @@ from flexattn.errors import CacheError, InputError, UnsupportedError
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.measure.inputs import make_inputs
 from flexattn.problem import FP8, NARROWER, fingerprint
 from flexattn.records import untuned
@@ -122,7 +122,7 @@ def test_every_config_that_is_offered_is_tritons(kind, dtype):
 def test_the_hopper_template_refuses_it():
     wanted = problem(kv_dtype="float8_e4m3fn")
     assert "in the dtype of q" in gluon_refused(wanted, H200)
-    config = GluonPrefillConfig(2, 128, 2, 240)
+    config = HopperPrefillConfig(2, 128, 2, 240)
     assert "in the dtype of q" in reasons(config, wanted.structure, H200)[0]
     with pytest.raises(UnsupportedError, match="Gluon template"):
         plans._check_mixed(wanted, H200, Options(language="gluon"))

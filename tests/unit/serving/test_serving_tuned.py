@@ -78,7 +78,7 @@ def test_each_config_that_is_tuned_can_be_kept(B):
     """Tiles of 8 rows were once raced, won, and refused by the record that should keep them."""
     made = task(B=B)
     offered, _ = serving_configs(made.problem, H200, "full")
-    assert {each.walk for each in offered} == {"program", "warp"}
+    assert {each.warp_private for each in offered} == {False, True}
     assert min(each.BLOCK_M for each in offered) == 8
     for config in offered:
         kept = record(made, config)
@@ -203,7 +203,8 @@ def test_quick_varies_each_axis_of_the_default():
     first = every[0]
     assert near[0] == first and near[-1] == TWO and len(near) <= 33
     assert dict(left)["left out by quick"] == len(every) - 32
-    for name in ("BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine", "walk"):
+    axes = "BLOCK_N", "num_warps", "num_stages", "per_sm", "least", "combine", "warp_private"
+    for name in axes:
         assert {getattr(each, name) for each in near} > {getattr(first, name)}, name
 
 

@@ -14,7 +14,7 @@ from flexattn.errors import ArgumentError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.mods import bind as bind_mod
 from flexattn.runtime import launch
 from flexattn.runtime.dispatch import choices
@@ -55,9 +55,10 @@ def test_what_does_not_match_is_refused_in_words(fixed, given, boxes, words):
 
 
 CASES = {
-    "hopper": ("prefill", H200, Options(exact=GluonPrefillConfig(2, 128, 2, 240))),
+    "hopper": ("prefill", H200, Options(exact=HopperPrefillConfig(2, 128, 2, 240))),
     "hopper counts": (
-        "prefill", H200, Options(exact=GluonPrefillConfig(2, 128, 2, 240, schedule="dynamic")),
+        "prefill", H200,
+        Options(exact=HopperPrefillConfig(2, 128, 2, 240, tile_scheduler="dynamic")),
     ),
     "triton": ("prefill", A100, NONE),
     "decode": ("decode", H200, NONE),

@@ -18,7 +18,7 @@ from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper import family as hopper
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
@@ -39,7 +39,7 @@ def a_triton_that_keeps_registers(monkeypatch):
 
 explain = importlib.import_module("flexattn.frontend.explain")
 H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
-PLAIN = GluonPrefillConfig(2, 128, 2, 240)
+PLAIN = HopperPrefillConfig(2, 128, 2, 240)
 STRIDED = Layout(False, True, True, True)
 FORCED = parse({"BACKEND": "GLUON"})
 
@@ -61,7 +61,7 @@ def test_backends_are_forced():
     for options, language in ((FORCED, "gluon"), (parse({"BACKEND": "TRITON"}), "triton")):
         assert {each.config.language for each in choices(wanted, H200, options)} == {language}
     (found,) = choices(wanted, H200, parse({"BACKEND": "GLUON", "BLOCK_M": 192, "BLOCK_N": 64}))
-    assert (found.config.consumers, found.config.registers) == (3, CONSUMER_REGISTERS[3])
+    assert (found.config.consumers, found.config.consumer_regs) == (3, CONSUMER_REGISTERS[3])
     assert found.how == "forced" and found.source.language == "gluon"
     (found,) = choices(wanted, H200, parse({"BLOCK_M": 64, "num_warps": 4}))
     assert found.config.language == "triton", "numbers alone are those that torch documents"
@@ -106,7 +106,9 @@ def test_explain_says_why_this_language(about, options, how, words):
 
 def test_records_with_both_languages_are_kept_and_read():
     record = prefill_record(provenance="measured")
-    config = replace(PLAIN, ping_pong=True, schedule="static", order="sections", section=16)
+    config = replace(
+        PLAIN, ping_pong=True, tile_scheduler="static", order="sections", l2_swizzle=16
+    )
     trials = [*record.trials]
     trials[3] = replace(trials[3], config=config)
     record = replace(record, trials=tuple(trials), key=key_of(problem()))
@@ -128,23 +130,31 @@ def test_a_search_has_axes_for_both_languages():
 
 
 def test_its_names():
-    config = replace(PLAIN, ping_pong=True, schedule="static", order="sections", section=16)
-    assert short(config) == "128x128 c2 s2 turns static sections16"
-    assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 registers=240"
+    config = replace(
+        PLAIN, ping_pong=True, tile_scheduler="static", order="sections", l2_swizzle=16
+    )
+    assert short(config) == "128x128 c2 s2 pingpong static sections16"
+    other = replace(
+        PLAIN, consumer_regs=232, q_in_regs=64, lazy_rescale=True, pack_gqa=True, fp8_pv=True,
+        cross_tile_pipeline=False, ping_pong=True, ping_pong_softmax=True, early_loads=False,
+    )  # fmt: skip
+    words = "64x128 c2 s2 r232 q64 lazy gqa fp8pv drains pingpong-softmax late"
+    assert short(other) == words
+    assert describe(PLAIN) == "consumers=2 BLOCK_N=128 num_stages=2 consumer_regs=240"
     forced = parse(family_of(PLAIN).options_of(PLAIN))
     assert forced.apply(PLAIN) == PLAIN and forced.language == "gluon"
 
 
-@pytest.mark.parametrize("schedule", ["grid", "static", "dynamic"])
+@pytest.mark.parametrize("tile_scheduler", ["grid", "static", "dynamic"])
 @pytest.mark.parametrize(
     ("mask", "runs"),
     [(None, False), (causal, False), (causal, True)],
     ids=["full", "lists", "runs"],
 )
-def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
+def test_a_launch_fills_what_the_kernel_takes(mask, runs, tile_scheduler):
     """Every argument by name: sizes are fixed, tensors and scale are each call's."""
     wanted = problem(mask_mod=mask, group=2, lse=False, runs=runs)
-    config = replace(PLAIN, schedule=schedule)
+    config = replace(PLAIN, tile_scheduler=tile_scheduler)
     choice = next(choices(wanted, H200, Options(exact=config)))
     kernel = Recorded(choice.source)
     kernels = SimpleNamespace(kernels=lambda *args: (choice, kernel, None))
@@ -156,7 +166,9 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
         lists = lists._replace(runs=torch.zeros(1, 1, 32, 4, dtype=torch.int32) if runs else None)
     launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
     given, boxes = kernel.fixed, kernel.boxes
-    assert kernel.programs == launch.geometry.programs == (1024 if schedule == "grid" else 132)
+    assert (
+        kernel.programs == launch.geometry.programs == (1024 if tile_scheduler == "grid" else 132)
+    )
     assert (given["num_tiles"], given["num_units"], given["Hq"], given["group"]) == (
         32,
         1024,
@@ -164,7 +176,7 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, schedule):
         2,
     )
     assert all(given[name] is None for name in ("Q", "K", "V", "OUT", "sm_scale"))
-    assert ("COUNTER" in given) is launch.counts is (schedule == "dynamic")
+    assert ("COUNTER" in given) is launch.counts is (tile_scheduler == "dynamic")
     assert given.get("COUNTER") is None
     assert ("RUNS" in given, "KV_NUM" in given) == (runs, mask is not None and not runs)
     if mask is not None:

@@ -20,7 +20,7 @@ from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
 from flexattn.kernels.base.features import reaches, skips_far
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
@@ -29,7 +29,7 @@ from tests.families import render
 from tests.problems import problem
 
 DEVICE = named("nvidia-h200")
-TRITON, GLUON = PrefillConfig(128, 64, 4, 3), GluonPrefillConfig(2, 128, 2, 240)
+TRITON, GLUON = PrefillConfig(128, 64, 4, 3), HopperPrefillConfig(2, 128, 2, 240)
 ALIBI = alibi(32, "cpu")
 BIAS = torch.zeros(64)
 SLOPES = torch.zeros(32)
@@ -80,7 +80,9 @@ HAVE_NOT = {
 def test_structures_that_leave_far_keys_out(name):
     structure = problem(**HAVE[name]).structure
     assert reaches(structure)
-    configs = (TRITON,) if name == "float32" else (TRITON, replace(GLUON, schedule="dynamic"))
+    configs = (
+        (TRITON,) if name == "float32" else (TRITON, replace(GLUON, tile_scheduler="dynamic"))
+    )
     for config in configs:
         source = render(structure, config, DEVICE, "test")
         assert "REACH" in [argument.name for argument in source.arguments]

@@ -29,9 +29,9 @@ def both(score, b, h, q_idx, kv_idx):
     return softcap(30.0)(score, b, h, q_idx, kv_idx) + BIAS[kv_idx]
 
 
-def printed(score_mod, watched=True, **more):
+def printed(score_mod, lazy_rescale=True, **more):
     structure = problem(score_mod=score_mod, **more).structure
-    return print_score(structure, traits_of(H200, structure), watched)
+    return print_score(structure, traits_of(H200, structure), lazy_rescale)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_the_softmax_takes_over(score_mod, fused):
     found = printed(score_mod)
     assert found.fused == fused
     assert found.folded or not fused
-    assert printed(score_mod, watched=False).fused == ""
+    assert printed(score_mod, lazy_rescale=False).fused == ""
 
 
 def test_a_cap_in_fp16_is_not_approximated():

@@ -17,7 +17,7 @@ from flexattn.kernels.choose.space import space, survey
 from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.arguments import arguments
 from flexattn.kernels.hopper.case import case_of
-from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, GluonPrefillConfig
+from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.hopper.tiles import output_and_slots
 from flexattn.kernels.stated import gluon as stated
@@ -41,54 +41,54 @@ def a_triton_that_keeps_registers(monkeypatch):
 
 
 H200, A100, B200 = (named(f"nvidia-{name}") for name in ("h200", "a100", "b200"))
-PLAIN = GluonPrefillConfig(2, 128, 2, 240)
+PLAIN = HopperPrefillConfig(2, 128, 2, 240)
 STRIDED = Layout(False, True, True, True)
 
 BREAKS = [
     ("consumers", replace(PLAIN, consumers=0), {}, H200),
-    ("consumers", replace(PLAIN, consumers=4, registers=112), {}, H200),
+    ("consumers", replace(PLAIN, consumers=4, consumer_regs=112), {}, H200),
     ("power of two", replace(PLAIN, BLOCK_N=96), {}, H200),
     ("power of two", replace(PLAIN, BLOCK_N=0), {}, H200),
     ("stages", replace(PLAIN, num_stages=0), {}, H200),
-    ("register split", replace(PLAIN, registers=236), {}, H200),
-    ("register split", replace(PLAIN, consumers=3, registers=168), {}, H200),
+    ("register split", replace(PLAIN, consumer_regs=236), {}, H200),
+    ("register split", replace(PLAIN, consumers=3, consumer_regs=168), {}, H200),
     ("ping pong", replace(PLAIN, consumers=1, ping_pong=True), {}, H200),
     ("barriers", replace(PLAIN, num_stages=6), {}, H200),
     ("barriers", replace(PLAIN, num_stages=5, ping_pong=True), {}, H200),
     ("order", replace(PLAIN, order="sideways"), {}, H200),
-    ("order", replace(PLAIN, schedule="never"), {}, H200),
-    ("order", replace(PLAIN, section=0), {}, H200),
+    ("order", replace(PLAIN, tile_scheduler="never"), {}, H200),
+    ("order", replace(PLAIN, l2_swizzle=0), {}, H200),
     ("arch", PLAIN, {}, B200),
     ("prefill", PLAIN, {"kind": "decode"}, H200),
     ("dtype", PLAIN, {"dtype": "float32", "D": 64}, H200),
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 64, "Dv": 128}, H200),
     ("fp8", PLAIN, {"dtype": "float8_e4m3fn", "D": 192, "Dv": 128}, H200),
-    ("fp8", replace(PLAIN, q_registers=64), {"dtype": "float8_e4m3fn"}, H200),
-    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=64), {}, H200),
-    ("narrow", replace(PLAIN, narrow=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
+    ("fp8", replace(PLAIN, q_in_regs=64), {"dtype": "float8_e4m3fn"}, H200),
+    ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=64), {}, H200),
+    ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
     ("tma", PLAIN, {"layout": STRIDED}, H200),
-    ("q registers", replace(PLAIN, q_registers=32), {}, H200),
-    ("q registers", replace(PLAIN, q_registers=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
+    ("q_in_regs", replace(PLAIN, q_in_regs=32), {}, H200),
+    ("q_in_regs", replace(PLAIN, q_in_regs=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (64, 128)}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (128, 192)}, H200),
-    ("packed", replace(PLAIN, packed=True), {"mask_mod": causal, "per_head": True}, H200),
+    ("pack_gqa", replace(PLAIN, pack_gqa=True), {"mask_mod": causal, "per_head": True}, H200),
     ("shared memory", replace(PLAIN, num_stages=4), {}, H200),
     ("registers", replace(PLAIN, BLOCK_N=256, num_stages=1), {"D": 64, "Dv": 128}, H200),
 ]
 configs = st.builds(
-    GluonPrefillConfig,
+    HopperPrefillConfig,
     st.integers(1, 3),
     st.sampled_from([32, 64, 128, 256]),
     st.integers(1, 4),
     st.sampled_from([160, 240]),
     st.booleans(),
     st.sampled_from(["grid", "static", "dynamic"]),
-    q_registers=st.sampled_from([0, 64, 128]),
-    watched=st.booleans(),
-    narrow=st.booleans(),
-    packed=st.booleans(),
+    q_in_regs=st.sampled_from([0, 64, 128]),
+    lazy_rescale=st.booleans(),
+    fp8_pv=st.booleans(),
+    pack_gqa=st.booleans(),
 )
 cases = st.builds(
     problem,
@@ -152,12 +152,13 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     ("config", "about", "expected"),
     [
         (PLAIN, {}, (164864, False, 1)),
-        (replace(PLAIN, schedule="dynamic"), {}, (230400, True, 2)),
+        (replace(PLAIN, tile_scheduler="dynamic"), {}, (230400, True, 2)),
         # Three persistent consumers, one short stage: the output and a second Q just fit.
-        (GluonPrefillConfig(3, 16, 1, 160, schedule="dynamic"), {"D": 256, "Dv": 64},
+        (HopperPrefillConfig(3, 16, 1, 160, tile_scheduler="dynamic"), {"D": 256, "Dv": 64},
          (232448, True, 2)),
-        (GluonPrefillConfig(1, 32, 2, 240, schedule="static"), {"D": 256}, (148480, True, 2)),
-        (GluonPrefillConfig(2, 64, 2, 240, schedule="static"), {"D": 192, "Dv": 128},
+        (HopperPrefillConfig(1, 32, 2, 240, tile_scheduler="static"), {"D": 256},
+         (148480, True, 2)),
+        (HopperPrefillConfig(2, 64, 2, 240, tile_scheduler="static"), {"D": 192, "Dv": 128},
          (132096, False, 1)),
     ],
 )  # fmt: skip
@@ -175,9 +176,9 @@ def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
     """It takes one for all, one to hand out work, and one for each program beside the first."""
     wanted = problem(D=64, mask_mod=mask, runs=mask is not None)
     found = {
-        (each.consumers, each.num_stages, each.ping_pong, each.schedule): each
+        (each.consumers, each.num_stages, each.ping_pong, each.tile_scheduler): each
         for each in space(wanted, H200, "exhaustive")
-        if isinstance(each, GluonPrefillConfig)
+        if isinstance(each, HopperPrefillConfig)
     }
     assert found
     for config in found.values():
@@ -201,41 +202,41 @@ def test_each_size_has_a_config_to_start_from(D, Dv, mask):
 def test_heads_of_a_group_share_tiles(q_len, tiles):
     """Of two consumers each has 64 rows of a head, where 64 are all that there are."""
     wanted = problem(q_len=q_len, group=6)
-    found = geometry(wanted, replace(PLAIN, packed=True), H200)
+    found = geometry(wanted, replace(PLAIN, pack_gqa=True), H200)
     assert (found.programs, found.num_tiles) == (2 * 48 // 2 * tiles, tiles)
-    packed = {each.consumers for each in space(wanted, H200) if getattr(each, "packed", False)}
+    packed = {each.consumers for each in space(wanted, H200) if getattr(each, "pack_gqa", False)}
     assert packed == {2}
 
 
 def test_heads_of_other_groups_share_no_tile():
     wanted = problem(group=3)
-    with pytest.raises(ConfigError, match="packed: 2 heads in a tile of groups of 3"):
-        geometry(wanted, replace(PLAIN, packed=True), H200)
-    assert not any(getattr(each, "packed", False) for each in space(wanted, H200, "exhaustive"))
+    with pytest.raises(ConfigError, match="pack_gqa: 2 heads in a tile of groups of 3"):
+        geometry(wanted, replace(PLAIN, pack_gqa=True), H200)
+    assert not any(getattr(each, "pack_gqa", False) for each in space(wanted, H200, "exhaustive"))
 
 
 def test_far_keys_are_kept_where_heads_need_others():
     wanted = problem(score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True)
     assert skips_far(wanted.structure, PLAIN)
-    assert not skips_far(wanted.structure, replace(PLAIN, packed=True))
+    assert not skips_far(wanted.structure, replace(PLAIN, pack_gqa=True))
 
 
-@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, packed=True)], ids=["own", "packed"])
+@pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, pack_gqa=True)], ids=["own", "pack_gqa"])
 @pytest.mark.parametrize("runs", [False, True])
 def test_a_kernel_takes_reaches_where_a_launch_gives_them(runs, config):
     """Packed ones took them and were given none: every launch of ALiBi had one value too few."""
     mods = {"score_mod": alibi(32, "cpu")} | ({"mask_mod": causal, "runs": True} if runs else {})
     wanted = problem(**mods)
     names = [each.name for each in arguments(wanted.structure, config)]
-    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.packed)
+    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.pack_gqa)
 
 
 def test_blocks_of_a_heads_64_rows_suit_heads_that_share_a_tile():
     """They were cut to one consumer first, which is the kernel of one head once more."""
     wanted = problem(mask_mod=causal, block=(64, 128), q_len=64, group=4)
-    packed = [each for each in space(wanted, H200) if getattr(each, "packed", False)]
+    packed = [each for each in space(wanted, H200) if getattr(each, "pack_gqa", False)]
     assert packed and {each.consumers for each in packed} == {2}
-    assert len({replace(each, packed=False) for each in packed}) == len(packed)
+    assert len({replace(each, pack_gqa=False) for each in packed}) == len(packed)
 
 
 def test_no_other_device_ever_sees_it():
@@ -256,18 +257,18 @@ def test_every_effort_tries_both_languages(effort):
 
 
 def test_tiles_are_cut_to_a_masks_blocks():
-    three = GluonPrefillConfig(3, 128, 2, 160)
+    three = HopperPrefillConfig(3, 128, 2, 160)
     for block, rows, width in (((128, 128), 128, 128), ((192, 64), 192, 64), ((64, 96), 64, 32)):
         found = fit_to_mask(three, problem(mask_mod=causal, block=block).structure)
         assert (found.BLOCK_M, found.BLOCK_N) == (rows, width)
-        assert found.registers == CONSUMER_REGISTERS[found.consumers]
+        assert found.consumer_regs == CONSUMER_REGISTERS[found.consumers]
     assert fit_to_mask(three, problem(mask_mod=causal, block=(100, 128)).structure).consumers == 3
 
 
 def test_a_static_schedule_has_a_block_for_each_sm_at_most():
     long, short_one = problem(), problem(q_len=100)
     for wanted, programs in ((long, 132), (short_one, 64)):
-        grid = geometry(wanted, replace(PLAIN, schedule="static"), H200)
+        grid = geometry(wanted, replace(PLAIN, tile_scheduler="static"), H200)
         assert grid.programs == programs
     assert geometry(long, PLAIN, H200).programs == 64 * 32
 

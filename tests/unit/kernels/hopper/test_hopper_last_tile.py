@@ -24,9 +24,11 @@ def biased(score, b, h, q_idx, kv_idx):
     return score - 0.5 * kv_idx
 
 
-def source(stages=2, chained=True, **mods):
+def source(stages=2, cross_tile_pipeline=True, **mods):
     wanted = problem("prefill", 128, **mods)
-    config = replace(default(wanted, H200, "gluon"), num_stages=stages, chained=chained)
+    config = replace(
+        default(wanted, H200, "gluon"), num_stages=stages, cross_tile_pipeline=cross_tile_pipeline
+    )
     return render(wanted.structure, config, H200, "test").text
 
 
@@ -58,4 +60,4 @@ def test_one_stage_makes_no_chain():
 
 
 def test_units_stand_apart_where_they_are_told_to():
-    assert "def consume_unit(" in source(chained=False)
+    assert "def consume_unit(" in source(cross_tile_pipeline=False)

@@ -13,7 +13,7 @@ import pytest
 
 from flexattn.catalogue import alibi, causal, causal_offset, sliding_window
 from flexattn.device import named
-from flexattn.kernels.hopper.config import GluonPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from tests.families import render
 from tests.problems import problem
 
@@ -89,7 +89,7 @@ def test_tiles_that_a_mask_leaves_and_far_keys_do_not(name, consumers):
     structure = problem(
         D=64, score_mod=alibi(32, "cpu"), mask_mod=mask_mod, runs=True, block=(BLOCK, BLOCK)
     ).structure
-    config = GluonPrefillConfig(consumers, WIDTH, 2, 240, schedule="dynamic")
+    config = HopperPrefillConfig(consumers, WIDTH, 2, 240, tile_scheduler="dynamic")
     source = render(structure, config, H200, "test")
     several = "begin_1" in source.text
     draw, skipped = random.Random(consumers), 0
@@ -129,8 +129,11 @@ def test_tiles_that_a_mask_leaves_and_far_keys_do_not(name, consumers):
 
 def test_without_a_mask_the_last_key_is_kept_by_all_rows():
     structure = problem(score_mod=alibi(32, "cpu")).structure
-    for chained in (False, True):
-        config = replace(GluonPrefillConfig(2, 128, 2, 240, schedule="static"), chained=chained)
+    for cross_tile_pipeline in (False, True):
+        config = replace(
+            HopperPrefillConfig(2, 128, 2, 240, tile_scheduler="static"),
+            cross_tile_pipeline=cross_tile_pipeline,
+        )
         source = render(structure, config, H200, "test")
         for kv_len in (1, 127, 128, 129, 1000, 4096):
             for reach in (None, 0, 1, 127, 128, 129, 900, 2**27):

@@ -14,7 +14,7 @@ from flexattn.mods import bind
 from flexattn.serving.request import Maxima, form_of
 
 H200, BF16 = named("nvidia-h200"), torch.bfloat16
-WARPS = ServingConfig(8, 128, 4, 1, combine="await", deal="heads")
+WARPS = ServingConfig(8, 128, 4, 1, combine="await", split_policy="heads")
 
 
 def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16, **options):
@@ -25,41 +25,45 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
 
 
 @pytest.mark.parametrize(
-    ("about", "walk", "deal", "rows"),
+    ("about", "warp_private", "split_policy", "rows"),
     [
-        ({}, "warp", "heads", 8),
-        ({"B": 1}, "warp", "round", 8),
-        ({"B": 1, "mask": causal}, "warp", "heads", 8),
-        ({"heads": (8, 1)}, "warp", "heads", 8),
-        ({"q_len": 2}, "warp", "heads", 8),
-        ({"q_len": 4}, "program", "even", 16),
-        ({"q_len": 8}, "program", "even", 32),
-        ({"total_q": 512}, "program", "even", 64),
-        ({"kv": torch.float8_e4m3fn}, "warp", "heads", 8),
-        ({"kv": torch.float32}, "program", "even", 16),
-        ({"D": (80, 80)}, "program", "even", 16),
-        ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, "program", "even", 64),
-        ({"B": 2048}, "program", "even", 16),
+        ({}, True, "heads", 8),
+        ({"B": 1}, True, "round", 8),
+        ({"B": 1, "mask": causal}, True, "heads", 8),
+        ({"heads": (8, 1)}, True, "heads", 8),
+        ({"q_len": 2}, True, "heads", 8),
+        ({"q_len": 4}, False, "even", 16),
+        ({"q_len": 8}, False, "even", 32),
+        ({"total_q": 512}, False, "even", 64),
+        ({"kv": torch.float8_e4m3fn}, True, "heads", 8),
+        ({"kv": torch.float32}, False, "even", 16),
+        ({"D": (80, 80)}, False, "even", 16),
+        ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, False, "even", 64),
+        ({"B": 2048}, False, "even", 16),
         # Of 264 programs 24 would be idle, or 64.
-        ({"heads": (40, 40)}, "warp", "heads", 8),
-        ({"heads": (100, 100)}, "program", "even", 16),
+        ({"heads": (40, 40)}, True, "heads", 8),
+        ({"heads": (100, 100)}, False, "even", 16),
     ],
     # A function's name holds its address: two workers would collect different tests.
     ids=range(15),
 )
-def test_the_default(about, walk, deal, rows):
+def test_the_default(about, warp_private, split_policy, rows):
     found = next(serving_candidates(form(**about), H200))
-    assert (found.walk, found.deal, found.BLOCK_M) == (walk, deal, rows)
+    assert (found.warp_private, found.split_policy, found.BLOCK_M) == (
+        warp_private,
+        split_policy,
+        rows,
+    )
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_devices(name):
     """An A100 may; nothing but Hopper, where it was measured, starts so."""
     device = KNOWN[name]
-    found = [each for each in space(form(), device) if each.walk == "warp"]
+    found = [each for each in space(form(), device) if each.warp_private]
     assert bool(found) is (80 <= device.capability <= 90)
     first = next(serving_candidates(form(), device))
-    assert (first.walk == "warp") is (device.capability == 90)
+    assert (first.warp_private) is (device.capability == 90)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +73,11 @@ def test_devices(name):
         ({"BLOCK_N": 32}, "each warp has 8"),
         ({"BLOCK_N": 256, "per_sm": 2}, "registers"),
         ({"num_warps": 8, "per_sm": 2}, "registers"),
-        ({"deal": "round"}, "one request"),
+        ({"split_policy": "round"}, "one request"),
         ({"combine": "last"}, "parts are awaited"),
         ({"combine": "launch"}, "parts are awaited"),
         ({"num_stages": 2}, "num_stages"),
-        ({"deal": "warp"}, "is heads or round"),
+        ({"split_policy": "warp"}, "is heads or round"),
         ({"BLOCK_M": 16, "num_warps": 2, "BLOCK_N": 64}, "to merge 16 rows"),
     ],
     ids=str,
@@ -84,14 +88,14 @@ def test_what_cannot_run_says_why(change, word):
     assert not reasons(WARPS, form(), H200)
 
 
-def test_what_each_walk_takes():
+def test_what_each_split_policy_takes():
     program = ServingConfig(16, 64, 4, 3)
-    for change in ({"deal": "round"}, {"deal": "heads"}, {"combine": "await"}):
+    for change in ({"split_policy": "round"}, {"split_policy": "heads"}, {"combine": "await"}):
         assert reasons(replace(program, **change), form(1), H200)
     assert not reasons(replace(program, combine="launch"), form(1), H200)
-    for deal in ("heads", "round"):
-        assert not reasons(replace(WARPS, deal=deal), form(1), H200)
-        assert reasons(replace(WARPS, deal=deal, combine="last"), form(1), H200)
+    for split_policy in ("heads", "round"):
+        assert not reasons(replace(WARPS, split_policy=split_policy), form(1), H200)
+        assert reasons(replace(WARPS, split_policy=split_policy, combine="last"), form(1), H200)
     many = form(heads=(300, 300))
     assert any("300 KV heads" in each for each in reasons(WARPS, many, H200))
     assert not reasons(replace(WARPS, BLOCK_N=64, per_sm=3), many, H200)
@@ -100,15 +104,17 @@ def test_what_each_walk_takes():
 def test_the_tuner_is_offered_the_neighbours():
     """BLOCK_N, warps and programs of an SM; what no registers hold is left out."""
     sizes = lambda about: {  # noqa: E731
-        (each.BLOCK_N, each.num_warps, each.per_sm, each.deal)
+        (each.BLOCK_N, each.num_warps, each.per_sm, each.split_policy)
         for each in space(about, H200)
-        if each.walk == "warp"
+        if each.warp_private
     }
     near = [(128, 4, 2), (64, 4, 3), (64, 4, 2), (64, 2, 4), (32, 1, 8), (256, 8, 1), (128, 8, 1)]
     assert sizes(form()) >= {(*each, "heads") for each in near}
     assert not sizes(form()) & {(64, 4, 4, "heads"), (128, 2, 4, "heads")}
-    assert sizes(form(1)) >= {(*each, deal) for each in near for deal in ("heads", "round")}
-    assert {deal for *_, deal in sizes(form())} == {"heads"}
+    assert sizes(form(1)) >= {
+        (*each, split_policy) for each in near for split_policy in ("heads", "round")
+    }
+    assert {split_policy for *_, split_policy in sizes(form())} == {"heads"}
 
 
 @pytest.mark.parametrize("page", [0, 1, 3, 16, 24, 256])
@@ -141,4 +147,4 @@ def test_older_kernels_are_what_they_were():
     """A plan whose program walks together names nothing of the warps that walk alone."""
     config = ServingConfig(16, 64, 4, 3)
     text = render_serving(form(), config, H200, "").text
-    assert "gluon" not in text and "OWN" not in text and "deal=even" in text
+    assert "gluon" not in text and "OWN" not in text and "split_policy=even" in text

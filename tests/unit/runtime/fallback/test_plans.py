@@ -30,7 +30,7 @@ def test_a_plan_takes_the_other_template_where_one_is_refused(planned, said):
     """A DecodePlan ended in BuildError where the kernel of warps that walk alone did not build."""
     error = LASTING["the compiler"][0]
     found = planned(Builder(gluon(error)))
-    assert found.config.walk == "program" and "sigmoid" in str(found.attempts[0])
+    assert not found.config.warp_private and "sigmoid" in str(found.attempts[0])
     assert "serves instead" in said()[0]
     again = Builder(gluon(error))
     assert planned(again).config == found.config and set(again.languages) == {"triton"}
@@ -50,4 +50,4 @@ def test_a_plan_that_nothing_serves_says_why_of_each(planned):
 
 def test_a_plans_loops_that_spill_give_way(planned):
     found = planned(Builder(spills=spills(gluon=999, triton=0)))
-    assert found.config.walk == "program"
+    assert not found.config.warp_private
