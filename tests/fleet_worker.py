@@ -10,13 +10,23 @@ import time
 
 from flexattn.tune.board import Pulse
 from flexattn.tune.method import Method
+from flexattn.tune.progress import SILENT
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.shared import tune_shared_subject
+from flexattn.tune.shared import HELD, Shared
 from flexattn.tune.studies import load
+from flexattn.tune.workbench import Workbench
 
 PULSE = Pulse(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)
 DELAY = 0.03
+
+
+def tune_shared_subject(
+    subject, measurer, url, method=METHOD, *, seeds=(), pulse=PULSE, held=HELD, again_since=None
+):
+    """As `tune_shared`, for a subject whose task the measurer has open already."""
+    bench = Workbench(subject, measurer, measurer.build, method, SILENT)
+    return Shared(subject, bench, url, pulse, subject.index(seeds), again_since).run(held)
 
 
 class Slow(ReplayMeasurer):
@@ -48,9 +58,7 @@ class Slow(ReplayMeasurer):
 def main(url, log, name, study, held):
     stored = load(study)
     measurer = Slow(stored, log, name)
-    record = tune_shared_subject(
-        stored.subject, measurer, measurer.build, url, METHOD, pulse=PULSE, held=held
-    )
+    record = tune_shared_subject(stored.subject, measurer, url, held=held)
     print(json.dumps([name, repr(record.config), len(record.trials)]), flush=True)
 
 

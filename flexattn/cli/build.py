@@ -36,7 +36,6 @@ from flexattn.kernels.choose.registry import short
 from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
 from flexattn.tune.builds import DEADLINE, Built, build_all, twins
-from flexattn.tune.pool import Pool
 
 __all__ = ["Report", "build", "print_report", "report_of"]
 
@@ -129,12 +128,11 @@ def report_of(
     *,
     begin: Callable[[int], None] = lambda count: None,
     say: Callable[[Built], None] = lambda built: None,
-    pool: Pool | None = None,
 ) -> Report:
     """Survey a problem's space and build it; begin: told how many configs there are."""
     space = survey(problem, device, effort)
     begin(len(space.configs))
-    found = build_all(problem, space.configs, device, jobs, deadline=deadline, say=say, pool=pool)
+    found = build_all(problem, space.configs, device, jobs, deadline=deadline, say=say)
     title = f"{device.name} ({device.arch})"
     return Report(
         problem.describe(), title, effort, tuple(found), tuple(twins(found)), space.rejected

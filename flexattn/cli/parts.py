@@ -63,15 +63,15 @@ def interpret(workloads: Sequence[Workload] = SMALL) -> str:
     return json.dumps([asdict(trial) for trial in trials])
 
 
-def compile_all(workloads: Sequence[Workload] = FULL, limit: int = CONFIGS) -> str:
+def compile_all() -> str:
     """Compile a small space of each workload for a device that need not be here; JSON again."""
     device = named(DEVICE)
     begin = time.perf_counter()
     found = []
-    for workload in workloads:
+    for workload in FULL:
         problem = workload.problem("bfloat16")
         first = default(problem, device)
-        for config in nearest(problem, device, first, limit):
+        for config in nearest(problem, device, first, CONFIGS):
             if config != first and time.perf_counter() - begin > PATIENCE:
                 break
             found.append(asdict(_compiled(workload.name, problem, device, config)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import select
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,7 +14,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.measure.failures import failed, is_sticky
 from flexattn.measure.lab import Lab
 from flexattn.measure.timing import Left
-from flexattn.measure.wire import Answer, Begun, Request, Trouble, receive, send
+from flexattn.measure.wire import Answer, Begun, Request, Trouble, end_with_parent, receive, send
 from flexattn.records.record import Failed
 
 __all__ = ["main"]
@@ -26,7 +24,7 @@ def main(handle: int, where: str) -> None:
     """Serve the pipe with this handle until it closes; `where` is "package.module:LabClass"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.enable()
-    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    end_with_parent(handle, lambda: os.kill(os.getpid(), signal.SIGKILL))
     pipe: Connection[Any, Any] = Connection(handle)
     try:
         lab = _load(where)
@@ -83,14 +81,6 @@ def _load(where: str) -> Lab:
     module, _, name = where.partition(":")
     lab: Lab = getattr(importlib.import_module(module), name)()
     return lab
-
-
-def _end_with_parent(handle: int) -> None:
-    """The parent holds the pipe's other end, and nothing else does: it closes when it dies."""
-    waiter = select.poll()
-    waiter.register(handle, 0)  # a hang-up is reported without being asked for
-    waiter.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

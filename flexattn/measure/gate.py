@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flexattn.errors import InputError
 
-__all__ = ["Row", "Sample", "Triple", "Verdict", "judge", "nan_like"]
+__all__ = ["Row", "Sample", "Triple", "Verdict", "judge"]
 
 Triple: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -120,11 +120,6 @@ def judge(got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype) -> V
             "there is no tensor to judge", "at least one of out, lse, max_scores is given"
         )
     return Verdict(tuple(rows), tuple(faults), tuple(worst))
-
-
-def nan_like(x: Tensor) -> Tensor:
-    """A poisoned output buffer: x's shape, strides, dtype and device, every element NaN."""
-    return torch.full_like(x, math.nan)
 
 
 def _misfit(name: str, got: Tensor, oracle: Tensor, dtype: torch.dtype) -> str:

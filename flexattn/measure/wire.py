@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import select
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from flexattn.errors import FlexAttnError
 from flexattn.records.record import Failed
 
-__all__ = ["Answer", "Begun", "Request", "Trouble", "receive", "send"]
+__all__ = ["Answer", "Begun", "Request", "Trouble", "end_with_parent", "receive", "send"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +63,18 @@ def send(pipe: Connection[Any, Any], message: object) -> None:
 def receive(pipe: Connection[Any, Any]) -> Any:
     """Read one message. Raises EOFError or OSError where the other side is gone."""
     return pickle.loads(pipe.recv_bytes())
+
+
+def end_with_parent(handle: int, end: Callable[[], None]) -> None:
+    """Call `end`, from a thread, when the parent dies.
+
+    handle: of a pipe whose other end the parent alone holds, so that it closes then.
+    """
+    waiter = select.poll()
+    waiter.register(handle, 0)  # a hang-up is reported without being asked for
+
+    def wait() -> None:
+        waiter.poll()
+        end()
+
+    threading.Thread(target=wait, daemon=True).start()

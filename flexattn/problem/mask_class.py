@@ -17,7 +17,6 @@ from flexattn.problem.runs import keep_runs, rows_of
 
 __all__ = [
     "UNKNOWN",
-    "classify",
     "keeps_all",
     "known_class",
     "look",
@@ -77,17 +76,6 @@ def keeps_all(mask: BlockMask) -> bool:
     return mask.kv_num_blocks.tolist() == [[[1]]] and mask.kv_indices.tolist() == [[[[0]]]]
 
 
-def classify(
-    num: Tensor,
-    idx: Tensor,
-    full_num: Tensor | None,
-    full_idx: Tensor | None,
-    kv_blocks: int,
-) -> str:
-    """The class of lists of blocks: num [..., rows], idx [..., rows, width]; one read back."""
-    return look(num, idx, full_num, full_idx, kv_blocks)[0]
-
-
 def look(
     num: Tensor,
     idx: Tensor,
@@ -95,7 +83,10 @@ def look(
     full_idx: Tensor | None,
     kv_blocks: int,
 ) -> tuple[str, Tensor | None]:
-    """The class of lists of blocks, and their runs where the blocks of each row join up."""
+    """The class of lists of blocks, and their runs where the blocks of each row join up.
+
+    num [..., rows], idx [..., rows, width]. One read back.
+    """
     if not num.numel() or not kv_blocks:
         return "empty", None
     rows = rows_of(num, idx, full_num, full_idx, kv_blocks)

@@ -28,7 +28,7 @@ MOST, ROW = 60, 0.26
 _MARKERS = "osD^vP*X"
 
 
-def gains(summaries: Sequence[Summary], name: str = "overview.png") -> Picture | None:
+def gains(summaries: Sequence[Summary]) -> Picture | None:
     """Speedup over the default with its interval, and the share of the device's limit."""
     shown = [each for each in summaries if each.speedup is not None][:MOST]
     if not shown:
@@ -70,7 +70,7 @@ def gains(summaries: Sequence[Summary], name: str = "overview.png") -> Picture |
         f"{len(shown)} problems: {won} have a winner other than the default; speedups from "
         f"{min(speedups):.2f} to {max(speedups):.2f}."
     )
-    return picture(made, name, alt, caption)
+    return picture(made, "overview.png", alt, caption)
 
 
 def beside(bench: Bench, name: str) -> Picture | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flexattn.kernels.base.config import Config
@@ -102,11 +102,7 @@ class Ledger:
 
     def screened(self, indices: Sequence[int], samples: Sequence[Sampled], start: int) -> None:
         """Note a batch's samples; `start` is how many rounds of the default there were before."""
-        for index, got in zip(indices, samples, strict=True):
-            taken = _kept(got)
-            if isinstance(taken, Failed):
-                self.fail(index, taken)
-                continue
+        for index, taken in self._kept(indices, samples):
             trial = self._trials[index]
             if index == self.default:
                 taken, first = (*trial.screening, *taken), 0
@@ -116,13 +112,20 @@ class Ledger:
 
     def raced(self, indices: Sequence[int], samples: Sequence[Sampled]) -> None:
         """Append one look's samples of the finals."""
+        for index, taken in self._kept(indices, samples):
+            trial = self._trials[index]
+            self._trials[index] = replace(trial, finals=(*trial.finals, *taken))
+
+    def _kept(
+        self, indices: Sequence[int], samples: Sequence[Sampled]
+    ) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """The samples of each config; a config without usable ones is a failure."""
         for index, got in zip(indices, samples, strict=True):
             taken = _kept(got)
             if isinstance(taken, Failed):
                 self.fail(index, taken)
-                continue
-            trial = self._trials[index]
-            self._trials[index] = replace(trial, finals=(*trial.finals, *taken))
+            else:
+                yield index, taken
 
     def cost(self, index: int) -> float:
         """As the function of this name, for the trials as they stand."""

@@ -6,12 +6,10 @@ import contextlib
 import importlib
 import math
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import deque
@@ -21,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any, Literal
 
 from flexattn.measure.failures import clipped
-from flexattn.measure.wire import receive, send
+from flexattn.measure.wire import end_with_parent, receive, send
 from flexattn.settings import compiler_environment
 from flexattn.util.closing import Closing
 
@@ -196,7 +194,7 @@ def serve(handle: int, where: str) -> None:
 
     where: "package.module:function", the work.
     """
-    threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
+    end_with_parent(handle, lambda: os.killpg(0, signal.SIGKILL))
     pipe: Connection[Any, Any] = Connection(handle)
     # Where times are taken meanwhile, the process that takes them comes first.
     os.nice(10)
@@ -213,11 +211,3 @@ def _done(work: Work, task: Any) -> Any:
         return work(task)
     except Exception as error:  # whatever it was, the parent must hear of it
         return Lost("raised", type(error).__name__, traceback.format_exc())
-
-
-def _end_with_parent(handle: int) -> None:
-    """The parent alone holds the pipe's other end: it closes when the parent dies."""
-    waiter = select.poll()
-    waiter.register(handle, 0)  # a hang-up is reported without being asked for
-    waiter.poll()
-    os.killpg(0, signal.SIGKILL)

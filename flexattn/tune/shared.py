@@ -17,7 +17,7 @@ from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.codec import decode, decode_record, encode, encode_record
 from flexattn.records.environment import environment as environment_of
-from flexattn.records.record import Environment, Record, slug
+from flexattn.records.record import Record, slug
 from flexattn.tune.board import Board, Heart, Held, Pulse, connect, rounds
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method
@@ -27,7 +27,7 @@ from flexattn.tune.subject import Subject, subject_of
 from flexattn.tune.tuner import USUAL, record_of
 from flexattn.tune.workbench import Build, Workbench
 
-__all__ = ["Shared", "study_name", "tune_shared", "tune_shared_subject"]
+__all__ = ["Shared", "study_name", "tune_shared"]
 
 # Points that one worker holds at once: as many as a race beside the default makes good use of.
 HELD = 4
@@ -47,7 +47,6 @@ def tune_shared(
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),
-    environment: Environment | None = None,
     again_since: float | None = None,
     progress: Progress = SILENT,
 ) -> Record:
@@ -59,7 +58,7 @@ def tune_shared(
     (seconds of the clock) is left as it is and a new round of it begins, which all who ask so
     share. Raises InputError for a URL that is no database's.
     """
-    where = environment or environment_of(task.kind, task.device, task.policy)
+    where = environment_of(task.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort)
     measurer.start()
     bench = Workbench(subject, measurer, build, method, progress)
@@ -78,24 +77,6 @@ def study_name(subject: Subject, method: Method) -> str:
     )  # fmt: skip
     digest = hashlib.sha256(repr(same).encode()).hexdigest()[:24]
     return f"flexattn {slug(subject.environment.device)} {subject.key.kind} {digest}"
-
-
-def tune_shared_subject(
-    subject: Subject,
-    measurer: Measurer,
-    build: Build,
-    url: str,
-    method: Method = USUAL,
-    *,
-    seeds: Sequence[Config] = (),
-    pulse: Pulse = PULSE,
-    held: int = HELD,
-    again_since: float | None = None,
-    progress: Progress = SILENT,
-) -> Record:
-    """As `tune_shared`, for a subject whose task the measurer has open already."""
-    bench = Workbench(subject, measurer, build, method, progress)
-    return Shared(subject, bench, url, pulse, subject.index(seeds), again_since).run(held)
 
 
 class Shared:

@@ -12,17 +12,12 @@ from flexattn.kernels.base.family import KernelFamily
 from flexattn.kernels.choose.registry import by_language, family_of, leading
 from flexattn.problem import Problem, Structure
 
-__all__ = ["candidates", "default", "language_for", "reasons", "refused"]
+__all__ = ["candidates", "default", "reasons", "refused"]
 
 
 def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
     """Why a config cannot run for a structure on a device; an empty list when it can."""
     return family_of(config).feasibility.reasons(config, structure, device)
-
-
-def language_for(structure: Structure, device: Device) -> Language:
-    """What the template is written in whose configs the static defaults start with."""
-    return next(leading(structure, device)).language
 
 
 def candidates(

@@ -19,7 +19,7 @@ from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import printed, space
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
-from flexattn.kernels.hopper.grid import fit_to_mask, grid
+from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
 from flexattn.kernels.hopper.narrow_values import render_narrow_values
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.ptx.assembler import preferred
@@ -95,16 +95,7 @@ class _Prefill(PlainFamily[HopperPrefillConfig]):
         """Rows are a number of consumers; its warps and its loads are no choice."""
         names = ("BLOCK_N", "num_stages", "merge_consumers", "ptxas")
         config = replace(config, **{name: numbers[name] for name in names if name in numbers})
-        count = numbers.get("BLOCK_M", config.all_rows) // CONSUMER_ROWS
-        if count == config.consumers:
-            return config
-        return replace(
-            config,
-            consumers=count,
-            consumer_regs=CONSUMER_REGISTERS.get(count, config.consumer_regs),
-            ping_pong=config.ping_pong and count > 1,
-            pack_gqa=False,
-        )
+        return with_consumers(config, numbers.get("BLOCK_M", config.all_rows) // CONSUMER_ROWS)
 
     def options_of(self, config: HopperPrefillConfig) -> dict[str, int | bool | str]:
         rows, keys, stages = config.all_rows, config.BLOCK_N, config.num_stages

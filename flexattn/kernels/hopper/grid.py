@@ -10,7 +10,7 @@ from flexattn.kernels.base.tiles import Geometry, tile_for
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.problem import Problem, Structure
 
-__all__ = ["fit_to_mask", "grid", "shares_keys"]
+__all__ = ["fit_to_mask", "grid", "shares_keys", "with_consumers"]
 
 
 def shares_keys(problem: Problem, config: HopperPrefillConfig) -> bool:
@@ -49,12 +49,17 @@ def fit_to_mask(config: HopperPrefillConfig, structure: Structure) -> HopperPref
         return config
     counts = range(config.consumers, 0, -1)
     dividing = (count for count in counts if sparsity.q_block % (CONSUMER_ROWS * count) == 0)
-    count = next(dividing, config.consumers)
+    return with_consumers(config, next(dividing, config.consumers))
+
+
+def with_consumers(config: HopperPrefillConfig, count: int) -> HopperPrefillConfig:
+    """The config with another number of consumers, each with heads of all its rows."""
     if count == config.consumers:
         return config
     return replace(
         config,
         consumers=count,
-        consumer_regs=CONSUMER_REGISTERS[count],
+        consumer_regs=CONSUMER_REGISTERS.get(count, config.consumer_regs),
         ping_pong=config.ping_pong and count > 1,
+        pack_gqa=False,
     )

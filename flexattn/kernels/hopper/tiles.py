@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import Device
-from flexattn.kernels.base.features import loads_by_key, loads_diagonals
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper.case import case_of
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, HopperPrefillConfig
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
 
 __all__ = [
     "Tiles",
     "output_and_slots",
-    "reads_shared",
     "runs_of",
     "tiles_of",
     "value_bytes",
@@ -71,11 +69,6 @@ def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
     if sparsity is None or not walks_runs(structure, config):
         return 0
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
-
-
-def reads_shared(structure: Structure, config: HopperPrefillConfig) -> bool:
-    """Whether what a mod reads for keys passes through shared memory to its threads."""
-    return loads_by_key(structure, (CONSUMER_ROWS, config.BLOCK_N)) or loads_diagonals(structure)
 
 
 def output_and_slots(

@@ -147,12 +147,7 @@ def _preferences(problem: Problem) -> Iterator[NkiConfig]:
 def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
     full = effort == "full"
     heights = (64, 128) if full else (128,)
-    # Beyond the keys that there are, a wider tile or section is the same one.
-    most = 2 * max(problem.kv_len, CHUNK)
-    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
-    depths = (1024, 4096, 8192) if full else (4096,)
-    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
-    values = (1, 2) if full else (1,)
+    widths, sections, values = _sizes(problem, full)
     moves = (("tensor", "vector"), ("tensor", "scalar"), ("dma", "vector"))
     axes = (heights, widths, sections, (1, 2), values, moves, _forms(problem))
     for rows, width, section, scores, value, (transpose, evict), form in product(*axes):
@@ -174,11 +169,7 @@ def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
     full = effort == "full"
     prefill = problem.structure.kind == "prefill"
     heights = ((64, 128) if full else (128,)) if prefill else (32, 128)
-    most = 2 * max(problem.kv_len, CHUNK)
-    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
-    depths = (1024, 4096, 8192) if full else (4096,)
-    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
-    values = (1, 2) if full else (1,)
+    widths, sections, values = _sizes(problem, full)
     exact = problem.structure.lse and problem.structure.itemsize == 2
     evicts = ("vector", "scalar") if exact else ("vector",)
     masks = FORMS[1:] if problem.structure.mask is not None else FORMS[:1]
@@ -194,6 +185,16 @@ def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
         for splits in (1, 2, 4, 8) if full else (1, 2):
             if splits * CHUNK <= max(problem.kv_len, CHUNK):
                 yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+
+
+def _sizes(problem: Problem, full: bool) -> tuple[tuple[int, ...], ...]:
+    """Widths of tiles, sections, and buffers of values."""
+    # Beyond the keys that there are, a wider tile or section is the same one.
+    most = 2 * max(problem.kv_len, CHUNK)
+    widths = tuple(width for width in (128, 256, 512, 1024, 2048) if width < most)
+    depths = (1024, 4096, 8192) if full else (4096,)
+    sections = tuple(depth for depth in depths if depth < most) or depths[:1]
+    return widths, sections, (1, 2) if full else (1,)
 
 
 def _forms(problem: Problem) -> tuple[MaskSelect, ...]:

@@ -46,11 +46,6 @@ def itemsize(dtype: str) -> int:
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
-def is_known(dtype: str) -> bool:
-    """Whether Triton has this dtype."""
-    return dtype in _TYPES
-
-
 def literal(value: object, dtype: str) -> str:
     """A constant as Triton source, non-finite numbers included."""
     if dtype == "bool":

@@ -132,10 +132,6 @@ class _TileSize:
     psum_bank_fmax = BANK_BYTES // 4
     gemm_stationary_fmax = 128
 
-    @property
-    def gemm_moving_fmax(self) -> int:
-        return current().core.moving_max
-
 
 def _jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """nki.jit takes no options; keyword-only parameters are not supported by the compiler."""

@@ -18,10 +18,10 @@ from flexattn.tune.board import Board, Heart, Pulse, connect
 from flexattn.tune.decide import replay_study
 from flexattn.tune.method import Method
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.shared import study_name, tune_shared_subject
+from flexattn.tune.shared import study_name
 from flexattn.tune.studies import save
 from tests import postgres
-from tests.fleet_worker import METHOD, PULSE
+from tests.fleet_worker import METHOD, PULSE, tune_shared_subject
 from tests.studies import decode_configs, study
 
 pytestmark = pytest.mark.slow
@@ -102,10 +102,7 @@ def test_workers_share_a_study_and_one_is_killed(url, tmp_path):
 def test_a_late_worker_takes_the_record_and_measures_nothing(url, tmp_path):
     stored = titled(f"late {tmp_path}")
     first, late = ReplayMeasurer(stored, 1), ReplayMeasurer(stored, 2)
-    records = [
-        tune_shared_subject(stored.subject, each, each.build, url, METHOD, pulse=PULSE)
-        for each in (first, late)
-    ]
+    records = [tune_shared_subject(stored.subject, each, url) for each in (first, late)]
     assert records[0] == records[1] and replay_study(records[0]) == records[0].decision
     assert first.measured and not late.measured
     assert len(records[0].trials) == len(stored.trials)
@@ -116,9 +113,8 @@ def test_a_guided_search_is_shared(url, tmp_path):
     method = Method(provenance="replay", rounds=3, all_up_to=0, limit=12)
     measurer = ReplayMeasurer(stored, 1)
     record = tune_shared_subject(
-        stored.subject, measurer, measurer.build, url, method,
-        seeds=[stored.trials[7].config], pulse=PULSE,
-    )  # fmt: skip
+        stored.subject, measurer, url, method, seeds=[stored.trials[7].config]
+    )
     tried = [t for t in record.trials if t.screening or t.failed]
     assert 12 <= len(tried) <= 13 and stored.trials[7].config in {t.config for t in tried}
 
@@ -135,9 +131,9 @@ def test_an_interrupted_worker_gives_its_points_back_at_once(url, tmp_path):
     slow = Pulse(beat_s=30, grace_s=600)
     first, second = Interrupted(stored, 1), ReplayMeasurer(stored, 2)
     with pytest.raises(KeyboardInterrupt):
-        tune_shared_subject(stored.subject, first, first.build, url, METHOD, pulse=slow)
+        tune_shared_subject(stored.subject, first, url, pulse=slow)
     begun = time.monotonic()
-    record = tune_shared_subject(stored.subject, second, second.build, url, METHOD, pulse=slow)
+    record = tune_shared_subject(stored.subject, second, url, pulse=slow)
     assert time.monotonic() - begun < 60 and len(record.trials) == len(stored.trials)
     default = stored.trials[stored.default].config
     again = {c for c in set(first.gated) & set(second.gated) if c != default}
@@ -187,10 +183,7 @@ def test_a_finished_study_is_measured_again_when_asked_to(url, tmp_path):
 
     def worker(seed, again_since=None):
         measurer = ReplayMeasurer(stored, seed)
-        record = tune_shared_subject(
-            stored.subject, measurer, measurer.build, url, METHOD, pulse=PULSE,
-            again_since=again_since,
-        )  # fmt: skip
+        record = tune_shared_subject(stored.subject, measurer, url, again_since=again_since)
         return record, len(measurer.measured)
 
     first, count = worker(1)
