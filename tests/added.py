@@ -75,6 +75,7 @@ def family():
     first = [type(next(candidates(each, A100))).__name__ for each in (plain, modified)]
     return {
         "first": first,
+        "meant by kernel_options": type(next(candidates(plain, A100, "triton"))).__name__,
         "searched": sum(type(each).__name__ == "DenseConfig" for each in space(plain, A100)),
         "explained": flexattn.explain(q, k, v, enable_gqa=True).config,
         "error": (out.double() - exact).abs().max().item(),

@@ -18,7 +18,16 @@ from flexattn.kernels.choose.registry import families
 from flexattn.problem import Kind
 from flexattn.records.closure import closure, home, imports_of
 
-__all__ = ["NO_TEXT", "RENDERERS", "RecordKind", "Renderer", "rendering", "source_hash"]
+__all__ = [
+    "NO_TEXT",
+    "RENDERERS",
+    "RecordKind",
+    "Renderer",
+    "renderer_of",
+    "rendering",
+    "source_hash",
+    "unlisted",
+]
 
 # What there are records of: a call's kinds, and what a DecodePlan launches.
 RecordKind: TypeAlias = Kind | Literal["serving"]
@@ -61,6 +70,9 @@ RENDERERS: dict[str, Renderer] = {
     "nki": Renderer(("kernels.nki.source",), ()),
 }  # fmt: skip
 
+# Families whose modules are among these.
+_LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in each.modules}
+
 # What renderers import that decides no kernel of a record, and why.
 NO_TEXT = {
     "errors": "what is said where nothing is rendered",
@@ -84,7 +96,7 @@ def source_hash(kind: RecordKind, device: Device) -> str:
         names.append("amd")
     names += unlisted(kind, device)
     parts = [f"{name}\n{source}" for name, source in rendering(*names).items()]
-    parts += [template_hash(name) for each in names for name in _renderer(each).templates]
+    parts += [template_hash(name) for each in names for name in renderer_of(each).templates]
     parts.append(_facts(device))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -94,10 +106,11 @@ def unlisted(kind: RecordKind, device: Device) -> list[str]:
     if kind == "serving":
         return []
     found = (family.name for family in families(kind, device))
-    return sorted({name for name in found if name not in RENDERERS} - {"triton"})
+    return sorted(set(found) - _LISTED)
 
 
-def _renderer(name: str) -> Renderer:
+def renderer_of(name: str) -> Renderer:
+    """Of a name in RENDERERS, or of a family's folder that is not listed there."""
     if name in RENDERERS:
         return RENDERERS[name]
     folder = templates_folder()
@@ -110,9 +123,9 @@ def rendering(*names: str) -> dict[str, str]:
 
     Those that their templates import are among them.
     """
-    roots = {f"flexattn.{module}" for name in names for module in _renderer(name).modules}
+    roots = {f"flexattn.{module}" for name in names for module in renderer_of(name).modules}
     for name in names:
-        for template in _renderer(name).templates:
+        for template in renderer_of(name).templates:
             roots |= {home(*each) for each in imports_of(template_text(template))}
     return closure(roots, {f"flexattn.{name}" for name in NO_TEXT})
 

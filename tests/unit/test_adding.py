@@ -98,6 +98,7 @@ def test_a_family_is_chosen_searched_explained_hashed_and_computes(found):
     family = found["family"]
     assert family["first"] == ["DenseConfig", "PrefillConfig"] and family["searched"] == 8
     assert "DenseConfig" in family["explained"]
+    assert family["meant by kernel_options"] == "PrefillConfig"
     assert family["error"] < 2e-3 and family["hashed"]
 
 

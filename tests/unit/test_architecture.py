@@ -42,10 +42,10 @@ EDGES = {
     "measure": {"serving", "reference"},
     # It makes a workload's BlockMasks.
     "tune": {"measure", "block_mask"},
-    # What the core needs of NKI is data and lies below (device.neuroncore, kernels.nki.space,
-    # kernels.render.nki); what is left is the place of a device: it takes a Task, interprets,
-    # simulates or measures its kernels, judges them by measure's oracle, and hands the tuner's
-    # loop a Measurer. Nothing of NVIDIA's path imports it.
+    # What the core needs of NKI lies below (device.neuroncore, kernels.nki); what is left is the
+    # place of a device: it takes a Task, interprets, simulates or measures its kernels, judges
+    # them by measure's oracle, and hands the tuner's loop a Measurer. Nothing of NVIDIA's path
+    # imports it.
     "neuron": {"tune"},
     "presets": {"catalogue"},
     "deploy": {"tune"},

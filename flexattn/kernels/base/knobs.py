@@ -6,8 +6,9 @@ A knob changes neither a config's tiles nor the memory and registers that feasib
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, field, fields, replace
-from itertools import product
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import islice, product
 from typing import Any, TypeVar
 
 from flexattn.kernels.base.config import Config
@@ -40,30 +41,36 @@ def knob(
     return field(default=default, metadata={"knob": _Knob(others, word, moves)})
 
 
-def _knobs(config: Config) -> Iterator[tuple[Field[Any], _Knob]]:
-    return ((each, each.metadata["knob"]) for each in fields(config) if "knob" in each.metadata)
+@lru_cache(maxsize=64)
+def _knobs(kind: type) -> tuple[tuple[str, Any, _Knob], ...]:
+    """Name, default and knob of each such field of a config class."""
+    metadata = ((each, each.metadata.get("knob")) for each in fields(kind))
+    return tuple((each.name, each.default, found) for each, found in metadata if found is not None)
 
 
 def turned(config: C, structure: Structure) -> Iterator[C]:
     """Every setting of the knobs that move something for a structure, the config's own first."""
-    moving = [(each.name, found) for each, found in _knobs(config) if found.moves(structure)]
-    axes = [(getattr(config, name), *found.others) for name, found in moving]
-    for setting in product(*axes):
-        yield replace(
-            config, **{name: value for (name, _), value in zip(moving, setting, strict=True)}
-        )
+    moving = [
+        (name, found.others) for name, _, found in _knobs(type(config)) if found.moves(structure)
+    ]
+    names = [name for name, _ in moving]
+    yield config
+    for setting in islice(
+        product(*((getattr(config, n), *tried) for n, tried in moving)), 1, None
+    ):
+        yield replace(config, **dict(zip(names, setting, strict=True)))
 
 
 def at_rest(config: C) -> C:
     """The config with every knob at its default."""
-    return replace(config, **{each.name: each.default for each, _ in _knobs(config)})
+    resting = {name: default for name, default, _ in _knobs(type(config))}
+    return replace(config, **resting) if resting else config
 
 
 def words(config: Config) -> list[str]:
     """The words of the knobs that are turned, in the order of the fields."""
-    return [
-        found.word for each, found in _knobs(config) if getattr(config, each.name) != each.default
-    ]
+    known = _knobs(type(config))
+    return [found.word for name, default, found in known if getattr(config, name) != default]
 
 
 def values(config: Config) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rules of feasibility as every family of kernels has them: a name, words, and what must hold.
 
-They are stated in sympy (kernels/space/stated) and printed as Python, which is what a call asks.
+They are stated in sympy (kernels/stated) and printed as Python, which is what a call asks.
 """
 
 from __future__ import annotations

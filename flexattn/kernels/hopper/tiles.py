@@ -76,7 +76,7 @@ def output_and_slots(
 ) -> tuple[bool, int]:
     """Whether the output has tiles of its own, and how many tiles of Q are held.
 
-    space/stated/gluon.py says so, and counts what all of it takes.
+    kernels/stated/gluon.py says so, and counts what all of it takes.
     """
     _, own_output, slots = shared_memory(case_of(config, structure, device))
     return own_output, slots

@@ -40,7 +40,7 @@ CONFIG = (
     "consumers BLOCK_N num_stages consumer_regs producer_regs "
     "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads"
 )  # fmt: skip
-# A problem's sizes and truth values, a device's limits: as space/stated/symbols.py has them, but
+# A problem's sizes and truth values, a device's limits: as stated/symbols.py has them, but
 # for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
 # of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.

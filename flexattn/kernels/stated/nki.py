@@ -1,6 +1,6 @@
 """The NKI templates' feasibility on a NeuronCore, in sympy.
 
-What a config takes of SBUF and PSUM are numbers here: nki_config.py counts them as the
+What a config takes of SBUF and PSUM are numbers here: kernels/nki/config.py counts them as the
 interpreter does, to the byte.
 """
 

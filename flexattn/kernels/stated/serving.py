@@ -1,6 +1,7 @@
 """Paged decode's feasibility where all warps of a program share a tile, in sympy.
 
-The bytes of shared memory are a number here: serving_config.py counts them, for the kernel too.
+The bytes of shared memory are a number here: paged_decode/config.py counts them, also for the
+kernel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Paged decode's feasibility where each warp has a part of a tile for itself, in sympy.
 
-A kernel's share of an SM's registers is a number here: serving_config.py counts it, and tells it
-to the compiler.
+A kernel's share of an SM's registers is a number here: paged_decode/config.py counts it, and tells
+it to the compiler.
 """
 
 from __future__ import annotations

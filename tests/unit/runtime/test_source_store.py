@@ -112,7 +112,7 @@ def test_another_config_device_or_renderer_is_rendered(tmp_path, monkeypatch):
         here.setattr("flexattn.runtime.source_store.source_hash", lambda kind, hopper: "changed")
         assert found(tmp_path, wanted, choice.config) is None
     assert found(tmp_path, wanted, choice.config) is not None
-    # Which arguments a kernel has is decided in kernels/space/ too.
+    # Which arguments a kernel has is decided in a family's config too.
     read = Path.read_text
     for name in ("kernels/base/features.py", "mods/rules.py", "kernels/base/arguments.py"):
         with monkeypatch.context() as here:
