@@ -220,7 +220,7 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "q_in_regs",
-            "q_in_regs={q_in_regs} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+            "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
             lambda case: (
                 case.q_in_regs == 0
                 or (

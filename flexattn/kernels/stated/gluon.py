@@ -261,7 +261,7 @@ FIT: tuple[Inequality, ...] = (
                 Or(Eq(q_in_regs, qk_padded), And(Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64)),
             ),
         ),
-        "q_in_regs={q_in_regs} is neither 0 nor the {qk_padded} columns of Q nor half of them",
+        "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
