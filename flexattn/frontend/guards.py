@@ -110,7 +110,10 @@ def key_of(given: Call) -> tuple[Any, ...] | None:
 
 def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
-    found = None if key is None else _seen.get(key)
+    try:
+        found = None if key is None else _seen.get(key)
+    except TypeError:  # an argument that no key can hold: the long way says what is wrong
+        return None
     if found is None or not _holds(found, given):
         return None
     if found.checked is not None:

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Config)
 class KernelFamily(Protocol[C]):
     """The kernels of one template for calls of one kind.
 
-    name: of its folder. kind: of the calls that it serves. language: what its template is written
+    name: its folder's; two families may share one. kind: of the calls that it serves. language: what its template is written
     in. feasibility: which configs can run, and why others cannot.
     """
 
@@ -34,7 +34,10 @@ class KernelFamily(Protocol[C]):
         """Whether the installed Triton, and the device, have what the template is written in."""
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        """Whether the static defaults start with this family; one of a kind always does."""
+        """Whether the static defaults try it, in the registry's order; the last of a kind always.
+
+        `offered` is not asked before it.
+        """
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
@@ -58,7 +61,7 @@ class KernelFamily(Protocol[C]):
         """The config with its tiles cut to the mask's blocks."""
 
     def without_hints(self, config: C, structure: Structure, device: Device) -> C:
-        """The config without what kernel_options hint at in vain, which is logged."""
+        """The config without hints of kernel_options that mean nothing here, which is logged."""
 
     def check_rows(self, rows: int) -> None:
         """Raise ConfigError for kernel_options' BLOCK_M where no tile has as many rows."""

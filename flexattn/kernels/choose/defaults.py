@@ -37,6 +37,7 @@ def candidates(
         if not found:
             offered = True
             yield config
+            continue
         rejected.append(f"{config}: {'; '.join(found)}")
     if not offered:
         kind = problem.structure.kind

@@ -26,8 +26,8 @@ TILE_SCHEDULERS: tuple[TileScheduler, ...] = get_args(TileScheduler)
 
 # A consumer is a warpgroup, one wgmma of which multiplies 64 rows.
 CONSUMER_ROWS, WARPS = 64, 4
-# Registers of a consumer's thread, and what is left for a thread of the loading warpgroup: an SM
-# has 512 for one thread of every warpgroup, and hands them out eight at a time.
+# Registers of a consumer's thread, and of a thread of the loading warpgroup, as setmaxnreg gives
+# them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 

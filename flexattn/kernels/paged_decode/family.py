@@ -48,7 +48,7 @@ class _PagedDecode:
         return render_serving_combine(form, config, device)
 
     def launch_key(self, config: ServingConfig) -> tuple[object, ...]:
-        """How many programs run, and what merges them, is no part of a kernel's code."""
+        """The whole config: how many programs run and what merges them is not in the code."""
         return (config,)
 
     def short(self, config: ServingConfig) -> str:

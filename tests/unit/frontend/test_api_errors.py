@@ -64,6 +64,8 @@ REFUSED = {
     "both_ways_to_ask_for_lse": (
         {"return_lse": True, "return_aux": AuxRequest(lse=True)}, InputError, "only one of them"
     ),
+    # A dict has no hash: the key of a repeated call ended in Python's own TypeError.
+    "statistics_in_a_dict": ({"return_aux": {"lse": True}}, InputError, "it is an AuxRequest"),
     "a_tensor_for_a_mask": ({"block_mask": zeros(L, S) == 0}, InputError, "create_block_mask"),
     "mask_of_another_length": ({"block_mask": mask(64)}, InputError, r"\(64, 53\).*exactly the"),
     "mask_of_other_keys": ({"block_mask": mask(L, 54)}, InputError, r"\(37, 54\).*anew"),

@@ -43,7 +43,7 @@ def test_what_a_row_names_exists(name):
 
 def test_the_worked_example_is_the_tables_row():
     docs = Path(__file__).parents[3] / "docs" / "adding.md"
-    (line,) = re.findall(r"```diff\n\+ +(.*),\n```", docs.read_text(encoding="utf-8"))
+    (line,) = re.findall(r"^\+ +(Op\(.*\)),$", docs.read_text(encoding="utf-8"), re.MULTILINE)
     row = eval(line, {"Op": Op})
     assert row == OPS[row.name]
 
