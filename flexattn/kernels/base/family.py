@@ -21,8 +21,8 @@ C = TypeVar("C", bound=Config)
 class KernelFamily(Protocol[C]):
     """The kernels of one template for calls of one kind.
 
-    name: its folder's; two families may share one. kind: of the calls that it serves. language: what its template is written
-    in. feasibility: which configs can run, and why others cannot.
+    name: its folder's; two families may share one. kind: of the calls that it serves. language:
+    what its template is written in. feasibility: which configs can run, and why others cannot.
     """
 
     name: str
