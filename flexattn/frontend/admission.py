@@ -34,8 +34,8 @@ def make_call(*arguments: Any, **more: Any) -> Call:
 def admit(given: Call) -> Call:
     """The call as kernels take it; raises InputError, ConfigError and ModError for what none can.
 
-    Under autocast tensors have its dtype, none stands for the negative of its memory, sinks have
-    no gaps, the scale is a number, and a mask that keeps everything is none.
+    Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
+    contiguous, the scale is a float, and a mask that keeps everything is None.
     """
     text = repr(given.kernel_options)
     chosen = _options.get(text)
@@ -58,7 +58,8 @@ def admit(given: Call) -> Call:
         checks.check_descales(descales, q, k)
         descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
     scale = checks.check_scale(given.scale, q.shape[-1])
-    block_mask, score, mask, look_at_score, look_at_mask = given.block_mask, *[None] * 4
+    block_mask = given.block_mask
+    score = mask = look_at_score = look_at_mask = None
     if given.score_mod is not None:
         score, look_at_score = bind_on(given.score_mod, "score", q)
     if isinstance(block_mask, BlockMask) and keeps_all(block_mask):
@@ -95,7 +96,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def bind_on(fn: Callable[..., Any], kind: str, q: Tensor) -> tuple[Bound, Identity | None]:
-    """Trace a mod, and see that what it captures is where q is and lies there as it reads."""
+    """Trace a mod; what it captures is on q's device, with negative bits resolved."""
     bound, identity = look(fn, kind)
     index, where = q.get_device(), q.device
     for tensor in bound.tensors:

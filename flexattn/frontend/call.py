@@ -28,9 +28,10 @@ _FLOAT32 = torch.float32
 class Call(NamedTuple):
     """flex_attention's arguments, in its order: as given, then as `admit` makes them for kernels.
 
-    An argument that a launch depends on stands in `facts`, from which the keys of launches and the
-    Problem are made. score, mask, options: what `admit` found the mods and kernel_options to be.
-    looks: by which looks at the two mods, for a guard of them.
+    Every argument that a launch depends on has an entry in `facts`, the key of launches; nothing
+    of the call that stands in no key goes into the Problem. score, mask, options: what `admit` found the mods and kernel_options to be.
+    looks: the Identity of score_mod and of mask_mod by which `look` found them, from which `watch`
+    makes their guards.
     A tuple, which is made in a fifth of the time of a frozen dataclass.
     """
 
@@ -78,7 +79,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those among the arguments, by TENSORS' names for them."""
+        """The tensor arguments, in the order of TENSORS."""
         return (
             self.q, self.k, self.v, self.sinks, self.q_descale, self.k_descale, self.v_descale,
         )  # fmt: skip

@@ -35,9 +35,9 @@ from flexattn.util.lru import Lru
 
 __all__ = ["as_given", "key_of", "recall", "remember"]
 
-# Of a class of their own, tensors may be more than their memory.
+# A tensor of another class may mean more than its memory: its calls are not remembered.
 _PLAIN = frozenset((Tensor, Parameter, NoneType))
-# Sooner answered than what is enabled for one device.
+# One question for all devices, cheaper than asking about one.
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -74,7 +74,7 @@ class _Mask(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One call and what served it; where: the type of its device. descaled: it has descales.
+    """One call and what served it. where: its device's type. descaled: whether it has descales.
 
     checked: in checked mode, what its mods are bound to.
     """
@@ -197,7 +197,7 @@ def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask |
 
 
 def _forgetting(key: tuple[Any, ...]) -> Callable[[object], None]:
-    """What a mod or mask does when it dies: its entry holds tensors that it captured."""
+    """A weakref callback that drops a dead mod's or mask's entry, which holds captured tensors."""
     return lambda _: _seen.discard(key)
 
 

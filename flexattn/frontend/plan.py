@@ -131,14 +131,14 @@ def _check_fp8(problem: Problem, target: Device, chosen: options.Options) -> Non
 
 def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> None:
     """Raise UnsupportedError unless a Triton template can convert a call's keys and values."""
-    refused = ""
+    why = ""
     if problem.structure.kv_dtype in FP8.values() and 0 < target.capability < 89:
-        refused = f"Triton converts eight bits on sm_89 and newer, not on {target.arch}"
+        why = f"Triton converts eight bits on sm_89 and newer, not on {target.arch}"
     elif chosen.language == "gluon":
-        refused = "kernel_options ask for the Gluon template"
-    if refused:
+        why = "kernel_options ask for the Gluon template"
+    if why:
         raise UnsupportedError(
-            f"{problem.describe()} on {target.name}: {refused}",
+            f"{problem.describe()} on {target.name}: {why}",
             "keys and values that are narrower than the queries are converted by Triton's "
             "templates alone",
             f"pass key and value in {problem.structure.dtype}",

@@ -77,7 +77,7 @@ def is_config(value: object) -> bool:
 
 
 def backend_of(config: object) -> str:
-    """Of the devices that a config's records are for."""
+    """Which devices a config's records are for: "gpu" or "neuron"."""
     return _ROW_OF[type(config).__name__].backend
 
 
@@ -88,7 +88,7 @@ def _of_class(kind: type) -> Any:
 
 
 def family_of(config: Config) -> KernelFamily[Any]:
-    """The family that a call's config is of."""
+    """The family of a call's config, by its class."""
     family: KernelFamily[Any] = _of_class(config.__class__)
     return family
 
@@ -123,5 +123,5 @@ def leading(structure: Structure, device: Device) -> Iterator[KernelFamily[Any]]
 
 
 def by_language(kind: Kind, language: Language) -> KernelFamily[Any] | None:
-    """The family of a language that kernel_options mean: of several, the one that serves most."""
+    """The family that kernel_options mean by a language: of several, the last row's."""
     return next((each for each in reversed(_all(kind)) if each.language == language), None)
