@@ -29,7 +29,8 @@ class Call(NamedTuple):
     """flex_attention's arguments, in its order: as given, then as `admit` makes them for kernels.
 
     Every argument that a launch depends on has an entry in `facts`, the key of launches; nothing
-    of the call that stands in no key goes into the Problem. score, mask, options: what `admit` found the mods and kernel_options to be.
+    of the call that stands in no key goes into the Problem. score, mask, options: what `admit`
+    found the mods and kernel_options to be.
     looks: the Identity of score_mod and of mask_mod by which `look` found them, from which `watch`
     makes their guards.
     A tuple, which is made in a fifth of the time of a frozen dataclass.
