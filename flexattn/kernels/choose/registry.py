@@ -48,9 +48,11 @@ ROWS = (
     Row("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
     Row("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),
 )
-_ROW_OF = {name.partition(".")[2]: row for row in ROWS for name in row.configs}
-_MODULE_OF = {
-    name.partition(".")[2]: name.partition(".")[0] for row in ROWS for name in row.configs
+# By a config class' name: its row, and its module of the row's folder.
+_PLACES = {
+    name: (row, module)
+    for row in ROWS
+    for module, name in (each.split(".") for each in row.configs)
 }
 
 
@@ -60,30 +62,30 @@ def _module(row: Row, name: str) -> Any:
 
 def config_names() -> tuple[str, ...]:
     """The names of all config classes."""
-    return tuple(_ROW_OF)
+    return tuple(_PLACES)
 
 
 @lru_cache(maxsize=64)
 def config_class(name: str) -> type:
     """The config class of a name of `config_names`."""
-    found: type = getattr(_module(_ROW_OF[name], _MODULE_OF[name]), name)
+    found: type = getattr(_module(*_PLACES[name]), name)
     return found
 
 
 def is_config(value: object) -> bool:
     """Whether a value is a config of any family."""
     name = type(value).__name__
-    return name in _ROW_OF and type(value) is config_class(name)
+    return name in _PLACES and type(value) is config_class(name)
 
 
 def backend_of(config: object) -> str:
     """Which devices a config's records are for: "gpu" or "neuron"."""
-    return _ROW_OF[type(config).__name__].backend
+    return _PLACES[type(config).__name__][0].backend
 
 
 @lru_cache(maxsize=64)
 def _of_class(kind: type) -> Any:
-    row = _ROW_OF[kind.__name__]
+    row, _ = _PLACES[kind.__name__]
     return getattr(_module(row, "family"), row.family)
 
 

@@ -60,14 +60,16 @@ class _Prefill(PlainFamily[HopperPrefillConfig]):
         return space.axes(problem, effort == "exhaustive")
 
     def tile(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
-        plain = replace(
+        """Without what a search turns on the same tiles; at_rest resets its knobs."""
+        return replace(
             at_rest(config),
             ping_pong=False,
             tile_scheduler="grid",
             l2_swizzle=8,
             lazy_rescale=False,
+            order="last",
+            early_loads=True,
         )
-        return replace(plain, order="last", early_loads=True)
 
     def uncompiled(self, config: HopperPrefillConfig) -> HopperPrefillConfig:
         return replace(config, merge_consumers=True, ptxas="")
