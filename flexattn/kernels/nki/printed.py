@@ -39,103 +39,71 @@ class Case:
 
 RULES: Rules[Case] = Rules(
     shape=(
-        Rule(
-            "at least one",
-            "BLOCK_M={BLOCK_M} is below 1",
-            lambda case: case.BLOCK_M >= 1,
-        ),
-        Rule(
-            "at least one",
-            "BLOCK_N={BLOCK_N} is below 1",
-            lambda case: case.BLOCK_N >= 1,
-        ),
-        Rule(
-            "at least one",
-            "num_splits={num_splits} is below 1",
-            lambda case: case.num_splits >= 1,
-        ),
-        Rule(
-            "at least one",
-            "section={section} is below 1",
-            lambda case: case.section >= 1,
-        ),
+        Rule("at least one", "BLOCK_M={BLOCK_M} is below 1", lambda c: c.BLOCK_M >= 1),
+        Rule("at least one", "BLOCK_N={BLOCK_N} is below 1", lambda c: c.BLOCK_N >= 1),
+        Rule("at least one", "num_splits={num_splits} is below 1", lambda c: c.num_splits >= 1),
+        Rule("at least one", "section={section} is below 1", lambda c: c.section >= 1),
         Rule(
             "at least one",
             "score_buffers={score_buffers} is below 1",
-            lambda case: case.score_buffers >= 1,
+            lambda c: c.score_buffers >= 1,
         ),
         Rule(
             "at least one",
             "value_buffers={value_buffers} is below 1",
-            lambda case: case.value_buffers >= 1,
+            lambda c: c.value_buffers >= 1,
         ),
-        Rule(
-            "at least one",
-            "buffers={buffers} is below 1",
-            lambda case: case.buffers >= 1,
-        ),
-        Rule(
-            "at least one",
-            "kv_buffers={kv_buffers} is below 1",
-            lambda case: case.kv_buffers >= 1,
-        ),
+        Rule("at least one", "buffers={buffers} is below 1", lambda c: c.buffers >= 1),
+        Rule("at least one", "kv_buffers={kv_buffers} is below 1", lambda c: c.kv_buffers >= 1),
         Rule(
             "rows",
             "BLOCK_M={BLOCK_M}: a matmul has 128 stationary columns",
-            lambda case: case.BLOCK_M <= 128,
+            lambda c: c.BLOCK_M <= 128,
         ),
         Rule(
             "keys",
             "BLOCK_N={BLOCK_N} is less than a chunk of 128 keys",
-            lambda case: case.BLOCK_N >= 128,
+            lambda c: c.BLOCK_N >= 128,
         ),
     ),
     fit=(
-        Rule(
-            "mods",
-            "{refusal}",
-            lambda case: not case.refused,
-        ),
+        Rule("mods", "{refusal}", lambda c: not c.refused),
         Rule(
             "sbuf",
             "SBUF: {sbuf} bytes of a partition, {core} has {sbuf_limit}",
-            lambda case: case.sbuf <= case.sbuf_limit,
+            lambda c: c.sbuf <= c.sbuf_limit,
         ),
-        Rule(
-            "psum",
-            "PSUM: {banks} banks, there are 8",
-            lambda case: case.banks <= 8,
-        ),
+        Rule("psum", "PSUM: {banks} banks, there are 8", lambda c: c.banks <= 8),
         Rule(
             "dma transpose",
             "transpose=dma: {core} has no DMA transpose",
-            lambda case: case.has_dma_transpose or case.turned or not case.dma,
+            lambda c: c.has_dma_transpose or c.turned or not c.dma,
         ),
         Rule(
             "dma transpose",
             "transpose=dma: it moves elements of 2 bytes",
-            lambda case: case.turned or not case.dma or case.itemsize == 2,
+            lambda c: c.turned or not c.dma or c.itemsize == 2,
         ),
         Rule(
             "form",
             "mask=range: range_select compares along the free dimension, and form=st has rows "
             "there",
-            lambda case: not case.range_select or not case.turned,
+            lambda c: not c.range_select or not c.turned,
         ),
         Rule(
             "form",
             "form=st: tiles of BLOCK_M={BLOCK_M} rows cross the end of a PSUM bank",
-            lambda case: (
-                case.has_bf16_psum
-                or not case.turned
-                or case.lanes * case.score_buffers <= 512
-                or 512 % case.BLOCK_M == 0
+            lambda c: (
+                c.has_bf16_psum
+                or not c.turned
+                or c.lanes * c.score_buffers <= 512
+                or 512 % c.BLOCK_M == 0
             ),
         ),
         Rule(
             "range_select",
             "mask=range: {core} has no range_select",
-            lambda case: case.has_range_select or case.turned or not case.range_select,
+            lambda c: c.has_range_select or c.turned or not c.range_select,
         ),
     ),
     worth=(),

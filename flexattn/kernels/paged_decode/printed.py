@@ -30,14 +30,14 @@ class Case:
     accumulators: int = 0
 
 
-def accumulators(case: Case) -> int:
+def accumulators(c: Case) -> int:
     """Numbers of a tile that registers add up."""
-    return case.BLOCK_M * (case.BLOCK_N + case.v_padded)
+    return c.BLOCK_M * (c.BLOCK_N + c.v_padded)
 
 
-def estimate(case: Case) -> None:
+def estimate(c: Case) -> None:
     """Write into a case what its config takes."""
-    case.accumulators = accumulators(case)
+    c.accumulators = accumulators(c)
 
 
 RULES: Rules[Case] = Rules(
@@ -46,42 +46,40 @@ RULES: Rules[Case] = Rules(
         Rule(
             "combine",
             "parts are awaited where tiles are dealt by heads or round",
-            lambda case: not case.awaits,
+            lambda c: not c.awaits,
         ),
         Rule(
             "combine",
             "combine={combine!r} is one of last, launch, await",
-            lambda case: case.known_combine,
+            lambda c: c.known_combine,
         ),
         Rule(
             "power of two",
             "BLOCK_M={BLOCK_M} is no power of two of at least 16",
-            lambda case: case.BLOCK_M >= 16 and 65536 % case.BLOCK_M == 0,
+            lambda c: c.BLOCK_M >= 16 and 65536 % c.BLOCK_M == 0,
         ),
         Rule(
             "power of two",
             "BLOCK_N={BLOCK_N} is no power of two of at least 16",
-            lambda case: case.BLOCK_N >= 16 and 65536 % case.BLOCK_N == 0,
+            lambda c: c.BLOCK_N >= 16 and 65536 % c.BLOCK_N == 0,
         ),
         Rule(
             "warps",
             "num_warps is 1, 2, 4 or 8, and num_stages at least 1",
-            lambda case: case.num_stages >= 1 and (case.num_warps in (1, 2, 4, 8)),
+            lambda c: c.num_stages >= 1 and (c.num_warps in (1, 2, 4, 8)),
         ),
         Rule(
-            "programs",
-            "per_sm and least are at least 1",
-            lambda case: case.least >= 1 and case.per_sm >= 1,
+            "programs", "per_sm and least are at least 1", lambda c: c.least >= 1 and c.per_sm >= 1
         ),
         Rule(
             "shared memory",
             "tiles need about {shared_memory} of {shared_limit} bytes of shared memory",
-            lambda case: case.shared_memory <= case.shared_limit,
+            lambda c: c.shared_memory <= c.shared_limit,
         ),
         Rule(
             "registers",
             "{accumulators} accumulators do not fit {num_warps} warps' registers",
-            lambda case: case.accumulators <= 32 * case.num_warps * (case.max_registers - 55),
+            lambda c: c.accumulators <= 32 * c.num_warps * (c.max_registers - 55),
         ),
     ),
     worth=(),

@@ -46,20 +46,20 @@ class Case:
     held: int = 0
 
 
-def held(case: Case) -> int:
+def held(c: Case) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
-    kv_tiles = floor(case.keys_per_warp * case.kv_itemsize * (case.qk_dim + case.v_dim) / 128)
-    widened = 32 if case.kv_itemsize == 1 else 0
-    scores = floor(case.BLOCK_M * case.keys_per_warp / 16)
-    q_and_output = floor(case.BLOCK_M * (case.v_dim + floor(case.qk_dim / 2)) / 32)
+    kv_tiles = floor(c.keys_per_warp * c.kv_itemsize * (c.qk_dim + c.v_dim) / 128)
+    widened = 32 if c.kv_itemsize == 1 else 0
+    scores = floor(c.BLOCK_M * c.keys_per_warp / 16)
+    q_and_output = floor(c.BLOCK_M * (c.v_dim + floor(c.qk_dim / 2)) / 32)
     # Of requests.
-    ends = (2 if case.masked else 1) * floor(case.requests / 32)
+    ends = (2 if c.masked else 1) * floor(c.requests / 32)
     return ends + kv_tiles + q_and_output + scores + widened
 
 
-def estimate(case: Case) -> None:
+def estimate(c: Case) -> None:
     """Write into a case what its config takes."""
-    case.held = held(case)
+    c.held = held(c)
 
 
 RULES: Rules[Case] = Rules(
@@ -68,99 +68,84 @@ RULES: Rules[Case] = Rules(
         Rule(
             "arch",
             "warps walk alone on NVIDIA's sm_80 to sm_90",
-            lambda case: case.interpreted or (case.capability >= 80 and case.capability <= 90),
+            lambda c: c.interpreted or (c.capability >= 80 and c.capability <= 90),
         ),
-        Rule(
-            "rows",
-            "BLOCK_M={BLOCK_M} is 8 or 16",
-            lambda case: case.BLOCK_M in (8, 16),
-        ),
-        Rule(
-            "warps",
-            "num_warps is 1, 2, 4 or 8",
-            lambda case: case.num_warps in (1, 2, 4, 8),
-        ),
+        Rule("rows", "BLOCK_M={BLOCK_M} is 8 or 16", lambda c: c.BLOCK_M in (8, 16)),
+        Rule("warps", "num_warps is 1, 2, 4 or 8", lambda c: c.num_warps in (1, 2, 4, 8)),
         Rule(
             "keys",
             "each warp has {keys_per_warp} of 16, 32 or 64 keys",
-            lambda case: case.keys_per_warp in (16, 32, 64),
+            lambda c: c.keys_per_warp in (16, 32, 64),
         ),
         Rule(
             "keys",
             "warps have equal shares of BLOCK_N",
-            lambda case: case.BLOCK_N == case.keys_per_warp * case.num_warps,
+            lambda c: c.BLOCK_N == c.keys_per_warp * c.num_warps,
         ),
         Rule(
             "stages",
             "num_stages is 1: a warp holds one tile of K and V",
-            lambda case: case.num_stages == 1,
+            lambda c: c.num_stages == 1,
         ),
         Rule(
-            "programs",
-            "per_sm and least are at least 1",
-            lambda case: case.least >= 1 and case.per_sm >= 1,
+            "programs", "per_sm and least are at least 1", lambda c: c.least >= 1 and c.per_sm >= 1
         ),
         Rule(
             "merge",
             "fewer than 4 warps have no registers to merge 16 rows",
-            lambda case: case.interpreted or case.BLOCK_M == 8 or case.num_warps >= 4,
+            lambda c: c.interpreted or c.BLOCK_M == 8 or c.num_warps >= 4,
         ),
         Rule(
             "split_policy",
             "split_policy={split_policy!r} is heads or round",
-            lambda case: case.known_policy,
+            lambda c: c.known_policy,
         ),
         Rule(
             "combine",
             "parts are awaited where tiles are dealt by heads or round",
-            lambda case: case.awaits,
+            lambda c: c.awaits,
         ),
         Rule(
             "dtype",
             "q has 16 bits, K and V are as q or have 8",
-            lambda case: case.itemsize == 2 and (case.same_dtype or case.kv_itemsize == 1),
+            lambda c: c.itemsize == 2 and (c.same_dtype or c.kv_itemsize == 1),
         ),
         Rule(
             "dtype",
             "K and V of 8 bits are widened by instructions of sm_89 and newer",
-            lambda case: case.interpreted or case.capability >= 89 or case.kv_itemsize != 1,
+            lambda c: c.interpreted or c.capability >= 89 or c.kv_itemsize != 1,
         ),
         Rule(
             "head dimension",
             "head dimensions ({qk_dim}, {v_dim}) are 64 or 128",
-            lambda case: (case.qk_dim in (64, 128)) and (case.v_dim in (64, 128)),
+            lambda c: (c.qk_dim in (64, 128)) and (c.v_dim in (64, 128)),
         ),
         Rule(
             "layout",
             "K and V are apart, and aligned to 16 bytes",
-            lambda case: case.aligned and not case.shared_kv,
+            lambda c: c.aligned and not c.shared_kv,
         ),
         Rule(
             "requests",
             "of at most 1024 requests, no shared prefix",
-            lambda case: not case.prefix and case.requests <= 1024,
+            lambda c: not c.prefix and c.requests <= 1024,
         ),
         Rule(
             "registers",
             "{held} registers hold a thread's K, V, Q, scores and output",
-            lambda case: case.interpreted or case.held + 40 <= case.thread_registers,
+            lambda c: c.interpreted or c.held + 40 <= c.thread_registers,
         ),
         Rule(
             "heads",
             "{kv_heads} KV heads have programs of their own",
-            lambda case: case.kv_heads <= case.programs,
+            lambda c: c.kv_heads <= c.programs,
         ),
         Rule(
             "round",
             "tiles of one request and one tile of rows go round",
-            lambda case: (
-                not case.goes_round
-                or (
-                    not case.offset
-                    and case.requests == 1
-                    and case.rows <= case.BLOCK_M
-                    and case.rows > 0
-                )
+            lambda c: (
+                not c.goes_round
+                or (not c.offset and c.requests == 1 and c.rows <= c.BLOCK_M and c.rows > 0)
             ),
         ),
     ),

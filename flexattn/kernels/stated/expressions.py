@@ -69,7 +69,7 @@ class Python(
         return f"({text})" if loose else text
 
     def _print_Symbol(self, expr: Symbol) -> str:
-        return f"case.{expr.name}" if expr in self._fields else str(expr.name)
+        return f"c.{expr.name}" if expr in self._fields else str(expr.name)
 
     def _print_Integer(self, expr: Expr) -> str:
         return str(expr.p)

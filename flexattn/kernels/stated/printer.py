@@ -88,7 +88,7 @@ def _function(formula: Formula, python: Python) -> str:
     kinds = [_kind(truth) for _, truth in _given(formula)]
     kind = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
     body = _Body(python, formula.steps).returned(formula.value, 4)
-    head = f"def {formula.names[0]}(case: Case) -> {kind}:\n"
+    head = f"def {formula.names[0]}(c: Case) -> {kind}:\n"
     return head + indent(_docstring(formula.says), "    ") + "".join(body)
 
 
@@ -176,12 +176,12 @@ def _symbols(value: Basic) -> set[Basic]:
 
 def _estimate(formulas: Iterable[Formula]) -> str:
     lines = [
-        "def estimate(case: Case) -> None:",
+        "def estimate(c: Case) -> None:",
         '    """Write into a case what its config takes."""',
     ]
     for each in formulas:
-        names = ", ".join(f"case.{name}" for name in each.names)
-        lines.append(f"    {names} = {each.names[0]}(case)")
+        names = ", ".join(f"c.{name}" for name in each.names)
+        lines.append(f"    {names} = {each.names[0]}(c)")
     return "\n\n" + "".join(f"{line}\n" for line in lines)
 
 
@@ -191,14 +191,24 @@ def _group(name: str, group: Sequence[Inequality], python: Python) -> str:
 
 
 def _rule(rule: Inequality, python: Python) -> str:
-    """A row: the name, the words, and what must hold."""
-    inside = python.doprint(rule.holds)
-    if WIDTH - 12 - len("lambda case: ,") < len(inside) <= WIDTH - 16:
-        held = ["lambda case: (", f"    {inside}", "),"]
+    """A row: the name, the words, and what must hold; in as few lines as a formatter takes."""
+    name, says = json.dumps(rule.name), json.dumps(rule.says)
+    row = f"{name}, {says}, lambda c: {python.doprint(rule.holds)}"
+    if len(row) + len("Rule(),") <= WIDTH - 8:
+        lines = [f"Rule({row}),"]
+    elif len(row) <= WIDTH - 12:
+        lines = ["Rule(", f"    {row}", "),"]
     else:
-        held = fitted("lambda case: ", rule.holds, ",", WIDTH - 12, python)
-    lines = [f"{json.dumps(rule.name)},", *_words(rule.says), *held]
-    return indent("Rule(\n" + "".join(f"    {line}\n" for line in lines) + "),\n", " " * 8)
+        parts = [f"{name},", *_words(rule.says), *_held(rule, python)]
+        lines = ["Rule(", *(f"    {part}" for part in parts), "),"]
+    return indent("".join(f"{line}\n" for line in lines), " " * 8)
+
+
+def _held(rule: Inequality, python: Python) -> list[str]:
+    inside = python.doprint(rule.holds)
+    if WIDTH - 12 - len("lambda c: ,") < len(inside) <= WIDTH - 16:
+        return ["lambda c: (", f"    {inside}", "),"]
+    return fitted("lambda c: ", rule.holds, ",", WIDTH - 12, python)
 
 
 def _words(says: str) -> list[str]:
