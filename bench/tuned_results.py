@@ -11,12 +11,24 @@ from pathlib import Path
 
 from bench.environment import describe
 from bench.rows import Row
+from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.config import describe as said
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.records.record import Record
-from flexattn.tune.transfer import regret
+from flexattn.tune.ledger import cost
 
-__all__ = ["TORCH", "Result", "flip", "flipped", "made", "percent", "save", "summary", "table"]
+__all__ = [
+    "TORCH",
+    "Result",
+    "flip",
+    "flipped",
+    "made",
+    "percent",
+    "regret",
+    "save",
+    "summary",
+    "table",
+]
 
 # Winners of two tunings that differ by less than this are one answer.
 FLIP = 0.03
@@ -49,6 +61,22 @@ class Result:
     why: str
     samples: dict[str, tuple[float, ...]]
     refused: dict[str, str]
+
+
+def regret(config: Config, record: Record) -> float | None:
+    """How much slower than a record's winner a config was there: 0.03 is 3 %.
+
+    None where the record did not time it. Times compare through the default of the same rounds;
+    what was not sure enough to win may be faster by a little, which counts as 0.
+    """
+    trials, default = record.trials, record.decision.default
+    index = next((i for i, trial in enumerate(trials) if trial.config == config), None)
+    if index is None:
+        return None
+    own, best = cost(trials, index, default), cost(trials, record.decision.winner, default)
+    if not (math.isfinite(own) and math.isfinite(best)):
+        return None
+    return round(max(0.0, own / best - 1), 4)
 
 
 def flip(one: Record, other: Record) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,21 @@ DeviceName = Annotated[str, typer.Option("--device", help="A name that `flexattn
 QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
 KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
+Batch = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
+QueryLength = Annotated[
+    int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
+]
+WorkloadFiles = Annotated[
+    list[Path] | None, typer.Option("--workload", help="A workload file's problems; repeatable.")
+]
+Presets = Annotated[
+    list[str] | None, typer.Option("--preset", help="A shipped workload, or all; repeatable.")
+]
+Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
+DeviceHere = Annotated[
+    str | None,
+    typer.Option("--device", help="A device's name; the one that is here by default."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

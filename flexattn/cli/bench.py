@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.block_mask.create import create_block_mask
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import arguments
 from flexattn.cli.selection import rows_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
@@ -63,18 +63,14 @@ def bench(
     workloads: Annotated[
         list[Path] | None, typer.Argument(help="Workload files, TOML or YAML.")
     ] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="A shipped workload, or all; repeatable.")
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="A regular expression that titles match.")
-    ] = None,
+    preset: arguments.Presets = None,
+    only: arguments.Only = None,
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20,
     min_ms: Annotated[float, typer.Option(help="Milliseconds that each value fills.")] = 5.0,
     rivals: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Compile and time torch's kernel too.")
     ] = True,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
 

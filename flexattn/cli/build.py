@@ -10,22 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli.arguments import (
-    LENGTH,
-    AsJson,
-    BlockSize,
-    DeviceName,
-    Dtype,
-    HeadDim,
-    HeadDimV,
-    KeyHeads,
-    KindName,
-    ModArguments,
-    ModName,
-    QueryHeads,
-    Role,
-    named_problem,
-)
+from flexattn.cli import arguments
 from flexattn.cli.selection import EFFORTS, effort_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.cli.watch import Watch
@@ -68,28 +53,26 @@ class Report:
 
 
 def build(
-    mod: ModName,
-    arg: ModArguments = None,
-    role: Role = None,
-    kind: KindName = "prefill",
-    head_dim: HeadDim = 128,
-    head_dim_v: HeadDimV = None,
-    dtype: Dtype = "bfloat16",
-    device: DeviceName = "nvidia-h200",
-    hq: QueryHeads = 32,
-    hkv: KeyHeads = 8,
-    block_size: BlockSize = 128,
-    batch: Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")] = 1,
-    q_len: Annotated[
-        int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
-    ] = None,
-    kv_len: Annotated[int, typer.Option(help="Key length.")] = LENGTH,
+    mod: arguments.ModName,
+    arg: arguments.ModArguments = None,
+    role: arguments.Role = None,
+    kind: arguments.KindName = "prefill",
+    head_dim: arguments.HeadDim = 128,
+    head_dim_v: arguments.HeadDimV = None,
+    dtype: arguments.Dtype = "bfloat16",
+    device: arguments.DeviceName = "nvidia-h200",
+    hq: arguments.QueryHeads = 32,
+    hkv: arguments.KeyHeads = 8,
+    block_size: arguments.BlockSize = 128,
+    batch: arguments.Batch = 1,
+    q_len: arguments.QueryLength = None,
+    kv_len: Annotated[int, typer.Option(help="Key length.")] = arguments.LENGTH,
     effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0,
     deadline: Annotated[
         float, typer.Option(help="Seconds after which one config's compiler is killed.")
     ] = DEADLINE,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Compile every config of a space, for a device that need not be here.
 
@@ -99,7 +82,7 @@ def build(
         raise InputError(f"--jobs {jobs} --deadline {deadline:g}", "neither is below 0")
     sizes = (batch, q_len, kv_len)
     heads, dims = (hq, hkv), (head_dim, head_dim_v)
-    problem = named_problem(mod, arg, role, kind, dtype, heads, dims, block_size, sizes)
+    problem = arguments.named_problem(mod, arg, role, kind, dtype, heads, dims, block_size, sizes)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.problem(problem.describe())

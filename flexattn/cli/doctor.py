@@ -15,7 +15,7 @@ import torch
 import typer
 
 from flexattn import __version__
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import arguments
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_here, device_of
 from flexattn.cli.terminal import say, say_json
@@ -56,14 +56,12 @@ class Health:
 
 
 def doctor(
-    device: Annotated[
-        str | None, typer.Option(help="A device's name; the one that is here by default.")
-    ] = None,
+    device: arguments.DeviceHere = None,
     clear_outcomes: Annotated[
         bool,
         typer.Option("--clear-outcomes", help="Forget what was refused."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Look at the installation, the GPU and the caches; the status is 1 if something is broken."""
     target = device_of(device, "nvidia-h200")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import arguments
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_of, rows_of
 from flexattn.cli.terminal import say, say_json
@@ -38,30 +38,23 @@ class Shipped:
 
 def export(
     out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")],
-    workload: Annotated[
-        list[Path] | None, typer.Option(help="Only a workload file's problems; repeatable.")
-    ] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="Only a preset's problems; repeatable.")
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="A regular expression that titles match.")
-    ] = None,
+    workload: arguments.WorkloadFiles = None,
+    preset: arguments.Presets = None,
+    only: arguments.Only = None,
     source: Annotated[
         list[Path] | None,
         typer.Option("--from", help="A directory of records; every layer by default."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A device's name; the one that is here by default.")
-    ] = None,
+    device: arguments.DeviceHere = None,
     with_binaries: Annotated[
         bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Collect a device's tuned records in a directory for FLEXATTN_CACHE, each one checked.
 
-    With a workload, only its problems; those without a record are named, and the status is 1.
+    With a workload or a preset, only its problems; those without a record are named, and the
+    status is 1.
     """
     target = device_of(device)
     chosen: list[Task] | None = None

@@ -10,22 +10,7 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from flexattn.cli.arguments import (
-    LENGTH,
-    AsJson,
-    BlockSize,
-    DeviceName,
-    Dtype,
-    HeadDim,
-    HeadDimV,
-    KeyHeads,
-    KindName,
-    ModArguments,
-    ModName,
-    QueryHeads,
-    Role,
-    named_problem,
-)
+from flexattn.cli import arguments
 from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
@@ -74,23 +59,22 @@ class Rendered:
 
 
 def render(
-    mod: ModName,
-    arg: ModArguments = None,
-    role: Role = None,
-    kind: KindName = "prefill",
-    head_dim: HeadDim = 128,
-    head_dim_v: HeadDimV = None,
-    dtype: Dtype = "bfloat16",
-    device: DeviceName = "nvidia-h200",
-    hq: QueryHeads = 32,
-    hkv: KeyHeads = 8,
-    block_size: BlockSize = 128,
-    batch: Annotated[int, typer.Option("--B", help="Batch.")] = 1,
-    q_len: Annotated[
-        int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
-    ] = None,
+    mod: arguments.ModName,
+    arg: arguments.ModArguments = None,
+    role: arguments.Role = None,
+    kind: arguments.KindName = "prefill",
+    head_dim: arguments.HeadDim = 128,
+    head_dim_v: arguments.HeadDimV = None,
+    dtype: arguments.Dtype = "bfloat16",
+    device: arguments.DeviceName = "nvidia-h200",
+    hq: arguments.QueryHeads = 32,
+    hkv: arguments.KeyHeads = 8,
+    block_size: arguments.BlockSize = 128,
+    batch: arguments.Batch = 1,
+    q_len: arguments.QueryLength = None,
     kv_len: Annotated[
-        int | None, typer.Option(help=f"Key length; a prefill's query length, else {LENGTH}.")
+        int | None,
+        typer.Option(help=f"Key length; a prefill's query length, else {arguments.LENGTH}."),
     ] = None,
     block_m: Annotated[int | None, typer.Option(help="Force BLOCK_M.")] = None,
     block_n: Annotated[int | None, typer.Option(help="Force BLOCK_N.")] = None,
@@ -111,7 +95,7 @@ def render(
         str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
     ] = None,
     tanh: Annotated[str | None, typer.Option(help="auto, fast or exact.")] = None,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
     forced = {
@@ -126,8 +110,8 @@ def render(
         "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = kv_len or (q_len if kind == "prefill" else None) or LENGTH
-    problem = named_problem(
+    keys = kv_len or (q_len if kind == "prefill" else None) or arguments.LENGTH
+    problem = arguments.named_problem(
         mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size,
         (batch, q_len, keys),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flexattn.cli.arguments import AsJson
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
 from flexattn.errors import InputError
@@ -29,7 +30,7 @@ def report(
     bench: Annotated[
         list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write one HTML page about tuned records: spaces, what mattered, limits, why winners won."""
     if records and cache:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import arguments
 from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
@@ -44,15 +44,11 @@ def tune(
         list[Path] | None,
         typer.Argument(help="Workload files, TOML or YAML; lists with --from-untuned."),
     ] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="A shipped workload, or all; repeatable.")
-    ] = None,
+    preset: arguments.Presets = None,
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="List the presets and stop.")
     ] = False,
-    only: Annotated[
-        str | None, typer.Option(help="A regular expression that titles match.")
-    ] = None,
+    only: arguments.Only = None,
     from_untuned: Annotated[
         bool,
         typer.Option("--from-untuned", help="Tune what dispatch listed in untuned.jsonl."),
@@ -65,9 +61,7 @@ def tune(
         float | None,
         typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A device's name; the one that is here by default.")
-    ] = None,
+    device: arguments.DeviceHere = None,
     storage: Annotated[
         str | None, typer.Option(help="An Optuna storage URL that many machines share.")
     ] = None,
@@ -92,7 +86,7 @@ def tune(
             help="Tune what has a record already too; in --storage, what was finished.",
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Tune a workload's problems; each record is kept as soon as its problem is done.
 

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from flexattn.cli.arguments import (
-    LENGTH,
-    AsJson,
-    BlockSize,
-    Dtype,
-    HeadDim,
-    HeadDimV,
-    KeyHeads,
-    ModArguments,
-    QueryHeads,
-    Role,
-)
+from flexattn.cli import arguments
 from flexattn.cli.mods import resolve
 from flexattn.cli.selection import device_of, kind_of, rows_of
 from flexattn.cli.terminal import say, say_json
@@ -47,35 +35,30 @@ def why(
         str | None,
         typer.Argument(help="A name of the catalogue, or package.module:function."),
     ] = None,
-    arg: ModArguments = None,
-    role: Role = None,
+    arg: arguments.ModArguments = None,
+    role: arguments.Role = None,
     kind: Annotated[
         str | None, typer.Option(help="prefill or decode; the lengths decide by default.")
     ] = None,
-    batch: Annotated[int, typer.Option("--B", help="Batch.")] = 1,
-    hq: QueryHeads = 32,
-    hkv: KeyHeads = 8,
-    q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH,
+    batch: arguments.Batch = 1,
+    hq: arguments.QueryHeads = 32,
+    hkv: arguments.KeyHeads = 8,
+    q_len: Annotated[int, typer.Option(help="Queries.")] = arguments.LENGTH,
     kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None,
-    head_dim: HeadDim = 128,
-    head_dim_v: HeadDimV = None,
-    dtype: Dtype = "bfloat16",
-    block_size: BlockSize = 128,
-    workload: Annotated[
-        list[Path] | None, typer.Option(help="A workload file's problems instead; repeatable.")
-    ] = None,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="A preset's problems instead; repeatable.")
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="A regular expression that titles match.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="A device's name; the one that is here by default.")
-    ] = None,
-    as_json: AsJson = False,
+    head_dim: arguments.HeadDim = 128,
+    head_dim_v: arguments.HeadDimV = None,
+    dtype: arguments.Dtype = "bfloat16",
+    block_size: arguments.BlockSize = 128,
+    workload: arguments.WorkloadFiles = None,
+    preset: arguments.Presets = None,
+    only: arguments.Only = None,
+    device: arguments.DeviceHere = None,
+    as_json: arguments.AsJson = False,
 ) -> None:
-    """Say whether a problem's config is a hit, a hint, the nearest or the default, and why."""
+    """Say whether a problem's config is a hit, a hint, the nearest or the default, and why.
+
+    The problem is that of MOD, or those of a workload or a preset.
+    """
     target = device_of(device, "nvidia-h200")
     if workload or preset:
         if mod is not None:

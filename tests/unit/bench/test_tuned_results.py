@@ -1,15 +1,13 @@
-"""Transfer: what a winner costs at other sizes; and how often two tunings disagree."""
+"""What a winner costs at other sizes, and how often two tunings disagree."""
 
 import dataclasses
 
 import pytest
 
-from bench.tuned_results import flip, flipped
-from flexattn.records.codec import decode_record, encode_record
+from bench.tuned_results import flip, flipped, regret
 from flexattn.tune.ledger import cost
 from flexattn.tune.method import Method
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.transfer import regret, transfer_regret, with_transfer
 from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, study
 
@@ -37,19 +35,6 @@ def test_regret_is_the_slowdown_beside_the_winner_there():
         assert regret(trial.config, there) == expected
     assert regret(there.config, there) == 0.0
     assert regret(dataclasses.replace(there.config, BLOCK_N=512), there) is None
-
-
-def test_only_neighbours_of_one_environment_count():
-    one, near, far = tuned(1), tuned(2, 16384), tuned(3, 32768)
-    other = dataclasses.replace(far, key=dataclasses.replace(far.key, Hq=64))
-    elsewhere = dataclasses.replace(
-        far, environment=dataclasses.replace(far.environment, triton="3.6.0")
-    )
-    found = transfer_regret(one, [one, near, other, elsewhere])
-    assert [name for name, _ in found] in ([], ["b1-q1-k16384"])
-    both = with_transfer([one, near])
-    assert all(decode_record(encode_record(r).encode()) == r for r in both)
-    assert both[0].transfer == transfer_regret(one, [near])
 
 
 def test_a_winner_that_the_other_tuning_did_not_time_is_no_agreement():
