@@ -196,7 +196,7 @@ class _Check:
             found += list(zip(top.values.tolist(), places, *values, strict=True))
             found = sorted(found, key=lambda item: (-item[0], item[1]))[:_SAMPLES]
         return [
-            Sample(self.name, _unravel(place, self.got.shape), got_there, oracle_there)
+            Sample(self.name, _index(place, self.got.shape), got_there, oracle_there)
             for error, place, got_there, oracle_there in found
             if error > 0
         ]
@@ -238,13 +238,9 @@ class _Errors:
         return math.sqrt(self.squares / max(count, 1))
 
 
+def _index(place: int, shape: torch.Size) -> tuple[int, ...]:
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(place), shape))
+
+
 def _same(got: Tensor, oracle: Tensor) -> Tensor:
     return (got == oracle) | (got.isnan() & oracle.isnan())
-
-
-def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        flat, place = divmod(flat, size)
-        index.append(place)
-    return tuple(reversed(index))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexattn.mods import Bound
 from flexattn.problem import DTYPES, FP8, Problem
 
-__all__ = ["make_inputs", "make_sinks"]
+__all__ = ["make_inputs", "make_sinks", "moved"]
 
 _TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}
 
@@ -42,6 +43,13 @@ def make_sinks(problem: Problem, device: torch.device) -> Tensor | None:
     draw = torch.Generator(device).manual_seed(1)
     sinks = torch.randn(problem.Hq, generator=draw, device=device)
     return sinks.to(_TORCH[problem.structure.sinks])
+
+
+def moved(bound: Bound | None, where: torch.device | str) -> Bound | None:
+    """A mod with what it captures on a device."""
+    if bound is None:
+        return None
+    return bound._replace(tensors=tuple(tensor.to(where) for tensor in bound.tensors))
 
 
 def _normal(

@@ -19,12 +19,11 @@ from flexattn.kernels.choose.options import Options
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
-from flexattn.measure.inputs import make_inputs, make_sinks
+from flexattn.measure.inputs import make_inputs, make_sinks, moved
 from flexattn.measure.oracle import Judge, oracle
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
-from flexattn.mods import Bound
 from flexattn.records.record import Failed, Gated, Policy
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Lists, Outputs, prepare
@@ -120,7 +119,7 @@ class DeviceLab:
             torch.backends.cuda.matmul.allow_tf32 = structure.tf32
         q, k, v = make_inputs(task.problem, self._where)
         sinks = make_sinks(task.problem, self._where)
-        score, mask = _moved(task.score, self._where), _moved(task.mask, self._where)
+        score, mask = moved(task.score, self._where), moved(task.mask, self._where)
         lists = None
         if task.lists is not None:
             lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
@@ -210,12 +209,6 @@ def _clock(policy: Policy, where: torch.device) -> Clock:
             "measure with graph=False and cold_l2=False",
         )
     return CpuClock()
-
-
-def _moved(bound: Bound | None, where: torch.device) -> Bound | None:
-    if bound is None:
-        return None
-    return bound._replace(tensors=tuple(tensor.to(where) for tensor in bound.tensors))
 
 
 @contextlib.contextmanager

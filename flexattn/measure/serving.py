@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flexattn.kernels.paged_decode.space import ServingConfig
 from flexattn.measure.gate import judge
+from flexattn.measure.inputs import moved
 from flexattn.measure.oracle import Judge, mask_callable, score_callable
 from flexattn.measure.task import ServingTask
-from flexattn.mods import Bound
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
@@ -119,8 +119,8 @@ def plan_call(
         page_size=m.page,
         layout=m.layout,
         kv_dtype=m.kv_dtype,
-        score_mod=_moved(task.score, where),
-        mask_mod=_moved(task.mask, where),
+        score_mod=moved(task.score, where),
+        mask_mod=moved(task.mask, where),
         scale=task.scale,
         sinks=form.sinks,
         scaled=form.scaled,
@@ -176,10 +176,11 @@ def _request(
     past = kv_len - q_len
     q = batch.q[start : start + q_len].transpose(0, 1)[None]
     k, v = (each[None] for each in batch.keys(task.problem.maxima, b, kv_len))
-    score_mod = None if task.score is None else score_callable(_moved(task.score, q.device))
-    mask_mod = None if task.mask is None else mask_callable(_moved(task.mask, q.device))
+    score, mask = moved(task.score, q.device), moved(task.mask, q.device)
+    score_mod = None if score is None else score_callable(score)
+    mask_mod = None if mask is None else mask_callable(mask)
 
-    def score(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+    def scored(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         if score_mod is not None:
             s = score_mod(s, i + b, h, m + past, n)
         if mask_mod is None:
@@ -188,12 +189,6 @@ def _request(
 
     modded = score_mod is not None or mask_mod is not None
     return attention(
-        q, k, v, score_mod=score if modded else None, scale=task.scale, sinks=batch.sinks,
+        q, k, v, score_mod=scored if modded else None, scale=task.scale, sinks=batch.sinks,
         precision=precision,
     )  # fmt: skip
-
-
-def _moved(bound: Bound | None, where: torch.device) -> Any:
-    if bound is None:
-        return None
-    return bound._replace(tensors=tuple(tensor.to(where) for tensor in bound.tensors))

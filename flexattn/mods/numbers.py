@@ -16,7 +16,7 @@ from functools import lru_cache
 from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import OPS
-from flexattn.mods.simplify import make, plug
+from flexattn.mods.simplify import make, plug, rebuilt
 from flexattn.util.lru import Lru
 
 __all__ = [
@@ -196,19 +196,15 @@ def _joined(one: Range | None, other: Range | None) -> Range | None:
 
 
 def _replaced(expr: Expr, numbers: Sequence[Number]) -> tuple[Expr, tuple[Number, ...]]:
-    slots = {number.expr: slot for slot, number in enumerate(numbers)}
-    done: dict[Expr, Expr] = {}
-    for node in walk(expr):
-        slot = slots.get(node)
-        if slot is None:
-            args = tuple(done[arg] for arg in node.args)
-            done[node] = make(node.op, node.dtype, args, node.value) if args else node
-            continue
-        number = numbers[slot]
-        done[node] = Expr("scalar", number.dtype, (), slot)
-        if number.limits is not None:
-            low, high = (const(limit, node.dtype) for limit in number.limits)
-            wide = make("cast", node.dtype, (done[node],))
-            at_least = make("maximum", node.dtype, (wide, low))
-            done[node] = make("minimum", node.dtype, (at_least, high))
-    return done[expr], tuple(numbers)
+    arguments = {number.expr: _argument(slot, number) for slot, number in enumerate(numbers)}
+    return rebuilt(expr, arguments.get), tuple(numbers)
+
+
+def _argument(slot: int, number: Number) -> Expr:
+    """A number as a kernel reads it, behind a clamp to its limits where it has any."""
+    read, dtype = Expr("scalar", number.dtype, (), slot), number.expr.dtype
+    if number.limits is None:
+        return read
+    low, high = (const(limit, dtype) for limit in number.limits)
+    at_least = make("maximum", dtype, (make("cast", dtype, (read,)), low))
+    return make("minimum", dtype, (at_least, high))

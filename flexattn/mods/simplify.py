@@ -12,7 +12,7 @@ from flexattn.mods.expr import Expr, Value, const, walk
 from flexattn.mods.fold import fold
 from flexattn.mods.ops import OPS, is_float, is_int
 
-__all__ = ["make", "plug", "renumber", "simplify"]
+__all__ = ["make", "plug", "rebuilt", "renumber", "simplify"]
 
 Rule = Callable[[Expr], Expr | None]
 
@@ -40,7 +40,7 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
 
 def simplify(expr: Expr) -> Expr:
     """The canonical form of a whole expression."""
-    return _rebuild(expr, lambda node: None)
+    return rebuilt(expr, lambda node: None)
 
 
 def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
@@ -51,7 +51,7 @@ def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
             return const(values[node.value], node.dtype)  # type: ignore[index]
         return None
 
-    return _rebuild(expr, replace)
+    return rebuilt(expr, replace)
 
 
 def renumber(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
@@ -67,7 +67,11 @@ def renumber(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
     return done[expr], loads, scalars
 
 
-def _rebuild(expr: Expr, replace: Rule) -> Expr:
+def rebuilt(expr: Expr, replace: Rule) -> Expr:
+    """The canonical form with other nodes in the place of some; replace: None for those that stay.
+
+    What a node is made of is looked at whether it is replaced or not.
+    """
     done: dict[Expr, Expr] = {}
     for node in walk(expr):
         new = replace(node)

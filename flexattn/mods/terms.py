@@ -6,26 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from flexattn.mods import rules
 from flexattn.mods.analysis.dependence import Variables, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
-from flexattn.mods.rules import (
-    FLOAT,
-    ONE,
-    RULES,
-    Rise,
-    Term,
-    masked,
-    place,
-    rise,
-    spread,
-    tilt,
-    times,
-)
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import make, rebuilt
 
 __all__ = ["ALL", "SCORE", "Step", "Terms", "split", "whole"]
 
-ALL = frozenset(RULES)
+ALL = frozenset(rules.RULES)
 SCORE = Expr("var", VARS["score"], (), "score")
 
 
@@ -49,8 +37,8 @@ class Terms:
     """
 
     core: Expr | None
-    inner: Expr = ONE
-    outer: Expr = ONE
+    inner: Expr = rules.ONE
+    outer: Expr = rules.ONE
     row: Expr | None = None
     tilt: Expr | None = None
     column: Expr | None = None
@@ -86,7 +74,7 @@ class Terms:
         return slope_of(self.column, "kv_idx", Variables()) if self.positive(self.outer) else None
 
     @property
-    def rise(self) -> Rise | None:
+    def rise(self) -> rules.Rise | None:
         """How scores rise from each key of a row to the next, where they are else only scaled.
 
         None too where that is known not to be above 0, and where the score_mod masks keys.
@@ -95,7 +83,7 @@ class Terms:
             return None
         if not self.positive(self.outer):
             return None
-        found = rise(self.added, Variables())
+        found = rules.rise(self.added, Variables())
         if found is None or (found.step.op == "const" and not self.positive(found.step)):
             return None
         return found
@@ -126,15 +114,15 @@ class _Split:
     def run(self) -> Terms:
         keep, expr = None, self.expr
         if "mask" in self.allowed:
-            keep, expr = masked(expr, self.reads)
+            keep, expr = rules.masked(expr, self.reads)
         if keep is not None:
             self._applied("mask", keep)
-        scored: list[Term] = []
-        for term in spread(expr, self.allowed, self.reads, self._applied):
+        scored: list[rules.Term] = []
+        for term in rules.spread(expr, self.allowed, self.reads, self._applied):
             if "score" in self.reads(term.value):
                 scored.append(term)
             else:
-                self._add(times(term.factor, term.value))
+                self._add(rules.times(term.factor, term.value))
         core, inner, outer = self._core(scored)
         parts = self.parts
         return Terms(
@@ -145,10 +133,10 @@ class _Split:
 
     def _add(self, term: Expr) -> None:
         """Put a term without the score where it is cheapest."""
-        where = place(term, self.allowed, self.reads)
+        where = rules.place(term, self.allowed, self.reads)
         if where != "rest":
             self._applied(where, term)
-        tilted = tilt(term, self.reads) if where == "tilt" else None
+        tilted = rules.tilt(term, self.reads) if where == "tilt" else None
         if tilted is None:
             self._sum(where, term)
         else:
@@ -157,72 +145,67 @@ class _Split:
 
     def _sum(self, name: str, term: Expr) -> None:
         known = self.parts.get(name)
-        self.parts[name] = term if known is None else make("add", FLOAT, (known, term))
+        self.parts[name] = term if known is None else make("add", rules.FLOAT, (known, term))
 
     def _applied(self, rule: str, to: Expr) -> None:
         step = Step(rule, pretty(to).replace("\n", "; "))
         if step not in self.steps:
             self.steps.append(step)
 
-    def _core(self, scored: list[Term]) -> tuple[Expr | None, Expr, Expr]:
+    def _core(self, scored: list[rules.Term]) -> tuple[Expr | None, Expr, Expr]:
         """(core, inner, outer) of the terms that the score reaches."""
         if not scored:
-            return None, ONE, ONE
+            return None, rules.ONE, rules.ONE
         factors = [term.factor for term in scored if term.value is SCORE]
         # Without the rule a sign or a second score stays where it is: a bare score has no factor.
         scales = "scale" in self.allowed
-        if (scales or factors == [ONE]) and len(factors) == len(scored):
+        if (scales or factors == [rules.ONE]) and len(factors) == len(scored):
             total = factors[0]
             for factor in factors[1:]:
-                total = make("add", FLOAT, (total, factor))
-            if total is not ONE:
+                total = make("add", rules.FLOAT, (total, factor))
+            if total is not rules.ONE:
                 self._applied("scale", total)
-            return SCORE, ONE, total
-        outer = ONE
+            return SCORE, rules.ONE, total
+        outer = rules.ONE
         if len(scored) == 1 and scales:
-            outer, scored = scored[0].factor, [Term(ONE, scored[0].value)]
+            outer, scored = scored[0].factor, [rules.Term(rules.ONE, scored[0].value)]
         core = self._rebuilt(scored[0])
         for term in scored[1:]:
-            core = make("add", FLOAT, (core, self._rebuilt(term)))
+            core = make("add", rules.FLOAT, (core, self._rebuilt(term)))
         core, inner = self._unscaled(core)
         for number in (inner, outer):
-            if number is not ONE:
+            if number is not rules.ONE:
                 self._applied("scale", number)
         return core, inner, outer
 
-    def _rebuilt(self, term: Term) -> Expr:
+    def _rebuilt(self, term: rules.Term) -> Expr:
         """The term with what is linear in the score, inside of it, as factor * score + others."""
         done: dict[Expr, Expr] = {}
         for node in walk(term.value):
             args = tuple(done[arg] for arg in node.args)
             new = make(node.op, node.dtype, args, node.value) if args else node
             done[node] = self._linear(new) if new.op in ("mul", "div", "neg") else new
-        return times(term.factor, done[term.value])
+        return rules.times(term.factor, done[term.value])
 
     def _linear(self, node: Expr) -> Expr:
         if "scale" not in self.allowed or "score" not in self.reads(node):
             return node
-        terms = spread(node, self.allowed, self.reads, self._applied)
+        terms = rules.spread(node, self.allowed, self.reads, self._applied)
         found: Expr | None = None
         for term in terms:
-            new = times(term.factor, term.value)
-            found = new if found is None else make("add", FLOAT, (found, new))
+            new = rules.times(term.factor, term.value)
+            found = new if found is None else make("add", rules.FLOAT, (found, new))
         return found or node
 
     def _unscaled(self, core: Expr) -> tuple[Expr, Expr]:
         """(core of s = inner * score, inner), where every read of the score is that product."""
         if "scale" not in self.allowed:
-            return core, ONE
+            return core, rules.ONE
         users = {node for node in walk(core) if SCORE in node.args}
         if len(users) != 1:
-            return core, ONE
+            return core, rules.ONE
         (user,) = users
         others = [arg for arg in user.args if arg is not SCORE]
         if user.op != "mul" or len(others) != 1 or self.reads(others[0]) & {"score", "kv_idx"}:
-            return core, ONE
-        done: dict[Expr, Expr] = {}
-        for node in walk(core):
-            args = tuple(done[arg] for arg in node.args)
-            new = make(node.op, node.dtype, args, node.value) if args else node
-            done[node] = SCORE if node is user else new
-        return done[core], others[0]
+            return core, rules.ONE
+        return rebuilt(core, {user: SCORE}.get), others[0]

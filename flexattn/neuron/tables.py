@@ -10,8 +10,10 @@ from flexattn.kernels.nki.printer import TABLE_LIMIT
 from flexattn.kernels.nki.tables import Table
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
-from flexattn.mods.expr import Expr, Mod, fingerprint, walk
+from flexattn.mods.expr import Expr, Mod, const, walk
 from flexattn.mods.ops import is_float
+from flexattn.mods.simplify import rebuilt
+from flexattn.mods.site import interned
 from flexattn.problem import Problem
 
 __all__ = ["MOST_ELEMENTS", "make_table"]
@@ -81,16 +83,9 @@ def make_table(table: Table, bound: Bound, problem: Problem, rows: int, target: 
 
 
 def _shifted(mod: Mod, zero: int) -> Mod:
-    made: dict[Expr, Expr] = {}
-    for node in walk(mod.expr):
-        if node.op == "var" and node.value == "q_idx":
-            made[node] = Expr("const", node.dtype, (), zero)
-        else:
-            args = tuple(made[arg] for arg in node.args)
-            made[node] = Expr(node.op, node.dtype, args, node.value)
-    expr = made[mod.expr]
-    stamp = fingerprint(mod.kind, expr, mod.buffers, mod.scalars)
-    return Mod(mod.kind, expr, mod.buffers, mod.scalars, stamp)
+    query, position = Expr("var", "int64", (), "q_idx"), const(zero, "int64")
+    expr = rebuilt(mod.expr, {query: position}.get)
+    return interned(mod.kind, expr, mod.buffers, mod.scalars)
 
 
 def _load(expr: Expr) -> str:

@@ -25,7 +25,15 @@ from flexattn.records.former import current
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 
-__all__ = ["MAX_BYTES", "decode", "decode_answer", "decode_record", "encode", "encode_record"]
+__all__ = [
+    "MAX_BYTES",
+    "decode",
+    "decode_answer",
+    "decode_record",
+    "encode",
+    "encode_record",
+    "told",
+]
 
 T = TypeVar("T")
 
@@ -63,14 +71,14 @@ def encode_record(record: Record) -> str:
     """The text of a record's file."""
     head = {"schema": SCHEMA, **encode(record.answer)}
     head |= {name: encode(getattr(record, name)) for name in TAIL}
-    trials = ",\n".join("  " + json.dumps(_told(trial)) for trial in record.trials)
+    trials = ",\n".join("  " + json.dumps(told(trial)) for trial in record.trials)
     body = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
     body += _TRIALS_MARK + trials + "\n ]"
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{body}{_SUM_MARK.decode()}{digest}"\n}}\n'
 
 
-def _told(trial: Trial) -> dict[str, Any]:
+def told(trial: Trial) -> dict[str, Any]:
     """A trial without the fields that say nothing: most have no twin, and many no failure."""
     defaults = {field.name: field.default for field in fields(trial)}
     told = ((name, getattr(trial, name)) for name in defaults)

@@ -20,8 +20,15 @@ class Progress(Protocol):
         """Something worth a line of its own."""
 
 
-class _Silent(Progress):
-    """Nobody listens: what the protocol's methods do is nothing."""
+class _Silent:
+    def stage(self, name: str, total: int) -> None:
+        """Says nothing."""
+
+    def step(self, text: str, best_us: float | None = None) -> None:
+        """Says nothing."""
+
+    def note(self, text: str) -> None:
+        """Says nothing."""
 
 
 SILENT: Progress = _Silent()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flexattn.errors import CacheError
-from flexattn.records.codec import decode, encode
+from flexattn.records.codec import decode, encode, told
 from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Policy, Trial
 from flexattn.tune.subject import Subject
@@ -58,7 +57,7 @@ def save(study: Study, path: Path) -> None:
     head = encode(study)
     del head["trials"]
     text = json.dumps(head, separators=(",", ":"))[:-1]
-    rows = ",\n".join(json.dumps(_told(t), separators=(",", ":")) for t in study.trials)
+    rows = ",\n".join(json.dumps(told(t), separators=(",", ":")) for t in study.trials)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(".part")
     whole.write_text(f'{text},"trials":[\n{rows}\n]}}\n', encoding="utf-8")
@@ -96,9 +95,3 @@ def loads(text: str) -> Study:
 def stored(folder: Path) -> Iterator[Path]:
     """The studies below a folder, in order."""
     yield from sorted(folder.rglob("*.json"))
-
-
-def _told(trial: Trial) -> dict[str, Any]:
-    blank = {field.name: field.default for field in fields(trial)}
-    told = {name: getattr(trial, name) for name in blank}
-    return {name: encode(each) for name, each in told.items() if each != blank[name]}

@@ -12,6 +12,7 @@ from flexattn.block_mask.classify import block_kinds
 from flexattn.block_mask.create import from_kinds
 from flexattn.device import Device
 from flexattn.errors import InputError
+from flexattn.measure.inputs import moved
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.mods import Bound, bind
 from flexattn.mods.bind import clear
@@ -47,7 +48,9 @@ def plan_task(row: Row, device: Device) -> ServingTask:
     assert served is not None
     clear()
     score_mod, mask_mod = mods_of(row)
-    score, mask = _on_cpu(bind(score_mod, "score")), _on_cpu(bind(mask_mod, "mask"))
+    score, mask = (
+        moved(bind(*each), "cpu") for each in ((score_mod, "score"), (mask_mod, "mask"))
+    )
     return serving_task(
         row.title, shape, row.dtype, device, policy_for("serving", device, row.policy),
         checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
@@ -92,7 +95,9 @@ def task_from(
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
     clear()
-    score, mask = _on_cpu(bind(score_mod, "score")), _on_cpu(bind(mask_mod, "mask"))
+    score, mask = (
+        moved(bind(*each), "cpu") for each in ((score_mod, "score"), (mask_mod, "mask"))
+    )
     lists = sparsity = None
     name = ""
     if mask_mod is not None and mask is not None:
@@ -129,15 +134,14 @@ def _block_mask(
     names = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
     shape, lengths = row.shape, (row.shape.q_len, row.shape.kv_len)
     sizes = (shape.B if "b" in names else 1, shape.Hq if "h" in names else 1, *lengths)
-    there = mask._replace(tensors=tuple(each.to(where) for each in mask.tensors))
+    there = moved(mask, where)
+    assert there is not None
     kinds = block_kinds(there, sizes, row.block_size, where).cpu()
     return from_kinds(kinds, mask_mod, row.block_size, lengths)
 
 
-def _on_cpu(bound: Bound | None) -> Bound | None:
-    if bound is None:
-        return None
-    return bound._replace(tensors=tuple(each.cpu() for each in bound.tensors))
+def _on_cpu(score_mod: Any, mask_mod: Any) -> tuple[Bound | None, Bound | None]:
+    return moved(bind(score_mod, "score"), "cpu"), moved(bind(mask_mod, "mask"), "cpu")
 
 
 def _made(mod: ModPath | None, role: str, row: Row) -> Callable[..., Any] | None:

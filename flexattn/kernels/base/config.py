@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, Protocol
 
-__all__ = ["Config", "Language", "describe", "padded", "pieces"]
+__all__ = ["Config", "Language", "describe", "padded", "pieces", "power_above"]
 
 Language = Literal["triton", "gluon"]
 
@@ -41,17 +41,22 @@ def describe(config: Config) -> str:
     return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
 
 
+def power_above(size: int) -> int:
+    """The narrowest tile that covers so many elements: a power of two of at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def pieces(head_dim: int) -> tuple[tuple[int, int, int], ...]:
     """Cut a head dimension into at most two power-of-two tiles: (offset, tile, elements used).
 
     192 is 128 + 64 and 576 is 512 + 64 exactly; 112 is one tile of 128, padded.
     """
-    whole = max(16, 1 << (head_dim - 1).bit_length())
+    whole = power_above(head_dim)
     half = whole // 2
     rest = head_dim - half
     if whole == 16 or head_dim == whole:
         return ((0, whole, head_dim),)
-    tail = max(16, 1 << (rest - 1).bit_length())
+    tail = power_above(rest)
     if tail >= half:
         return ((0, whole, head_dim),)
     return ((0, half, half), (half, tail, rest))

@@ -73,6 +73,6 @@ def words(config: Config) -> list[str]:
     return [found.word for name, default, found in known if getattr(config, name) != default]
 
 
-def values(config: Config) -> dict[str, Any]:
-    """All fields by name, for a template's context."""
-    return {each.name: getattr(config, each.name) for each in fields(config)}
+def values(of: Any) -> dict[str, Any]:
+    """All fields of a config, or of another dataclass, by name, for a template's context."""
+    return {each.name: getattr(of, each.name) for each in fields(of)}

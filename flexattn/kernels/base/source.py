@@ -177,8 +177,3 @@ def expressions(structure: Structure) -> list[str]:
 def one_line(captures: Captures) -> str:
     """A mod's expression for a header."""
     return pretty(captures.mod.expr).replace("\n", "; ")
-
-
-def power(value: int) -> int:
-    """The least power of two that is not below a size, and a tile of Triton: at least 16."""
-    return max(16, 1 << (value - 1).bit_length())

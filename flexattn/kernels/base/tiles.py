@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.errors import ConfigError
-from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.config import Config, power_above
 from flexattn.problem import Structure
 
-__all__ = ["Geometry", "check_power", "power_above", "tile_for", "tiles_per_q", "walks_runs"]
+__all__ = ["Geometry", "check_power", "tile_for", "tiles_per_q", "walks_runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,6 @@ def walks_runs(structure: Structure, config: Config) -> bool:
     """Whether the kernel walks a mask's runs: whole tiles from one end to the other, no lists."""
     sparsity = structure.sparsity
     return sparsity is not None and sparsity.runs and sparsity.kv_block % config.BLOCK_N == 0
-
-
-def power_above(block: int) -> int:
-    """The narrowest tile that covers a block: a power of two of at least 16."""
-    return max(16, 1 << (block - 1).bit_length())
 
 
 def check_power(name: str, size: int) -> None:

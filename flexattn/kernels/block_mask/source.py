@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments
-from flexattn.kernels.base.source import Source, make_source, mod_context, one_line, power
+from flexattn.kernels.base.config import power_above
+from flexattn.kernels.base.source import Source, make_source, mod_context, one_line
 from flexattn.kernels.block_mask.bounds_printer import print_bounds, table_names
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
@@ -39,7 +40,7 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
     mask = print_mod(captures.mod, captures.contiguous, interpreted)
     bounds = bounds_of(captures.mod)
     printed = print_bounds(captures.mod, bounds)
-    tile_m, tile_n = (min(32, power(block)) for block in (q_block, kv_block))
+    tile_m, tile_n = (min(32, power_above(block)) for block in (q_block, kv_block))
     settings = {
         "SPARSE_Q": q_block,
         "SPARSE_KV": kv_block,

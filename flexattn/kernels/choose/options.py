@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.base.config import Config, Language
@@ -19,11 +19,15 @@ from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
 from flexattn.settings import log, say_once
 
+T = TypeVar("T")
+V = TypeVar("V")
+
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
 BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
 FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
 # As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
 _QUOTE = "'"
+_TANH: dict[str, Tanh] = {each: each for each in get_args(Tanh)}
 _TF32 = {"ieee": False, "tf32x3": False, "tf32": True}
 
 
@@ -106,7 +110,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         merge_consumers=_boolean(chosen, "MERGE_CONSUMERS"),
         ptxas=_ptxas(chosen.get("PTXAS")),
         rules_off=_rules(chosen.get("RULES_OFF", "")),
-        tanh=_tanh(chosen.get("TANH", "auto")),
+        tanh=_one_of("TANH", chosen.get("TANH", "auto"), _TANH),
         tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
     )
 
@@ -196,21 +200,23 @@ def _rules(value: object) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _tanh(value: object) -> Tanh:
-    for known in get_args(Tanh):
+def _one_of(name: str, value: object, among: Mapping[T, V]) -> V:
+    """What a key's value stands for among those there are."""
+    for known, meaning in among.items():
         if value == known:
-            found: Tanh = known
-            return found
-    raise ConfigError(f"kernel_options['TANH']={value!r}", f"it is one of {get_args(Tanh)}")
+            return meaning
+    raise ConfigError(f"kernel_options[{name!r}]={value!r}", f"it is one of {tuple(among)}")
 
 
 def _ptxas(value: object) -> Ptxas | None:
+    return None if value is None else _one_of("PTXAS", value, dict(zip(PTXAS, PTXAS, strict=True)))
+
+
+def _tf32(value: object) -> bool | None:
     if value is None:
         return None
-    for known in PTXAS:
-        if value == known:
-            return known
-    raise ConfigError(f"kernel_options['PTXAS']={value!r}", f"it is one of {PTXAS}")
+    precision = value.strip(_QUOTE) if isinstance(value, str) else value
+    return _one_of("FLOAT32_PRECISION", precision, _TF32)
 
 
 def _language(chosen: Mapping[str, Any]) -> Language | None:
@@ -218,18 +224,6 @@ def _language(chosen: Mapping[str, Any]) -> Language | None:
     if backend == "GLUON":
         return "gluon"
     return "triton" if backend == "TRITON" or chosen.get(LEGACY, False) else None
-
-
-def _tf32(value: object) -> bool | None:
-    if value is None:
-        return None
-    precision = value.strip(_QUOTE) if isinstance(value, str) else value
-    for known, tf32 in _TF32.items():
-        if precision == known:
-            return tf32
-    raise ConfigError(
-        f"kernel_options['FLOAT32_PRECISION']={value!r}", f"it is one of {tuple(_TF32)}"
-    )
 
 
 def _integer(chosen: Mapping[str, Any], name: str) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments, pointer, strides_of
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.features import ALL_KEYS
 from flexattn.kernels.base.source import BASE_2, Source, make_source, mod_context, traits_of
 from flexattn.kernels.printers.score_printer import LOG2E
@@ -30,7 +31,7 @@ HUGE = 1e18
 
 def rows_of_part(head_dim: int) -> int:
     """How many rows of q or k one program takes the norms of."""
-    return max(16, min(128, ELEMENTS // _width(head_dim)))
+    return max(16, min(128, ELEMENTS // power_above(head_dim)))
 
 
 def render_norms(structure: Structure, device: Device) -> Source:
@@ -39,7 +40,7 @@ def render_norms(structure: Structure, device: Device) -> Source:
     settings = {
         "ROWS": rows_of_part(head_dim),
         "HEAD_DIM": head_dim,
-        "TILE_D": _width(head_dim),
+        "TILE_D": power_above(head_dim),
     }
     found = [pointer("q", structure), pointer("k", structure), Argument("NORMS", "*fp32", 16)]
     found += [*strides_of("q", structure), *strides_of("k", structure)]
@@ -91,7 +92,3 @@ def render_reach(structure: Structure, device: Device) -> Source:
     }
     header = [f"reach of a score_mod for {device.arch}"]
     return make_source("decay_skip/reach.py.jinja", device, header, context, tuple(found), 4, 1)
-
-
-def _width(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())

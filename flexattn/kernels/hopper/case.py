@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from flexattn.device import Device
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.features import loads_by_key, loads_diagonals, loads_tiles, tma_layout
-from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.hopper.config import (
     CONSUMER_ROWS,
     HOPPER_ORDERS,
@@ -17,7 +17,7 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.hopper.printed import Case
 from flexattn.problem import Structure
 
-__all__ = ["case_of"]
+__all__ = ["case_of", "columns"]
 
 
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
@@ -58,9 +58,10 @@ def _fixed(structure: Structure, device: Device, keys: int) -> tuple[Any, ...]:
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (qk if qk % 64 == 0 else _columns(qk), _columns(v))
+    held = (qk if qk % 64 == 0 else columns(qk), columns(v))
     return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
 
 
-def _columns(head_dim: int) -> int:
+def columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory: a power of two of at least 64."""
     return max(64, power_above(head_dim))

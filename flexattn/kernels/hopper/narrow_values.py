@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, make_source
 
 __all__ = ["BLOCK_N", "KEYS", "render_narrow_values"]
@@ -18,7 +19,7 @@ def render_narrow_values(head_dim: int, device: Device) -> Source:
     settings = {
         "BLOCK_N": BLOCK_N,
         "HEAD_DIM_V": head_dim,
-        "TILE_D": max(16, 1 << (head_dim - 1).bit_length()),
+        "TILE_D": power_above(head_dim),
     }
     found = [Argument("V", "*u8", 16), Argument("OUT", "*u8", 16)]
     found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]

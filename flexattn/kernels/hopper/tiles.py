@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper.case import case_of
+from flexattn.kernels.hopper.case import case_of, columns
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
@@ -48,7 +48,7 @@ class Tiles:
 
 def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
-    qk, v = (_power(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
+    qk, v = (columns(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
     if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
         return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
     halved = qk == v == 256 and config.tile_scheduler != "grid"
@@ -80,7 +80,3 @@ def output_and_slots(
     """
     _, own_output, slots = shared_memory(case_of(config, structure, device))
     return own_output, slots
-
-
-def _power(value: int) -> int:
-    return max(64, 1 << (value - 1).bit_length())

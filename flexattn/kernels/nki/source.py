@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.base.environment import render_template, template_hash
+from flexattn.kernels.base.knobs import values
 from flexattn.kernels.nki.config import (
     NkiConfig,
     NkiShape,
@@ -149,6 +150,8 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     header += [f"{table.name}: {table.kind} {_one_line(table.mod)}" for table in mods.tables]
     header.append(f"template: {name} {template_hash(name)}, for {target}")
     context: dict[str, object] = {
+        **values(config),
+        **values(shape),
         "header": "\n".join(f"# {line}" for line in header),
         "arguments": arguments,
         "results": results,
@@ -156,28 +159,10 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
         "out_element": "q.dtype",
         "head_dim_qk": structure.head_dim_qk,
         "head_dim_v": structure.head_dim_v,
-        "pieces": shape.pieces,
-        "value_pieces": shape.value_pieces,
-        "section": shape.section,
-        "chunks": shape.chunks,
-        "tile_parts": shape.tile_parts,
-        "lanes": shape.lanes,
-        "form": config.form,
         "view": Pools(keys_first=config.form == "st").tile("turn"),
-        "exact_sums": shape.exact_sums,
         "reference": f"nl.{shape.reference}",
-        "states": shape.states,
-        "group": shape.group,
-        "turns": shape.turns,
         "value_width": shape.value_width,
         "score_width": -(-config.BLOCK_N // 512) * 512,
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        "buffers": config.buffers,
-        "kv_buffers": config.kv_buffers,
-        "score_buffers": config.score_buffers,
-        "value_buffers": config.value_buffers,
-        "transpose": config.transpose,
         "evict_engine": config.evict,
         "pools": _allocations(mods.tiles, _extent(config, shape)),
         "extent": _extent(config, shape),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from flexattn.device.neuroncore import NeuronCore
 from flexattn.errors import ConfigError
@@ -100,7 +100,7 @@ def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
     refused: list[str] = []
     for config in _preferences(problem):
         for form in _forms(problem):
-            chosen = _with(config, mask=form)
+            chosen = replace(config, mask=form)
             found = reasons(chosen, problem, core, needs_of(chosen))
             if not found:
                 return chosen
@@ -155,13 +155,8 @@ def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
             "section": section, "score_buffers": scores, "value_buffers": value,
             "transpose": transpose, "evict": evict, "mask": form,
         }  # fmt: skip
-        if problem.structure.kind == "prefill":
-            for ahead in (1, 2) if full and problem.kv_len > section else (1,):
-                yield NkiPrefillConfig(rows, width, kv_buffers=ahead, **chosen)  # type: ignore[arg-type]
-            continue
-        for splits in (1, 2, 4, 8) if full else (1, 2):
-            if splits * CHUNK <= max(problem.kv_len, CHUNK):
-                yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+        ahead = (1, 2) if full and problem.kv_len > section else (1,)
+        yield from _of_kind(problem, full, rows, width, ahead, chosen)
 
 
 def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
@@ -179,12 +174,20 @@ def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
             "section": section, "score_buffers": scores, "value_buffers": value, "evict": evict,
             "mask": mask, "form": "st",
         }  # fmt: skip
-        if prefill:
-            yield NkiPrefillConfig(rows, width, **chosen)  # type: ignore[arg-type]
-            continue
-        for splits in (1, 2, 4, 8) if full else (1, 2):
-            if splits * CHUNK <= max(problem.kv_len, CHUNK):
-                yield NkiDecodeConfig(rows, width, splits, **chosen)  # type: ignore[arg-type]
+        yield from _of_kind(problem, full, rows, width, (1,), chosen)
+
+
+def _of_kind(
+    problem: Problem, full: bool, rows: int, width: int, ahead: Sequence[int], chosen: Any
+) -> Iterator[NkiConfig]:
+    """A choice for prefill, with as many sections in SBUF, or for decode, with its splits."""
+    if problem.structure.kind == "prefill":
+        for buffers in ahead:
+            yield NkiPrefillConfig(rows, width, kv_buffers=buffers, **chosen)
+        return
+    for splits in (1, 2, 4, 8) if full else (1, 2):
+        if splits * CHUNK <= max(problem.kv_len, CHUNK):
+            yield NkiDecodeConfig(rows, width, splits, **chosen)
 
 
 def _sizes(problem: Problem, full: bool) -> tuple[tuple[int, ...], ...]:
@@ -199,8 +202,3 @@ def _sizes(problem: Problem, full: bool) -> tuple[tuple[int, ...], ...]:
 
 def _forms(problem: Problem) -> tuple[MaskSelect, ...]:
     return FORMS if problem.structure.mask is not None else FORMS[:1]
-
-
-def _with(config: NkiConfig, mask: MaskSelect) -> NkiConfig:
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return type(config)(**{**values, "mask": mask})

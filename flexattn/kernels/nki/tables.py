@@ -14,9 +14,10 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import Mod
 from flexattn.mods.analysis.affine import Affine, affine_forms
 from flexattn.mods.analysis.dependence import Variables
-from flexattn.mods.expr import Expr, fingerprint, reads, walk
+from flexattn.mods.expr import Expr, reads, walk
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_int
+from flexattn.mods.site import interned
 from flexattn.problem import INDEX_RANGES
 
 __all__ = ["Table", "Tabulated", "is_linear", "is_static", "linear_forms", "tabulate"]
@@ -141,8 +142,7 @@ class _Cutter:
     def _table(self, node: Expr, kind: TableKind) -> Expr:
         name = f"{self.mod.kind}_t{len(self.tables)}"
         mod = self.mod
-        stamp = fingerprint(mod.kind, node, mod.buffers, mod.scalars)
-        part = Mod(mod.kind, node, mod.buffers, mod.scalars, stamp)
+        part = interned(mod.kind, node, mod.buffers, mod.scalars)
         names = self.names(node)
         head = "h" in names or (self.packed and kind in ("row", "pair"))
         self.tables.append(Table(name, kind, part, "b" in names, head))

@@ -7,23 +7,8 @@ from __future__ import annotations
 
 from sympy import And, Eq, Max, Min, Piecewise, Rational, floor
 
+from flexattn.kernels.stated import symbols as s
 from flexattn.kernels.stated.statement import Steps
-from flexattn.kernels.stated.symbols import (
-    BLOCK_M,
-    BLOCK_N,
-    adds_ramp,
-    has_wgmma,
-    is_hip,
-    itemsize,
-    loads_keys,
-    loads_tile,
-    num_stages,
-    num_warps,
-    qk_padded,
-    scalar_products,
-    v_padded,
-    warp_size,
-)
 
 __all__ = ["RDNA", "REGISTERS", "SHARED_MEMORY"]
 
@@ -38,105 +23,113 @@ RAMP_BYTES = 32
 GATHER_REGISTERS = 8
 
 # Of AMD's GPUs those whose waves have 32 threads; fitted to gfx1100, the tightest of them.
-RDNA = And(is_hip, Eq(warp_size, 32))
+RDNA = And(s.is_hip, Eq(s.warp_size, 32))
 
 let = Steps()
 
 wgmma = let(
     "wgmma",
-    And(has_wgmma, Eq(itemsize, 2), BLOCK_M >= 64, num_warps >= 4),
+    And(s.has_wgmma, Eq(s.itemsize, 2), s.BLOCK_M >= 64, s.num_warps >= 4),
     "A warpgroup multiplies 64 rows, with the accumulator in registers and K in shared memory.",
 )
 
 # Shared memory.
 in_registers = let(
-    "in_registers", And(wgmma, BLOCK_M >= 16 * num_warps), "P stays with the warps that made it."
+    "in_registers",
+    And(wgmma, s.BLOCK_M >= 16 * s.num_warps),
+    "P stays with the warps that made it.",
 )
 p_tile = let(
     "p_tile",
     Piecewise(
-        (BLOCK_M * BLOCK_N * Max(itemsize, 4), loads_tile),
+        (s.BLOCK_M * s.BLOCK_N * Max(s.itemsize, 4), s.loads_tile),
         (0, in_registers),
-        (BLOCK_M * BLOCK_N * itemsize, True),
+        (s.BLOCK_M * s.BLOCK_N * s.itemsize, True),
     ),
 )
 ahead = let(
     "ahead",
-    Piecewise((num_stages, wgmma), (num_stages - 1, True)),
+    Piecewise((s.num_stages, wgmma), (s.num_stages - 1, True)),
     "wgmma reads K and V in place, so the tiles in use count too.",
 )
 held = let(
     "held",
-    Piecewise((ahead * (qk_padded + v_padded), num_stages > 1), (Max(qk_padded, v_padded), True)),
+    Piecewise(
+        (ahead * (s.qk_padded + s.v_padded), s.num_stages > 1),
+        (Max(s.qk_padded, s.v_padded), True),
+    ),
     "One stage holds either of K and V.",
 )
-ramp = let("ramp", Piecewise((RAMP_BYTES, adds_ramp), (0, True)))
-q_tile = let("q_tile", BLOCK_M * qk_padded * itemsize)
-kv_tiles = let("kv_tiles", BLOCK_N * (held * itemsize + ramp))
+ramp = let("ramp", Piecewise((RAMP_BYTES, s.adds_ramp), (0, True)))
+q_tile = let("q_tile", s.BLOCK_M * s.qk_padded * s.itemsize)
+kv_tiles = let("kv_tiles", s.BLOCK_N * (held * s.itemsize + ramp))
 
 SHARED_MEMORY = let.formula(
     "shared_memory",
     "Bytes of shared memory. Q, P on its way to a product, K and V ahead of it; exact but for the "
     "slack where nothing is loaded by a mod.",
     Piecewise(
-        (Max(q_tile, kv_tiles + p_tile), is_hip), (q_tile + kv_tiles + p_tile + SHARED_SLACK, True)
+        (Max(q_tile, kv_tiles + p_tile), s.is_hip),
+        (q_tile + kv_tiles + p_tile + SHARED_SLACK, True),
     ),
 )
 
 # Registers of one thread.
-threads = let("threads", warp_size * num_warps)
-words = let("words", itemsize / 4)
-scores = let("scores", BLOCK_M * BLOCK_N / threads)
+threads = let("threads", s.warp_size * s.num_warps)
+words = let("words", s.itemsize / 4)
+scores = let("scores", s.BLOCK_M * s.BLOCK_N / threads)
 made = let(
     "made",
-    BLOCK_M * v_padded / threads + scores + scores * words,
+    s.BLOCK_M * s.v_padded / threads + scores + scores * words,
     "Accumulator and scores in fp32, and P.",
 )
 steps_ahead = let(
     "steps_ahead",
-    Piecewise((Rational(3, 2), num_stages > 1), (1, True)),
+    Piecewise((Rational(3, 2), s.num_stages > 1), (1, True)),
     "Without matrix instructions a thread holds operands of several steps at once.",
 )
-operands = let("operands", steps_ahead * BLOCK_N * qk_padded / threads)
+operands = let("operands", steps_ahead * s.BLOCK_N * s.qk_padded / threads)
 fma = floor(3 * (made + operands)) + FMA_SLACK
 gathered = let(
     "gathered",
     Piecewise(
-        (floor(scores) + GATHER_REGISTERS, loads_tile), (GATHER_REGISTERS, loads_keys), (0, True)
+        (floor(scores) + GATHER_REGISTERS, s.loads_tile),
+        (GATHER_REGISTERS, s.loads_keys),
+        (0, True),
     ),
     "A value for every score takes as many registers as the scores.",
 )
-wgmma_registers = floor(made) + WGMMA_SLACK + 2 * num_stages + gathered
-q = let("q", BLOCK_M * qk_padded * words / threads)
-keys = let("keys", BLOCK_N * qk_padded * words / threads)
+wgmma_registers = floor(made) + WGMMA_SLACK + 2 * s.num_stages + gathered
+q = let("q", s.BLOCK_M * s.qk_padded * words / threads)
+keys = let("keys", s.BLOCK_N * s.qk_padded * words / threads)
 mfma = floor(Rational(3, 2) * (made + q + 2 * keys)) + MFMA_SLACK
 rows = let(
     "rows",
-    Max(BLOCK_M, 16 * num_warps),
+    Max(s.BLOCK_M, 16 * s.num_warps),
     "Each half of a wave holds whole operands. Warps beyond the rows share out the keys.",
 )
-shared_keys = let("shared_keys", num_stages * BLOCK_N * BLOCK_M / rows)
-held_keys = let("held_keys", 2 * words * shared_keys * (qk_padded + v_padded) / warp_size)
+shared_keys = let("shared_keys", s.num_stages * s.BLOCK_N * s.BLOCK_M / rows)
+held_keys = let("held_keys", 2 * words * shared_keys * (s.qk_padded + s.v_padded) / s.warp_size)
 held_rows = let(
     "held_rows",
-    Min(2 * words * rows * qk_padded / threads, WMMA_ROWS),
+    Min(2 * words * rows * s.qk_padded / threads, WMMA_ROWS),
     "Of wide heads the rows are read again from shared memory, a part at a time.",
 )
 wmma = floor(Rational(2, 3) * (2 * made + held_rows + held_keys)) + WMMA_SLACK + gathered
 shared_out = floor(made + Rational(3, 2) * keys) + KEYS_SLACK
-mma = floor(made + q + BLOCK_N * words / 2) + MMA_SLACK
+mma = floor(made + q + s.BLOCK_N * words / 2) + MMA_SLACK
 
 REGISTERS = let.formula(
     "registers",
     "Registers of one thread, roughly. No config passes that spills in a loop, and few others "
     "are refused.",
     Piecewise(
-        (fma, scalar_products),
+        (fma, s.scalar_products),
         (wgmma_registers, wgmma),
         (wmma, RDNA),
-        (mfma, is_hip),
+        (mfma, s.is_hip),
         # Warps beyond the rows share out the keys: fragments of K and V, and their addresses.
-        (shared_out, num_warps * 16 > BLOCK_M),
+        (shared_out, s.num_warps * 16 > s.BLOCK_M),
         (mma, True),
     ),
 )

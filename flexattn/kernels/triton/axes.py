@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, TypeVar
 
 from flexattn.device import Device, is_rdna
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask

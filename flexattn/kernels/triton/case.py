@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import padded, pieces
+from flexattn.kernels.base.config import padded, pieces, power_above
 from flexattn.kernels.base.features import (
     compares_numbers,
     loads_by_key,
@@ -14,7 +14,6 @@ from flexattn.kernels.base.features import (
     multiplies_ramp,
     tma_layout,
 )
-from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limited
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig

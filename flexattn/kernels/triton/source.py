@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Config, describe
+from flexattn.kernels.base import source as rendering
+from flexattn.kernels.base.config import Config, describe, power_above
 from flexattn.kernels.base.features import loads_tiles, multiplies_ramp, skips_far
 from flexattn.kernels.base.knobs import values
-from flexattn.kernels.base.source import (
-    BASE_2,
-    Source,
-    expressions,
-    make_source,
-    mod_context,
-    named_pieces,
-    power,
-    traits_of,
-)
+from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
 from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score
@@ -36,7 +28,7 @@ def render(
 ) -> Source:
     """The prefill or decode kernel of a structure with a config; title goes into its header."""
     name = f"triton/{structure.kind}.py.jinja"
-    traits = traits_of(device, structure)
+    traits = rendering.traits_of(device, structure)
     score = None
     if structure.score is not None:
         score = print_score(structure, traits, ramps=multiplies_ramp(structure, device))
@@ -47,14 +39,17 @@ def render(
         if runs:
             heads = structure.packed_heads
             mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
-    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
+    qk, v = (
+        rendering.named_pieces("qk", structure.head_dim_qk),
+        rendering.named_pieces("v", structure.head_dim_v),
+    )
     sparsity = structure.sparsity
     settings: dict[str, int] = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
     ragged_q = False
     if structure.kind == "decode":
         settings |= {"PACKED": structure.packed_heads, "HEAD_DIM_V": structure.head_dim_v}
     if score is not None and score.strip:
-        settings |= {"STRIP": power(config.BLOCK_M + config.BLOCK_N)}
+        settings |= {"STRIP": power_above(config.BLOCK_M + config.BLOCK_N)}
     if sparsity is not None:
         settings |= {
             "SPARSE_Q": sparsity.q_block,
@@ -64,10 +59,10 @@ def render(
         }
         ragged_q = sparsity.q_block % config.BLOCK_M != 0
     if mask is not None and mask.segments is not None and sparsity is not None:
-        settings["EDGE"] = power(sparsity.kv_block)
+        settings["EDGE"] = power_above(sparsity.kv_block)
     used: list[PrintedScore | MaskParts] = [each for each in (score, mask) if each is not None]
     context = {
-        **mod_context([each.lines for each in used], device),
+        **rendering.mod_context([each.lines for each in used], device),
         # Decode shares macros with prefill that ask for it.
         "use_tma": False,
         **values(config),
@@ -100,10 +95,10 @@ def render(
         found = prefill_arguments(structure, config)
     else:
         found = decode_arguments(structure, config)
-    return make_source(
+    return rendering.make_source(
         name,
         device,
-        [title, f"config: {describe(config)}", *expressions(structure)],
+        [title, f"config: {describe(config)}", *rendering.expressions(structure)],
         context,
         found,
         config.num_warps,
@@ -129,7 +124,7 @@ def _moves_out_of_loops(structure: Structure, config: Config, device: Device) ->
 
 def render_combine(structure: Structure, device: Device) -> Source:
     """The kernel that merges the splits of a decode kernel of this structure."""
-    v = named_pieces("v", structure.head_dim_v)
+    v = rendering.named_pieces("v", structure.head_dim_v)
     context = {
         "v_pieces": v,
         "constants": (("HEAD_DIM_V", structure.head_dim_v), ("BLOCK_S", 16), *BASE_2),
@@ -139,7 +134,7 @@ def render_combine(structure: Structure, device: Device) -> Source:
         "sinks": structure.sinks != "",
     }
     title = f"combine {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    return make_source(
+    return rendering.make_source(
         "triton/combine.py.jinja", device, [title], context, combine_arguments(structure), 4, 1
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ class Storage:
     @property
     def per_partition(self) -> int:
         """Elements of one partition on chip."""
-        count = 1
-        for size in self.shape[1:]:
-            count *= size
-        return count
+        return prod(self.shape[1:])
 
     @property
     def bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -137,7 +138,4 @@ def _forget(written: Tensor) -> None:
 
 def _overlaps(storage: Any, offset: int, shape: tuple[int, ...], first: int, last: int) -> bool:
     begin = offset % storage.per_partition * storage.itemsize
-    count = 1
-    for size in shape[1:]:
-        count *= size
-    return bool(begin < last and first < begin + count * storage.itemsize)
+    return bool(begin < last and first < begin + prod(shape[1:]) * storage.itemsize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -104,9 +105,7 @@ def affine_select(
 
 def _check_pattern(name: str, pattern: Pattern, dst: Tensor) -> None:
     check(1 <= len(pattern) <= 4, name, f"a pattern of {len(pattern)}", "it has 1 to 4 dimensions")
-    count = 1
-    for _, size in pattern:
-        count *= size
+    count = prod(size for _, size in pattern)
     got = f"a pattern of {count} elements for {dst.shape}"
     check(count == dst.free, name, got, "it has one for each element of a partition")
 

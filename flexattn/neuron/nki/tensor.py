@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -39,10 +40,7 @@ class Tensor:
     @classmethod
     def whole(cls, storage: Storage) -> Tensor:
         """The view of all of an allocation."""
-        strides = [1]
-        for size in reversed(storage.shape[1:]):
-            strides.insert(0, strides[0] * size)
-        return cls(storage, storage.shape, strides)
+        return cls(storage, storage.shape, _dense(storage.shape))
 
     @property
     def dtype(self) -> str:
@@ -58,10 +56,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def free(self) -> int:
@@ -113,10 +108,7 @@ class Tensor:
     def reshape(self, shape: Sequence[int]) -> Tensor:
         """The same elements in other dimensions; raises KernelError where that is no view."""
         self._check_contiguous("reshape")
-        strides = [1]
-        for size in reversed(list(shape)[1:]):
-            strides.insert(0, strides[0] * size)
-        moved = Tensor(self.storage, shape, strides, self.offset)
+        moved = Tensor(self.storage, shape, _dense(shape), self.offset)
         if moved.size != self.size or (self.storage.on_chip and shape[0] != self.shape[0]):
             raise fault(f"{self.shape} reshaped to {tuple(shape)}", "partitions and sizes stay")
         return moved
@@ -182,6 +174,11 @@ class Tensor:
     def put(self, values: torch.Tensor) -> None:
         """Write float32 or equal-typed values, converted once."""
         self.array().copy_(cast(values, self.dtype).reshape(self.shape))
+
+
+def _dense(shape: Sequence[int]) -> list[int]:
+    """Strides of elements that lie side by side."""
+    return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -134,9 +135,7 @@ def tensor_reduce(
     check(axes == last and 0 not in axes, me, f"axes {axes} of {data.shape}", "the last free axes")
     found = binary(me, op)
     check(found.reduces is not None, me, f"op={op!r}", "it is no reduction")
-    kept = 1
-    for size in data.shape[1 : data.ndim - len(axes)]:
-        kept *= size
+    kept = prod(data.shape[1 : data.ndim - len(axes)])
     fits = dst.shape[0] == data.shape[0] and dst.free == kept
     check(fits, me, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
     half = dst.dtype == data.dtype == "bfloat16" and found.name in ("add", "maximum")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import INTERPRETER, KNOWN, named
+from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.features import loads_early
-from flexattn.kernels.base.tiles import power_above
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import LEFT_OUT, QUICK, space, survey
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
