@@ -12,16 +12,3 @@ from flexattn.device.device import (
     named,
     usable,
 )
-
-__all__ = [
-    "INTERPRETER",
-    "KNOWN",
-    "LIMITS",
-    "NEURON",
-    "Device",
-    "detect",
-    "is_neuron",
-    "is_rdna",
-    "named",
-    "usable",
-]

@@ -5,16 +5,3 @@ from flexattn.mods.expr import Buffer, Expr, Mod
 from flexattn.mods.identity import Identity
 from flexattn.mods.registered import register_op
 from flexattn.mods.witness import Witness
-
-__all__ = [
-    "Bound",
-    "Buffer",
-    "Expr",
-    "Identity",
-    "Mod",
-    "Witness",
-    "bind",
-    "look",
-    "register_op",
-    "watch",
-]

@@ -23,27 +23,3 @@ from flexattn.problem.problem import (
     make_problem,
     out_dtype,
 )
-
-__all__ = [
-    "DENSE",
-    "DTYPES",
-    "FP8",
-    "INDEX_RANGES",
-    "ITEMSIZE",
-    "MAX_HEADS",
-    "MAX_LENGTH",
-    "NARROWER",
-    "Captures",
-    "Kind",
-    "Layout",
-    "Problem",
-    "Shape",
-    "Sparsity",
-    "Structure",
-    "Tanh",
-    "captures_of",
-    "fingerprint",
-    "kind_for",
-    "make_problem",
-    "out_dtype",
-]

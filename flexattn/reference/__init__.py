@@ -2,5 +2,3 @@
 
 from flexattn.reference.oracle import Reference, attention
 from flexattn.reference.rounding import Precision
-
-__all__ = ["Precision", "Reference", "attention"]

@@ -3,5 +3,3 @@
 from flexattn.mods.algebra.evaluation import verdicts
 from flexattn.mods.algebra.lower import Bounds, TableUse, bounds_of
 from flexattn.mods.algebra.tables import Table, tables_of
-
-__all__ = ["Bounds", "Table", "TableUse", "bounds_of", "tables_of", "verdicts"]
