@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import fields, replace
+from typing import Any, Generic, Literal, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.problem import Kind, Problem, Structure
 
 __all__ = ["Effort", "KernelFamily"]
 
 Effort = Literal["quick", "full", "exhaustive"]
 C = TypeVar("C", bound=Config)
+_NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
-class KernelFamily(Protocol[C]):
+class KernelFamily(ABC, Generic[C]):
     """The kernels of one template for calls of one kind.
 
     name: its folder's; two families may share one. kind: of the calls that it serves. language:
     what its template is written in. feasibility: which configs can run, and why others cannot.
+    A family says these four, its defaults, axes and grid, and what it renders. All else is
+    answered here for a template of one kernel, which every device can compile.
     """
 
     name: str
@@ -32,66 +38,92 @@ class KernelFamily(Protocol[C]):
 
     def offered(self, device: Device) -> bool:
         """Whether the installed Triton, and the device, have what the template is written in."""
+        return True
 
     def leads(self, structure: Structure, device: Device) -> bool:
         """Whether the static defaults try it, in the registry's order; the last of a kind always.
 
         `offered` is not asked before it.
         """
+        return True
 
+    @abstractmethod
     def defaults(self, problem: Problem, device: Device) -> Iterator[C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
     def variants(self, config: C) -> Iterator[C]:
         """A config, then its tiles compiled otherwise."""
+        yield config
 
+    @abstractmethod
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[C]:
         """Every combination that a search may try; some cannot run."""
 
     def tile(self, config: C) -> C:
         """The config without what changes neither its tiles nor what they take."""
+        return at_rest(config)
 
     def uncompiled(self, config: C) -> C:
         """The config without what says how it is compiled."""
+        return config
 
     def of_this_compiler(self, config: C) -> C:
         """A config that another Triton measured, as this one compiles it."""
+        return config
 
     def fit_to_mask(self, config: C, structure: Structure) -> C:
         """The config with its tiles cut to the mask's blocks."""
+        return config
 
     def without_hints(self, config: C, structure: Structure, device: Device) -> C:
         """The config without hints of kernel_options that mean nothing here, which is logged."""
+        return config
 
     def check_rows(self, rows: int) -> None:
         """Raise ConfigError for kernel_options' BLOCK_M where no tile has as many rows."""
+        check_power("BLOCK_M", rows)
 
     def forced(self, config: C, numbers: Mapping[str, Any]) -> C:
-        """The config with what kernel_options ask for, by the names of Options."""
+        """The config with what kernel_options ask for, by the names of Options.
+
+        Those of the numbers count that it has a field for.
+        """
+        names = {field.name for field in fields(config)}
+        return replace(config, **{name: numbers[name] for name in names & numbers.keys()})
 
     def options_of(self, config: C) -> dict[str, int | bool | str]:
         """The kernel_options that force a config, as far as there are options for its numbers."""
+        return {name: getattr(config, name) for name in _NUMBERS}
 
+    @abstractmethod
     def grid(self, problem: Problem, config: C, device: Device) -> Geometry:
         """Programs of a launch; raises ConfigError where the sizes do not allow the config."""
 
     def at_sizes(self, config: C, measured: Problem, problem: Problem, device: Device) -> C:
         """A config measured at some sizes as it serves a problem of other sizes."""
+        return config
 
+    @abstractmethod
     def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
         """The kernel; title goes into its header."""
 
     def combine(self, structure: Structure, device: Device) -> Source | None:
         """The kernel that merges the splits of this family's kernels."""
+        return None
 
     def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
         """The kernel that lays V out anew before a launch; None where it is read as it lies."""
+        return None
 
     def bind(self, problem: Problem, config: C, grid: Geometry) -> dict[str, Any]:
         """Values of the arguments that this family's kernels alone have, by name."""
+        return {}
 
     def launch_key(self, config: C) -> tuple[object, ...]:
         """What of a config decides a launch beside the kernel's code."""
+        return config.BLOCK_M, config.num_warps
 
     def short(self, config: C) -> str:
-        """A config in a table's cell."""
+        """A config in a table's cell: 128x64 w4 s2, and the words of the knobs that are turned."""
+        tile = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
+        return " ".join([tile, *words(config)])

@@ -9,11 +9,10 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Language
-from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.knobs import at_rest, words
-from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper import printed, space
@@ -32,7 +31,7 @@ __all__ = ["PREFILL"]
 LEADS = True
 
 
-class _Prefill(PlainFamily[HopperPrefillConfig]):
+class _Prefill(KernelFamily[HopperPrefillConfig]):
     name = "hopper"
     kind: Kind = "prefill"
     language: Language = "gluon"

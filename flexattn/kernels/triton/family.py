@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
-from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
-from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source, hinted
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton import printed
@@ -32,7 +31,7 @@ C = TypeVar("C", PrefillConfig, DecodeConfig)
 TRITON = Feasibility(printed.RULES, case_of, printed.estimate)
 
 
-class _Family(PlainFamily[C]):
+class _Family(KernelFamily[C]):
     """What prefill and decode have in common."""
 
     name = "triton"
