@@ -1,16 +1,17 @@
 """flexattn: attention as two small Python callables, at the speed of a hand-written kernel."""
 
-from flexattn.block_mask.create import (
+from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
     BlockMask,
     FlexKernelOptions,
     and_masks,
-    create_block_mask,
     create_mask,
     noop_mask,
     or_masks,
 )
+
+from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.visual import visualize
 from flexattn.deploy.warm import warm
 from flexattn.frontend.attention import flex_attention

@@ -6,28 +6,6 @@ same place, so that a program which catches them goes on doing so.
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "BuildError",
-    "CacheError",
-    "CaptureError",
-    "ConfigError",
-    "DeviceError",
-    "DriverError",
-    "FlexAttnError",
-    "InputError",
-    "InputTypeError",
-    "KernelError",
-    "LayoutError",
-    "MeasureError",
-    "ModError",
-    "PlaceError",
-    "RenderError",
-    "SettingsError",
-    "SignatureError",
-    "UnsupportedError",
-]
-
 
 class FlexAttnError(Exception):
     """Base of all errors of this package.

@@ -8,8 +8,6 @@ from triton.experimental.gluon import language
 from triton.experimental.gluon.language import _semantic
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["barrier", "load", "reinterpret", "store"]
-
 # Release 3.9 keeps the old names, as functions that raise.
 _RENAMED = hasattr(tma, "async_load")
 load = tma.async_load if _RENAMED else tma.async_copy_global_to_shared

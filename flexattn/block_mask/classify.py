@@ -17,8 +17,6 @@ from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
 from flexattn.mods.expr import walk
 
-__all__ = ["EMPTY", "FULL", "PARTIAL", "block_kinds", "kinds_by_rows"]
-
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _OPEN = 3
 # Blocks whose kinds a GPU holds at a time on the way to the lists, and elements and blocks that

@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
     BlockMask,
-    FlexKernelOptions,
-    and_masks,
-    create_mask,
-    noop_mask,
-    or_masks,
 )
 
 from flexattn.block_mask.classify import kinds_by_rows
@@ -28,18 +21,6 @@ from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.problem.read_checks import check_mask_reads
 from flexattn.settings import current
-
-__all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BlockMask",
-    "FlexKernelOptions",
-    "and_masks",
-    "create_block_mask",
-    "create_mask",
-    "noop_mask",
-    "or_masks",
-]
 
 MaskMod = Callable[..., Tensor]
 _SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"

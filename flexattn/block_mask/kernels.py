@@ -18,8 +18,6 @@ from flexattn.problem import Captures
 from flexattn.runtime.build import builder
 from flexattn.util.lru import Lru
 
-__all__ = ["BlockClassifier"]
-
 _sources: Lru[tuple[Any, ...], Source] = Lru(256)
 
 

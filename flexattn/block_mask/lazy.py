@@ -16,8 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.lists import transposed
 
-__all__ = ["LazyBlockMask"]
-
 _NAMES = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 

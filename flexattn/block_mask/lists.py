@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flexattn.block_mask.classify import FULL, PARTIAL
 
-__all__ = ["lists_of", "transposed"]
-
 # Blocks that are listed at a time: their places take some 30 bytes each. A kernel of its own would
 # be faster at a million tokens, and cost every process that makes a mask a second compile.
 _CHUNK = 2**21

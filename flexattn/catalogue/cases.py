@@ -14,8 +14,6 @@ from flexattn.catalogue.entry import BLOCK, Built, Case, Setup
 from flexattn.catalogue.masks import MaskMod
 from flexattn.catalogue.scores import ScoreMod
 
-__all__ = ["CASES", "case"]
-
 _WINDOW = 12
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from flexattn.catalogue.masks import MaskMod
 from flexattn.catalogue.scores import ScoreMod
 
-__all__ = ["BLOCK", "Built", "Case", "Setup"]
-
 BLOCK = 16
 
 

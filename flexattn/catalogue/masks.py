@@ -6,26 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import noop_mask as noop
-
-__all__ = [
-    "MaskMod",
-    "block_table",
-    "causal",
-    "causal_offset",
-    "checkerboard",
-    "dilated_window",
-    "document",
-    "document_ids",
-    "document_offsets",
-    "head_windows",
-    "noop",
-    "padding",
-    "prefix_lm",
-    "sliding_window",
-]
+from torch.nn.attention.flex_attention import noop_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+noop: MaskMod = noop_mask
 
 
 def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

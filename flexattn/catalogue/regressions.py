@@ -7,18 +7,6 @@ from torch import Tensor
 
 from flexattn.catalogue.scores import ScoreMod
 
-__all__ = [
-    "chained_index",
-    "key_bias",
-    "last_entries",
-    "log_of_padding",
-    "reciprocal_of_padding",
-    "scalar_captures",
-    "symmetric_bias",
-    "window_bias",
-    "wrapping_bias",
-]
-
 
 def key_bias(bias: Tensor) -> ScoreMod:
     """A bias for each key, which may be NaN where the mask removes the key; bias [B, S]."""

@@ -8,21 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ScoreMod",
-    "alibi",
-    "alibi_slopes",
-    "causal_score",
-    "half_precision_bias",
-    "head_bias",
-    "length_temperature",
-    "nested",
-    "relative_bias",
-    "scaled",
-    "softcap",
-    "t5_bias",
-]
-
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

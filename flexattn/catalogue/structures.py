@@ -7,8 +7,6 @@ from torch import Tensor
 
 from flexattn.catalogue.masks import MaskMod
 
-__all__ = ["flamingo", "natten_2d", "sliding_tile_3d", "transfusion", "tree"]
-
 
 def natten_2d(height: int, width: int, window: int) -> MaskMod:
     """Neighbourhood attention: a square of `window` pixels, moved inwards at the canvas's edge."""

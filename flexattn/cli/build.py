@@ -22,8 +22,6 @@ from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
 from flexattn.tune.builds import DEADLINE, Built, build_all, twins
 
-__all__ = ["Report", "build", "print_report", "report_of"]
-
 
 @dataclass(frozen=True)
 class Report:

@@ -26,8 +26,9 @@ from flexattn.kernels.base.environment import templates_folder
 from flexattn.kernels.ptx.assembler import own_ptxas, preferred
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
-from flexattn.records.environment import RecordKind, environment
+from flexattn.records.environment import environment
 from flexattn.records.layers import Layer
+from flexattn.records.renderers import RecordKind
 from flexattn.records.why import why
 from flexattn.runtime.fallback.environment import compiler_of
 from flexattn.runtime.fallback.memory import memory

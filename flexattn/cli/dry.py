@@ -25,8 +25,6 @@ from flexattn.records.store import Store
 from flexattn.tune.campaign import Where, environment_of, pending
 from flexattn.tune.serving import serving_configs
 
-__all__ = ["plan_of", "print_plan"]
-
 
 def plan_of(
     chosen: Sequence[AnyTask],

@@ -22,15 +22,6 @@ from flexattn.records.record import Environment, Record
 from flexattn.tune.campaign import Tune
 from flexattn.tune.method import Method
 
-__all__ = [
-    "check_measuring",
-    "effort_there",
-    "environment_there",
-    "kernels",
-    "measures",
-    "ranker",
-]
-
 
 def effort_there(effort: Effort) -> nki.Effort:
     """An effort as NKI's space knows it; raises InputError for exhaustive."""

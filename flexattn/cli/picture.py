@@ -13,8 +13,6 @@ from flexattn.block_mask.classify import block_kinds
 from flexattn.cli.workloads import Workload
 from flexattn.mods import bind
 
-__all__ = ["bars", "mask_blocks", "window_blocks"]
-
 BLOCK = 128
 EMPTY, PARTIAL, FULL = "#f2f2f2", "#f0a848", "#3b6ea5"
 

@@ -10,8 +10,6 @@ from flexattn.records.layers import Layer, configs_folder
 from flexattn.records.store import Store
 from flexattn.settings import current
 
-__all__ = ["places", "users"]
-
 # Beside the folders of devices: whole spaces as they were measured, which are no records.
 STUDIES = "studies"
 

@@ -7,8 +7,6 @@ from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, RULES
 from flexattn.problem import Structure
 
-__all__ = ["Rewrite", "rewrites"]
-
 # What a term is called, and where it is computed.
 _PLACES = {
     "core": "for each score",

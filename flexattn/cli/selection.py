@@ -15,21 +15,9 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.presets import files
 from flexattn.problem import Kind
-from flexattn.records.environment import RecordKind
+from flexattn.records.renderers import RecordKind
 from flexattn.settings import current
 from flexattn.tune.workload import Row, Workload, read
-
-__all__ = [
-    "EFFORTS",
-    "device_here",
-    "device_of",
-    "effort_of",
-    "gpus_like",
-    "kind_of",
-    "presets",
-    "recorded_kind",
-    "rows_of",
-]
 
 ALL = "all"
 EFFORTS: tuple[Effort, ...] = get_args(Effort)

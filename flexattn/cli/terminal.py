@@ -11,8 +11,6 @@ from rich.text import Text
 
 from flexattn.util.printable import one_line, printable
 
-__all__ = ["cell", "say", "say_json", "say_text", "tell"]
-
 
 def say(line: str, *, err: bool = False) -> None:
     """Print one line; line breaks in it are shown escaped."""

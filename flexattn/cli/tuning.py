@@ -33,8 +33,6 @@ from flexattn.tune.method import Method
 from flexattn.tune.pool import default_jobs
 from flexattn.tune.task_locks import TaskLocks
 
-__all__ = ["Ran", "rank", "run"]
-
 JOURNALS, LOCKS = "journals", "locks"
 
 

@@ -10,8 +10,6 @@ from rich.table import Table
 from flexattn.cli.terminal import tell
 from flexattn.cli.trial import Trial
 
-__all__ = ["cells", "print_notes", "table"]
-
 
 def table(title: str) -> Table:
     """A table whose first columns are those of `cells`."""

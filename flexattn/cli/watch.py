@@ -15,8 +15,6 @@ from flexattn.cli.terminal import tell
 from flexattn.util.closing import Closing
 from flexattn.util.printable import one_line
 
-__all__ = ["Lane", "Watch"]
-
 
 class Watch(Closing):
     """Bars over many problems with the time left; lines alone where nobody watches."""

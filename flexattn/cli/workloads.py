@@ -15,8 +15,6 @@ from flexattn.cli.offline import problem_of
 from flexattn.problem import Kind, Problem, Shape
 from flexattn.tune.workload import ModPath, Row
 
-__all__ = ["FULL", "SMALL", "Inputs", "Workload"]
-
 
 @dataclass(frozen=True)
 class Inputs:

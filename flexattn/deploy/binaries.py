@@ -31,8 +31,6 @@ from flexattn.runtime.source_store import Sources
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
 
-__all__ = ["DEFAULT_OUTPUTS", "Exported", "export"]
-
 Mods = Iterable[tuple[Callable[..., Any], str]]
 # (lse, max_scores) of flex_attention's calls: with no statistics, and with return_lse.
 DEFAULT_OUTPUTS = ((False, False), (True, False))

@@ -13,8 +13,6 @@ import torch
 if TYPE_CHECKING:
     from flexattn.tune.workload import Workload
 
-__all__ = ["warm"]
-
 
 def warm(
     workload: str | Path | Mapping[str, Any] | Workload,

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BANK_BYTES", "CORES", "PARTITIONS", "PSUM_BANKS", "NeuronCore"]
-
 # The same on every generation [arch2, arch3, arch4].
 PARTITIONS = 128
 PSUM_BANKS = 8

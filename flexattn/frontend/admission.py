@@ -20,8 +20,6 @@ from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.mask_class import keeps_all
 from flexattn.util.lru import Lru
 
-__all__ = ["admit", "bind_on", "make_call"]
-
 # kernel_options that were read before, by their text.
 _options: Lru[str, options.Options] = Lru(256)
 

@@ -16,8 +16,6 @@ from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.facts import facts_of
 from flexattn.problem.read_checks import check_reads
 
-__all__ = ["TENSORS", "Call", "ScoreMod"]
-
 ScoreMod = Callable[..., Tensor]
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")

@@ -33,8 +33,6 @@ from flexattn.runtime.launch import Launch, Outputs
 from flexattn.settings import Settings, current
 from flexattn.util.lru import Lru
 
-__all__ = ["as_given", "key_of", "recall", "remember"]
-
 # A tensor of another class may mean more than its memory: its calls are not remembered.
 _PLAIN = frozenset((Tensor, Parameter, NoneType))
 # One question for all devices, cheaper than asking about one.

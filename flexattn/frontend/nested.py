@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError, LayoutError
 
-__all__ = ["Packed", "pack"]
-
 _RULE = "each is a nested tensor [batch, heads, ragged length, head_dim]"
 
 

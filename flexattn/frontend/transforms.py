@@ -13,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexattn.errors import UnsupportedError
 
-__all__ = ["check_transforms", "in_forward_mode", "tangent"]
-
 functorch: Any = torch._C._functorch
 
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from flexattn import catalogue
-from flexattn.block_mask.create import BlockMask, and_masks, create_block_mask
+from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
-
-__all__ = ["NAME", "attend", "make_mask", "register"]
 
 NAME = "flexattn"
 

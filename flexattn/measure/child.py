@@ -17,8 +17,6 @@ from flexattn.measure.timing import Left
 from flexattn.measure.wire import Answer, Begun, Request, Trouble, end_with_parent, receive, send
 from flexattn.records.record import Failed
 
-__all__ = ["main"]
-
 
 def main(handle: int, where: str) -> None:
     """Serve the pipe with this handle until it closes; `where` is "package.module:LabClass"."""

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WARMUP_CALLS", "Call", "Clock", "CpuClock", "CudaClock"]
-
 Call = Callable[[], object]
 _cuda: Any = torch.cuda  # its streams, events and graphs carry no types
 

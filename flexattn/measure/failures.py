@@ -6,8 +6,6 @@ import re
 
 from flexattn.records.record import Failed, Stage
 
-__all__ = ["clipped", "failed", "is_sticky"]
-
 # After one of these every later CUDA call of the process fails (CUDA runtime API, cudaError_t).
 _STICKY = re.compile(
     r"illegal (memory access|address|instruction)|misaligned address|hardware stack error"

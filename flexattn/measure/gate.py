@@ -18,8 +18,6 @@ from torch import Tensor
 
 from flexattn.errors import InputError
 
-__all__ = ["Row", "Sample", "Triple", "Verdict", "judge"]
-
 Triple: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _NAMES = ("out", "lse", "max_scores")

@@ -8,8 +8,6 @@ from torch import Tensor
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, FP8, Problem
 
-__all__ = ["make_inputs", "make_sinks", "moved"]
-
 _TORCH = {name: dtype for dtype, name in (DTYPES | FP8).items()}
 
 

@@ -29,8 +29,6 @@ from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Lists, Outputs, prepare
 from flexattn.settings import current
 
-__all__ = ["DeviceLab", "Lab", "gated"]
-
 
 class Lab(Protocol):
     """What a worker's child needs of the place where it measures; all methods may raise."""

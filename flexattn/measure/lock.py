@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from flexattn.records.files import open_lock
 from flexattn.settings import current, log, say_once
 
-__all__ = ["device_lock"]
-
 
 @contextmanager
 def device_lock(

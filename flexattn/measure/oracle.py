@@ -18,8 +18,6 @@ from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Lists
 
-__all__ = ["Judge", "kept", "mask_callable", "oracle", "score_callable"]
-
 Judge: TypeAlias = Callable[[Triple], Verdict]
 
 # Up to so many scores and elements of k and v everything is judged, above it slices.

@@ -18,8 +18,6 @@ from flexattn.measure.wire import Answer, Request, Trouble, receive, send
 from flexattn.records.record import Failed
 from flexattn.settings import log, worker_environment
 
-__all__ = ["ChildProcess", "Died"]
-
 _KEPT_BYTES = 16 << 10
 # A process whose kernel spins is gone when the driver has stopped the kernel.
 _REAP_SECONDS = 30.0

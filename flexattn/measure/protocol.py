@@ -10,8 +10,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.task import AnyTask
 from flexattn.records.record import Failed, Gated
 
-__all__ = ["Measurer"]
-
 
 class Measurer(Protocol):
     """Judges and times the configs of one task at a time; a config that fails is a value.

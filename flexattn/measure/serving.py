@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.measure.gate import judge
 from flexattn.measure.inputs import moved
 from flexattn.measure.oracle import Judge, mask_callable, score_callable
@@ -18,8 +18,6 @@ from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
-
-__all__ = ["Batch", "judge_of", "make_batch", "plan_call"]
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4

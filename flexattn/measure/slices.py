@@ -14,8 +14,6 @@ from flexattn.problem import out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.reference import Precision, Reference, attention
 
-__all__ = ["Slices"]
-
 SLICE_ROWS = 64
 _NAMES = ("out", "lse", "max_scores")
 

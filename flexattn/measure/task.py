@@ -9,12 +9,10 @@ from flexattn.device import Device
 from flexattn.errors import UnsupportedError
 from flexattn.mods import Bound
 from flexattn.problem import Problem
-from flexattn.records.environment import RecordKind
 from flexattn.records.record import Policy
+from flexattn.records.renderers import RecordKind
 from flexattn.runtime.launch import Lists
 from flexattn.serving.tuned import ServingProblem
-
-__all__ = ["AnyTask", "ServingTask", "Task", "call_of"]
 
 
 @dataclass(frozen=True)

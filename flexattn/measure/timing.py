@@ -12,19 +12,6 @@ from flexattn.errors import InputError, MeasureError
 from flexattn.measure.clock import WARMUP_CALLS, Call, Clock, CpuClock, CudaClock
 from flexattn.records.record import is_time
 
-__all__ = [
-    "Event",
-    "Failure",
-    "Left",
-    "Ratio",
-    "Samples",
-    "Takes",
-    "Took",
-    "paired_ratio",
-    "race",
-    "time_interleaved",
-]
-
 MAX_CALLS_PER_SAMPLE = 200  # fewer than the driver queues: the host runs ahead of the GPU
 CONFIDENCE = 0.95
 # Events of a GPU whose clock was set back once give a sample of 0 or below; it is taken again.

@@ -13,8 +13,6 @@ from typing import Any
 from flexattn.errors import FlexAttnError
 from flexattn.records.record import Failed
 
-__all__ = ["Answer", "Begun", "Request", "Trouble", "end_with_parent", "receive", "send"]
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -20,8 +20,6 @@ from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import log
 from flexattn.util.closing import Closing
 
-__all__ = ["Deadlines", "Worker"]
-
 # Deaths of a child that no config can be blamed for, in one call.
 _UNEXPLAINED = 2
 

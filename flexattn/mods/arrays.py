@@ -14,8 +14,6 @@ from flexattn.mods.expr import VARS, Expr, const
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make
 
-__all__ = ["UNROLL_LIMIT", "Array", "Index", "broadcast", "buffer", "index", "literal", "reshape"]
-
 UNROLL_LIMIT = 128
 
 Index = tuple[Expr, ...]

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from flexattn.mods.refusal import Refusal
 
-__all__ = ["WORDS", "Asked", "asked", "looked_up"]
-
 _RULE = "a mod is run once, for all positions together: there is no single value to look at"
 _CHOICE = "use torch.where for a choice, and & | ~ for conditions"
 

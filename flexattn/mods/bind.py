@@ -27,8 +27,6 @@ from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
 from flexattn.util.lru import Lru
 
-__all__ = ["Bound", "Stats", "bind", "clear", "look", "record", "stats", "watch"]
-
 _SITES = 512
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["capture_name", "captured"]
-
 # So many functions, objects and containers are looked into, and so many parts of each.
 _HOLDERS, _PARTS = 500, 200
 

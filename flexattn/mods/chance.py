@@ -15,8 +15,6 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods.reads import Reads, nested
 from flexattn.mods.refusal import Refusal
 
-__all__ = ["Chance", "is_clock"]
-
 _RULE = "a mod gives the same score for the same position each time"
 _DO = "ask for them outside of the mod, and capture a tensor of them"
 _UNSEEDED = (types.BuiltinFunctionType, random.SystemRandom)

@@ -10,8 +10,6 @@ from flexattn.errors import CacheError
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod, Value, fingerprint, walk
 from flexattn.mods.ops import OPS, is_float, is_int
 
-__all__ = ["MAX_NODES", "from_data", "number_from_data", "number_to_data", "to_data"]
-
 MAX_NODES, MAX_BUFFERS, MAX_RANK = 4096, 64, 16
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -24,8 +24,6 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.reads import LIBRARIES, Reads
 from flexattn.mods.registered import taught
 
-__all__ = ["digest"]
-
 # Code that names one of these may give another expression on another kind of device.
 _OF_DEVICES = frozenset(
     ("device", "get_device", "is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "cpu")

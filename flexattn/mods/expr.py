@@ -13,8 +13,6 @@ from typing import Any
 
 from flexattn.mods.ops import OPS
 
-__all__ = ["VARS", "Buffer", "Expr", "Mod", "Value", "const", "fingerprint", "pretty", "walk"]
-
 Value = int | float | bool | str | None
 
 VARS = {"score": "float32", "b": "int64", "h": "int64", "q_idx": "int64", "kv_idx": "int64"}

@@ -9,8 +9,6 @@ import torch
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import OPS, dtype_of, is_float
 
-__all__ = ["fold"]
-
 
 def fold(node: Expr) -> Expr | None:
     """The constant that torch computes for an operation on constants, or None where it refuses."""

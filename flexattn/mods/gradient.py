@@ -11,8 +11,6 @@ from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import OPS, is_float
 from flexattn.mods.simplify import make
 
-__all__ = ["gradient"]
-
 
 def gradient(node: Expr, place: int, grad: Expr) -> Expr:
     """The gradient of a node's operand, by torch's conventions, from that of the node.

@@ -21,8 +21,6 @@ from flexattn.mods.asked import WORDS, Asked, asked
 from flexattn.mods.refusal import Refusal, line_of_frame, unknown
 from flexattn.mods.registered import meaning_of
 
-__all__ = ["Guard", "Indexing", "op_name"]
-
 _SHAPE: Any = torch.Tensor.shape
 _SIZES: frozenset[Any] = frozenset(
     (torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.__len__)

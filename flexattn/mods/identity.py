@@ -22,8 +22,6 @@ from flexattn.mods.objects import (
 )
 from flexattn.mods.reads import SWITCHES, Attributes, is_library, reads_of
 
-__all__ = ["Identity", "Path", "identify"]
-
 # (path of the owner, how the owner holds it): substitute.py walks the same steps back.
 Path = tuple[Any, ...]
 # A cell with None, a dict with a key, or a function with None; and what was found there.

@@ -11,8 +11,6 @@ from flexattn.mods.simplify import plug
 from flexattn.mods.substitute import CannotReplace, substitute
 from flexattn.mods.trace import Trace, trace
 
-__all__ = ["lift", "replaceable"]
-
 
 def lift(
     fn: Callable[..., Any],

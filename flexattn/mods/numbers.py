@@ -13,16 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make, plug, rebuilt
 from flexattn.util.lru import Lru
-
-__all__ = [
-    "DIVISIONS", "Number", "derived", "divisor_of", "divisors", "invariant", "number_of",
-    "reaching_divisors",
-]  # fmt: skip
 
 DIVISIONS = frozenset(("floor_div", "floor_mod", "trunc_div", "trunc_mod"))
 # What torch computes alike on the host and in a kernel, wrapping included.

@@ -14,8 +14,6 @@ from flexattn.mods.reads import Reads, is_library
 if TYPE_CHECKING:
     from flexattn.mods.identity import Identity, Path
 
-__all__ = ["DESCRIPTORS", "MISSING", "visit_attributes", "visit_class", "visit_object"]
-
 # What a name holds that holds nothing.
 MISSING = object()
 DESCRIPTORS = (

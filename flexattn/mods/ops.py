@@ -7,9 +7,6 @@ import torch
 from flexattn.mods.ir.arithmetic import ARITHMETIC
 from flexattn.mods.ir.functions import FUNCTIONS
 from flexattn.mods.ir.logic import LOGIC
-from flexattn.mods.ir.op import Op
-
-__all__ = ["OPS", "Op", "dtype_of", "is_float", "is_int"]
 
 OPS = {op.name: op for op in (*ARITHMETIC, *LOGIC, *FUNCTIONS)}
 

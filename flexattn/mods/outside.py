@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.mods.analysis.intervals import Range, intervals_of
+from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import OPS, dtype_of
-
-__all__ = ["Evaluated", "buffer_of", "evaluated", "read", "unproven"]
 
 
 def unproven(

@@ -12,8 +12,6 @@ from typing import Any
 
 from flexattn.errors import InputError
 
-__all__ = ["load", "role_of"]
-
 
 def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
     """What the path names; with arguments, what it returns for them. It runs the module's code.

@@ -14,8 +14,6 @@ from flexattn.mods.ops import OPS, dtype_of, is_float
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import make
 
-__all__ = ["POINTWISE", "Operand", "as_array", "cast", "pointwise"]
-
 Operand = Array | int | float | bool
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FunctionType
 
-__all__ = ["LIBRARIES", "SWITCHES", "Attributes", "Reads", "is_library", "nested", "reads_of"]
-
 Attributes = tuple[tuple[str, ...], ...]
 
 # What these hold is taken to be constant, apart from the arguments they are given.

@@ -21,8 +21,6 @@ from flexattn.mods.site import Layout, Site, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-__all__ = ["read", "write"]
-
 SCHEMA = 1
 MAX_BYTES = 2**21
 MAX_VARIANTS = 64

@@ -14,17 +14,6 @@ import torch
 
 from flexattn.errors import FlexAttnError, ModError, UnsupportedError
 
-__all__ = [
-    "Line",
-    "Refusal",
-    "describe",
-    "line_of",
-    "line_of_definition",
-    "line_of_frame",
-    "named",
-    "unknown",
-]
-
 Line = tuple[str, int]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

@@ -11,8 +11,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from flexattn.errors import InputError
 
-__all__ = ["meaning_of", "register_op", "taught"]
-
 _TORCHS = ("aten", "prim", "prims")
 # By the operator's name as torch prints it. The first is attention-gym's, for soft-capping.
 _KNOWN: dict[str, Callable[..., Any]] = {"approx.tanh": torch.tanh}

@@ -17,11 +17,6 @@ from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
-__all__ = [
-    "FLOAT", "ONE", "RULES", "Note", "Place", "Rise", "Term", "Tilted", "diagonal", "masked",
-    "place", "reciprocal", "rise", "spread", "tilt", "times",
-]  # fmt: skip
-
 FLOAT = "float32"
 Place = Literal["row", "column", "tilt", "diagonal", "rest"]
 # Told of each rule that is applied, and to what.

@@ -12,8 +12,6 @@ from flexattn.mods.expr import Expr, Value, const, walk
 from flexattn.mods.fold import fold
 from flexattn.mods.ops import OPS, is_float, is_int
 
-__all__ = ["make", "plug", "rebuilt", "renumber", "simplify"]
-
 Rule = Callable[[Expr], Expr | None]
 
 _SWAPPED = {"gt": "lt", "ge": "le"}

@@ -14,8 +14,6 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
 from flexattn.util.lru import Lru
 
-__all__ = ["MAX_CONSTANT_DIVISORS", "SIZES", "Bound", "Layout", "Site", "Variant", "interned"]
-
 # How many values of a site's divisors are constants, each of a kernel. Canvases, tiles, blocks of
 # a program are few, and what a compiler knows of a divisor saves instructions and registers for
 # each key; a kernel more costs a compile of a second, which is remembered.

@@ -12,8 +12,6 @@ import torch
 
 from flexattn.mods.identity import Path
 
-__all__ = ["CannotReplace", "substitute"]
-
 _LEAF = object()
 
 

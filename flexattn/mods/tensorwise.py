@@ -15,8 +15,6 @@ from flexattn.mods.ops import is_float
 from flexattn.mods.pointwise import Operand, cast, pointwise
 from flexattn.mods.simplify import make
 
-__all__ = ["TENSORWISE", "reads_sizes"]
-
 _END = 2**62
 
 

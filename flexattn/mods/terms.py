@@ -11,8 +11,6 @@ from flexattn.mods.analysis.dependence import Variables, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
 from flexattn.mods.simplify import make, rebuilt
 
-__all__ = ["ALL", "SCORE", "Step", "Terms", "split", "whole"]
-
 ALL = frozenset(rules.RULES)
 SCORE = Expr("var", VARS["score"], (), "score")
 

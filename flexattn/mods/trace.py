@@ -25,8 +25,6 @@ from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Line, Refusal, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
-__all__ = ["ARGUMENTS", "Trace", "check_arity", "trace"]
-
 _TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
 # By name: torch raises different ones for a branch, a loop and a mask, and has moved them.

@@ -11,8 +11,6 @@ from flexattn.mods.identity import Identity
 from flexattn.mods.objects import MISSING
 from flexattn.mods.reads import Reads
 
-__all__ = ["Witness", "witness"]
-
 
 class Witness:
     """Every name that a function looks up with what it held, and what its tensors were like.

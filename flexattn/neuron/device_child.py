@@ -19,8 +19,6 @@ import torch
 
 from flexattn.runtime.codecache.module import module_of
 
-__all__ = ["Job", "main"]
-
 
 @dataclass(frozen=True)
 class Job:

@@ -17,8 +17,6 @@ from flexattn.kernels.nki.config import (
 from flexattn.kernels.nki.source import print_mods
 from flexattn.problem import Problem
 
-__all__ = ["default", "needs", "reasons", "survey"]
-
 
 @lru_cache(maxsize=256)
 def needs(problem: Problem, target: str, mask: MaskSelect, form: Form = "s") -> nki.Needs:

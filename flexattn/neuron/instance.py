@@ -7,8 +7,6 @@ from pathlib import Path
 
 from flexattn.neuron.rungs import real_package
 
-__all__ = ["DRIVER", "Instance", "instance"]
-
 # [sysfs] tools/neuron-sys-tools/neuron-sysfs-user-guide of the AWS Neuron documentation.
 DRIVER = Path("/sys/devices/virtual/neuron_device")
 _TARGETS = {"trn1": "trn1", "inf2": "trn1", "trn2": "trn2", "trn3": "trn3"}

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from flexattn.errors import KernelError
 
-__all__ = ["findings", "lint"]
-
 MODULES = {"nki", "nki.isa", "nki.language"}
 # Names of the language that exist in the restricted subset: meta-programming runs at compile time.
 BUILTINS = {"range", "len", "min", "max"}

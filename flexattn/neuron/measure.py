@@ -42,8 +42,6 @@ from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
 from flexattn.util.closing import Closing
 
-__all__ = ["BUILD_SECONDS", "NeuronMeasurer", "measured"]
-
 # Seconds that a kernel may be compiled and run once for, and that one race may take.
 BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0
 # Of the model's ranking so many are built: a compiler takes minutes for what the model takes

@@ -22,8 +22,6 @@ from flexattn.neuron.run import Prepared, prepare
 from flexattn.neuron.schedule import Schedule
 from flexattn.problem import DTYPES
 
-__all__ = ["Estimate", "estimate"]
-
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 # Of a longer schedule a sample is walked, and scaled.
 MOST_TILES, MOST_SECTIONS = 160, 4

@@ -26,8 +26,6 @@ from flexattn.runtime.codecache.files import text_file
 from flexattn.runtime.codecache.module import module_of
 from flexattn.runtime.launch import Lists
 
-__all__ = ["Outputs", "Prepared", "path_of", "prepare"]
-
 
 @dataclass(frozen=True)
 class Outputs:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Rung", "real_package", "rungs"]
-
 WHERE = (
     "the real packages are on the AWS Neuron repository: "
     "pip install --extra-index-url https://pip.repos.neuron.amazonaws.com nki neuronx-cc"

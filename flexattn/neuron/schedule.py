@@ -14,8 +14,6 @@ from flexattn.kernels.nki.config import (
 from flexattn.problem import Problem
 from flexattn.runtime.launch import Lists
 
-__all__ = ["Schedule", "decode_schedule", "prefill_schedule"]
-
 Schedule = tuple[tuple[object, ...], ...]
 Run = tuple[int, int, bool]  # first key, last key + 1, whether the mask is needed
 Part = tuple[int, int, int]  # place in the tile, keys, chunk of the section

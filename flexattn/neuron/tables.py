@@ -16,8 +16,6 @@ from flexattn.mods.simplify import rebuilt
 from flexattn.mods.site import interned
 from flexattn.problem import Problem
 
-__all__ = ["MOST_ELEMENTS", "make_table"]
-
 # A table for every pair of row and key may have so many elements: 256 MiB of float32.
 MOST_ELEMENTS = 2**26
 

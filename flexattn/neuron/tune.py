@@ -26,8 +26,6 @@ from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Recor
 from flexattn.records.renderers import rendering
 from flexattn.tune.progress import SILENT, Progress
 
-__all__ = ["environment_of", "rank"]
-
 NOTE = "ranked by a model of the engines, not measured: flexattn/neuron/model.py"
 
 

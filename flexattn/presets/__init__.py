@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["files"]
-
 
 def files() -> dict[str, Path]:
     """The presets' files by name."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from flexattn.catalogue.masks import MaskMod
 
-__all__ = ["last_keys", "ragged", "sliding_tiles"]
-
 
 def ragged(B: int, kv_len: int) -> MaskMod:
     """A padded batch: sequence b has its first lengths[b] keys, from a quarter of them to all.

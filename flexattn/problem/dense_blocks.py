@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dense_blocks", "spread"]
-
 
 def dense_blocks(num_blocks: Tensor, indices: Tensor, cols: int) -> Tensor:
     """Block lists as a bool map; entries past the count or past `cols` columns are dropped."""

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["NO_DESCALES", "Descales", "descaled"]
-
 
 class Descales(NamedTuple):
     """Factors fp32, q [B, Hq], k and v [B or 1, Hkv]; None stands for ones."""

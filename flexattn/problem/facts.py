@@ -9,8 +9,6 @@ from torch import Tensor
 
 from flexattn.problem.problem import Layout
 
-__all__ = ["TensorFacts", "facts_of", "layout_of"]
-
 
 class TensorFacts(NamedTuple):
     """How a tensor lies in memory.

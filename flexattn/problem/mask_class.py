@@ -15,15 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.problem.runs import keep_runs, rows_of
 
-__all__ = [
-    "UNKNOWN",
-    "keeps_all",
-    "known_class",
-    "look",
-    "mask_class",
-    "representative",
-]
-
 UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
 DENSITY_STEPS, IMBALANCE_STEPS = 6, 4

@@ -25,8 +25,6 @@ from flexattn.mods.simplify import plug
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import Descales, descaled
 
-__all__ = ["check_mask_reads", "check_reads"]
-
 Mod = Callable[..., Any]
 Sizes = tuple[int, int, int, int]
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]

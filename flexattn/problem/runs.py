@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["Rows", "keep_runs", "known_runs", "rows_of", "unwritten", "versions"]
-
 _ATTRIBUTE = "_flexattn_runs"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["bare", "closure", "home", "imports_of", "path_of"]
-
 _PACKAGE = Path(__file__).parents[1]
 _NAME = _PACKAGE.name
 # Strings, comments, and line ends with what goes behind them: a docstring, which follows a colon,

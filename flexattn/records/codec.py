@@ -25,16 +25,6 @@ from flexattn.records.former import current
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 
-__all__ = [
-    "MAX_BYTES",
-    "decode",
-    "decode_answer",
-    "decode_record",
-    "encode",
-    "encode_record",
-    "told",
-]
-
 T = TypeVar("T")
 
 MAX_BYTES = 8 * 2**20

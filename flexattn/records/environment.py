@@ -11,8 +11,6 @@ from flexattn.kernels.ptx.assembler import triton_version
 from flexattn.records.record import SCHEMA, Environment, Policy
 from flexattn.records.renderers import RecordKind, source_hash
 
-__all__ = ["RecordKind", "environment", "serving_policy", "source_hash"]
-
 
 def serving_policy(kind: RecordKind, device: Device) -> tuple[bool, bool]:
     """(graph, cold_l2) of the records that dispatch takes for its own.

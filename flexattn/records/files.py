@@ -12,11 +12,6 @@ from pathlib import Path
 
 from flexattn.util.files import publish, read_regular
 
-__all__ = [
-    "append_line", "aside", "drop_lines", "is_closed", "listing", "locked", "open_lock",
-    "try_lock",
-]  # fmt: skip
-
 _PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 

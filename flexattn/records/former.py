@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FORMER_CLASSES", "FORMER_FIELDS", "current"]
-
 FORMER_CLASSES = {"GluonPrefillConfig": "HopperPrefillConfig"}
 # By the class's name of today, then by a field's former name.
 FORMER_FIELDS: Mapping[str, Mapping[str, str]] = {

@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol
 
 from flexattn.problem import Captures, Problem
 
-__all__ = ["SIZES", "Key", "Keyed", "Sizes", "key_of", "mod_name", "rounded", "sizes_of"]
-
 # The fields that are rounded: two keys that differ in these alone are neighbours.
 SIZES = ("B", "q_len", "kv_len")
 

@@ -27,19 +27,6 @@ from flexattn.records.store import REAL, Store, generation
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
 
-__all__ = [
-    "Found",
-    "Layer",
-    "Stored",
-    "configs_folder",
-    "distance",
-    "find",
-    "layers",
-    "origin",
-    "ranked",
-    "transferred",
-]
-
 How = Literal["hit", "hint", "nearest"]
 
 # Steps of two, over batch and lengths together, beyond which a winner says little.

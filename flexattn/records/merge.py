@@ -12,8 +12,6 @@ from flexattn.kernels.base.config import describe
 from flexattn.records.record import Record
 from flexattn.records.store import REAL, Store
 
-__all__ = ["Conflict", "Merged", "better", "merge", "quality"]
-
 # What was timed with the user's own mods says more than with rebuilt ones, and those more than
 # what a model or a replay says.
 _RANK = {"measured": 3, "untuned": 2, "replay": 1, "model": 0}

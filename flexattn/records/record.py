@@ -12,21 +12,6 @@ from typing import Literal
 from flexattn.kernels.base.config import Config
 from flexattn.records.key import Key, Sizes
 
-__all__ = [
-    "SCHEMA",
-    "Answer",
-    "Decision",
-    "Environment",
-    "Failed",
-    "Gated",
-    "Policy",
-    "Record",
-    "Trial",
-    "is_time",
-    "kept_us",
-    "slug",
-]
-
 SCHEMA = 1
 
 Provenance = Literal["measured", "replay", "model", "untuned"]

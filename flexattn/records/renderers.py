@@ -18,17 +18,6 @@ from flexattn.kernels.choose.registry import families
 from flexattn.problem import Kind
 from flexattn.records.closure import closure, home, imports_of
 
-__all__ = [
-    "NO_TEXT",
-    "RENDERERS",
-    "RecordKind",
-    "Renderer",
-    "renderer_of",
-    "rendering",
-    "source_hash",
-    "unlisted",
-]
-
 # What there are records of: a call's kinds, and what a DecodePlan launches.
 RecordKind: TypeAlias = Kind | Literal["serving"]
 

@@ -29,8 +29,6 @@ from flexattn.records.record import SCHEMA, Answer, Environment, Record, slug
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular
 
-__all__ = ["Store", "generation"]
-
 T = TypeVar("T", Answer, Record)
 
 # A root with this file takes replays alone; the others take what was timed on a device.

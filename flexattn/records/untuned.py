@@ -43,8 +43,6 @@ from flexattn.settings import current, log, say_once
 from flexattn.util.files import read_regular
 from flexattn.util.lru import Lru
 
-__all__ = ["Captured", "Untuned", "bound_of", "drop", "note", "read", "untuned_path"]
-
 MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
 MAX_NOTED = 1000
 MAX_ELEMENTS = 2**32

@@ -19,8 +19,6 @@ from flexattn.records.layers import Found, find, infeasible, layers, ranked
 from flexattn.records.record import Answer, Environment
 from flexattn.settings import current
 
-__all__ = ["Closest", "Difference", "Explanation", "Passed", "why"]
-
 # Records of other families that are compared; a fleet's cache may hold tens of thousands.
 MAX_COMPARED = 20000
 

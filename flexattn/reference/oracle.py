@@ -24,8 +24,6 @@ from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.sinks import add_sinks
 from flexattn.reference.rounding import Precision, Rounding
 
-__all__ = ["Precision", "Reference", "attention"]
-
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from flexattn.problem import FP8, out_dtype
 
-__all__ = ["Precision", "Rounding"]
-
-
 # Weights of e4m3, whose largest number is 448, are held that much larger.
 RAISED = 256.0
 

@@ -10,8 +10,6 @@ from flexattn.records.codec import decode_record
 from flexattn.records.record import Record
 from flexattn.records.store import Store
 
-__all__ = ["from_files", "from_stores", "in_order"]
-
 UNTIMED = "ranked by a model, nothing was timed"
 
 

@@ -8,21 +8,6 @@ from typing import Any, Literal
 
 from flexattn.util.printable import one_line
 
-__all__ = [
-    "DEFAULT",
-    "INK",
-    "OTHER",
-    "RIVAL",
-    "WINNER",
-    "Picture",
-    "clipped",
-    "figure",
-    "logarithmic",
-    "number",
-    "picture",
-    "style",
-]
-
 # Okabe and Ito's palette, told apart by people who see fewer colors; shapes differ too.
 WINNER, DEFAULT, RIVAL, OTHER = "#0072b2", "#d55e00", "#cc79a7", "#8a8f98"
 INK, FAINT = "#22262b", "#d9dce0"

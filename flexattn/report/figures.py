@@ -36,8 +36,6 @@ from flexattn.report.numbers import (
 )
 from flexattn.report.roofline import reach, tf32, work
 
-__all__ = ["map_of", "pictures", "ranking", "roofline", "what_mattered"]
-
 # Inches: two pictures stand side by side on a wide page. Small panels of a row.
 WIDTH, COLUMNS = 5.6, 4
 # Letters that the ticks of a small panel have room for.

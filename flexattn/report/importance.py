@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from flexattn.records.record import Record
 from flexattn.report.numbers import Timed, axes, on_axis, timed
 
-__all__ = ["FEWEST", "Importance", "importance"]
-
 # PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
 # agree in much by chance; with fewer configs than this, so would the quarter.
 BEST, FEWEST = 0.25, 16

@@ -5,8 +5,6 @@ from __future__ import annotations
 from flexattn.device import LIMITS
 from flexattn.device.limits import Limits
 
-__all__ = ["limits_of"]
-
 # Cards that share a name with one of the table and do less: part of the name, as data sheets say.
 _CARDS: tuple[tuple[str, Limits], ...] = (
     # NVIDIA H200 data sheet: the NVL card has the SXM's memory and a lower power limit.

@@ -11,22 +11,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
 
-__all__ = [
-    "Effect",
-    "Landscape",
-    "Reason",
-    "Timed",
-    "axes",
-    "effects",
-    "gain",
-    "label",
-    "landscape",
-    "on_axis",
-    "reasons",
-    "short",
-    "timed",
-]
-
 Value = int | str  # of one field of a config; switches are False and True
 
 # The plane of the landscape: the first pair of axes that both vary, else the first two that do.

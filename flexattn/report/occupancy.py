@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from flexattn.device import KNOWN, Device
 from flexattn.records.record import Trial
 
-__all__ = ["Occupancy", "device_of", "occupancy"]
-
 KIB = 1024
 # CUDA programming guide, technical specifications per compute capability: most threads of an SM,
 # its shared memory in KiB, and the most blocks.

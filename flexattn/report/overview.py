@@ -21,8 +21,6 @@ from flexattn.report.drawing import (
 from flexattn.report.rivals import Bench
 from flexattn.report.summary import Summary
 
-__all__ = ["beside", "gains"]
-
 # Rows of a picture, and inches of each.
 MOST, ROW = 60, 0.26
 _MARKERS = "osD^vP*X"

@@ -24,8 +24,6 @@ from flexattn.report.rivals import Bench, geometric_mean
 from flexattn.report.summary import Summary, summarize
 from flexattn.util.printable import printable
 
-__all__ = ["Entry", "Written", "html", "write"]
-
 PAGE = "index.html"
 
 

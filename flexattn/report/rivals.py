@@ -11,8 +11,6 @@ from typing import Any
 from flexattn.errors import InputError
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 
-__all__ = ["OURS", "Bench", "Rival", "Row", "geometric_mean", "read"]
-
 SCHEMA, OURS = 1, "flexattn"
 
 

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexattn.device.limits import Limits
-from flexattn.kernels.paged_decode.space import ITEMSIZE as SERVED
+from flexattn.kernels.paged_decode.config import ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
 from flexattn.records.key import Key
 from flexattn.records.record import Record
 from flexattn.report.limits import limits_of
 from flexattn.serving.tuned import batch_lengths
-
-__all__ = ["Density", "Reach", "Work", "reach", "work"]
-
 
 Density = Literal["exact", "class", "unknown"]
 

@@ -13,8 +13,6 @@ from flexattn.report.occupancy import device_of, occupancy
 from flexattn.report.rivals import Bench, Row
 from flexattn.report.roofline import Density, Reach, reach, work
 
-__all__ = ["Side", "Summary", "sizes", "summarize"]
-
 
 @dataclass(frozen=True, slots=True)
 class Side:

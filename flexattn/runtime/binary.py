@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Binary", "TensorMap", "binary_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:

@@ -24,8 +24,6 @@ from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-__all__ = ["Binaries", "Described"]
-
 SCHEMA = 1
 MAX_CODE, MAX_DESCRIPTION = 64 * 2**20, 2**16
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["anew", "source_lines", "without_collections", "without_dumps"]
-
 
 class _Switch:
     """A switch of the whole process that several threads want off for a while.

@@ -7,8 +7,6 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["counter"]
-
 # A zero of its own would cost a call an allocation and a launch: 5 us of the host, and on the GPU
 # a kernel before the kernel.
 _MADE = 512

@@ -9,8 +9,6 @@ from typing import Any
 
 from flexattn.device import Device
 
-__all__ = ["code_hash", "sections", "stack_size"]
-
 # Of an ELF file for a GPU: instructions, constants, shared memory, and what the loader must know.
 # The rest is names and line numbers of the source, which differ between equal kernels.
 _MEANT = (".text", ".rodata", ".data", ".nv.constant", ".nv.global", ".nv.info", ".nv.shared")

@@ -13,8 +13,6 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper.narrow_values import BLOCK_N, KEYS
 from flexattn.runtime.build import Launcher, builder
 
-__all__ = ["NarrowValues"]
-
 
 @dataclass(frozen=True, slots=True)
 class NarrowValues:

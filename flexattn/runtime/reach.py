@@ -23,8 +23,6 @@ from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.settings import current, say_once
 
-__all__ = ["Reach", "begin", "pays", "sources"]
-
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
 # save: an estimate, which nothing has measured yet.
 LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8

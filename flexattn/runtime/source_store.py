@@ -23,11 +23,9 @@ from flexattn.kernels.base.source import Source, digest_of
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Captures, Structure
 from flexattn.records.codec import decode
-from flexattn.records.environment import source_hash
+from flexattn.records.renderers import source_hash
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
-
-__all__ = ["Sources"]
 
 SCHEMA = 2
 HEADER = "# from a directory of exported kernels\n"

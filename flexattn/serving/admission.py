@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, UnsupportedError
-from flexattn.kernels.paged_decode.space import ServingForm
+from flexattn.kernels.paged_decode.config import ServingForm
 from flexattn.serving.cache import Cache
 from flexattn.serving.request import Maxima
-
-__all__ = ["devices", "extras", "gradients", "keys", "requests", "rows"]
 
 
 def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:

@@ -9,8 +9,6 @@ from torch import Tensor
 from flexattn.errors import InputError
 from flexattn.serving.request import LAYOUTS, Maxima
 
-__all__ = ["Cache", "KVCache", "split"]
-
 KVCache: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
 from flexattn.settings import current, log
-
-__all__ = ["CascadePlan"]
 
 
 class CascadePlan:

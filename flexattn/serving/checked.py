@@ -8,8 +8,6 @@ from torch import Tensor
 from flexattn.errors import InputError
 from flexattn.serving.request import Maxima
 
-__all__ = ["inspect"]
-
 
 def inspect(
     maxima: Maxima,

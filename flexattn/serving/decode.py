@@ -18,8 +18,6 @@ from flexattn.serving.request import LAYOUTS
 from flexattn.serving.types import refuse_types
 from flexattn.util.lru import Lru
 
-__all__ = ["flex_decode"]
-
 _plans: Lru[Any, tuple[DecodePlan, Any]] = Lru(64)
 _making = threading.Lock()
 

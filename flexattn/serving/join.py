@@ -11,8 +11,6 @@ from flexattn.kernels.paged_decode.join import join_programs, render_join
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.plan import DecodePlan
 
-__all__ = ["Join"]
-
 # Launchers that a cascade remembers, one for each number of rows and of keys that may be read.
 _REMEMBERED = 256
 # What a run passes, by the names that the kernel has for it.

@@ -11,17 +11,13 @@ import torch
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.source import (
     combine_rows,
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.paged_decode.space import (
-    ServingConfig,
-    ServingForm,
-    reasons,
-    serving_candidates,
-)
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates
 from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.fallback.chain import Attempt, serve
 from flexattn.runtime.fallback.environment import COMPILER_FIELDS
@@ -29,8 +25,6 @@ from flexattn.runtime.fallback.memory import memory
 from flexattn.serving.request import Maxima
 from flexattn.serving.tuned import tuned
 from flexattn.settings import current
-
-__all__ = ["Kernels", "build"]
 
 
 class Kernels(NamedTuple):

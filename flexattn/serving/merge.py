@@ -14,8 +14,6 @@ from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
 from flexattn.settings import current
 
-__all__ = ["merge_states"]
-
 # What a launch passes, by the names that the kernel has for it.
 _GIVEN = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE")
 

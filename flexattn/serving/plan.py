@@ -13,8 +13,9 @@ from flexattn.device import usable
 from flexattn.errors import InputError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import EMPTY
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import tied
-from flexattn.kernels.paged_decode.space import ServingConfig, workspace
+from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
@@ -25,8 +26,6 @@ from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
-
-__all__ = ["DecodePlan"]
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.paged_decode.space import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.records.key import rounded
-
-__all__ = ["KV_DTYPES", "LAYOUTS", "Maxima", "form_of"]
 
 KV_DTYPES: dict[torch.dtype, str] = {
     **DTYPES,

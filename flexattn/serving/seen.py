@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flexattn.problem.facts import facts_of
 
-__all__ = ["NOTHING", "Seen", "facts", "see"]
-
 # Pairs that are known at once: the caches of a model's layers, lengths and tables of its batches.
 _KNOWN = 256
 

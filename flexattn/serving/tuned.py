@@ -8,19 +8,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.space import (
-    ServingConfig,
-    ServingForm,
-    reasons,
-    serving_candidates,
-)
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
 from flexattn.records.layers import Stored, layers, origin, ranked
 from flexattn.serving.request import Maxima
 from flexattn.settings import current, say_once
-
-__all__ = ["LENGTHS", "Lengths", "ServingProblem", "Tuned", "batch_lengths", "tuned"]
 
 Lengths = Literal["uniform", "ragged", "mixed"]
 LENGTHS: tuple[Lengths, ...] = get_args(Lengths)

@@ -11,8 +11,6 @@ from torch import Tensor
 from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import check_config
 
-__all__ = ["check_choices", "pair", "refuse_types", "whole"]
-
 _LENGTHS = ("", "uniform", "ragged")
 
 

@@ -18,8 +18,6 @@ from flexattn.settings import log
 from flexattn.tune.claims import Claims
 from flexattn.tune.search import tell_cost
 
-__all__ = ["Board", "Heart", "Held", "Pulse", "connect", "rounds"]
-
 T = TypeVar("T")
 
 # What a worker leaves with a trial: its result, as text.

@@ -27,20 +27,6 @@ from flexattn.tune.foundry import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
 from flexattn.tune.serving import serving_sources
 
-__all__ = [
-    "DEADLINE",
-    "Built",
-    "Order",
-    "build_all",
-    "build_task",
-    "compile_one",
-    "compilers",
-    "orders_for",
-    "orders_of",
-    "twins",
-    "unfit",
-]
-
 # Seconds that one config may compile for: most need one or two.
 DEADLINE = 120.0
 

@@ -20,8 +20,6 @@ from flexattn.records.record import Answer, Environment, Record
 from flexattn.records.store import Store
 from flexattn.tune.task_locks import TaskLocks
 
-__all__ = ["Outcome", "Tune", "campaign", "environment_of", "pending"]
-
 Status = Literal["tuned", "kept", "failed"]
 Tune = Callable[[AnyTask], Record]
 Where = Callable[[AnyTask], Environment]

@@ -28,8 +28,6 @@ from flexattn.tune.subject import subject_of
 from flexattn.tune.tuner import tune
 from flexattn.util.closing import Closing
 
-__all__ = ["Crew", "build_ahead", "seeds"]
-
 # Winners of other environments and of near sizes that are looked at first.
 SEEDS = 6
 

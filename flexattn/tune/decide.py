@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from flexattn.records.record import Decision, Record, Trial
 from flexattn.tune.signed_rank import signed_rank
 
-__all__ = ["CONFIDENCE", "LOOKS", "MARGIN", "TIE", "alpha", "decide", "replay_study", "speedups"]
-
 MARGIN = 1.02
 CONFIDENCE = 0.95
 # The race looks at its samples at most this often; each look may spend an equal part of the error.

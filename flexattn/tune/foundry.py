@@ -11,8 +11,6 @@ from flexattn.errors import MeasureError
 from flexattn.tune.pool import Lost, Pool
 from flexattn.util.closing import Closing
 
-__all__ = ["Foundry", "Order", "Runs"]
-
 # Seconds between looks for more urgent work while some process has none.
 LOOK = 0.05
 

@@ -21,8 +21,6 @@ from flexattn.records.codec import decode, encode
 from flexattn.records.key import Key
 from flexattn.records.record import Environment, Policy, Provenance, Record, Trial
 
-__all__ = ["Entry", "Journal", "settle"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -12,8 +12,6 @@ from flexattn.kernels.base.config import Config
 from flexattn.records.record import Decision, Failed, Gated, Trial, is_time, kept_us
 from flexattn.tune.decide import decide
 
-__all__ = ["Ledger", "Sampled", "cost"]
-
 Sampled = tuple[float, ...] | Failed
 # Characters of a failure's message that a record keeps.
 SAID = 400

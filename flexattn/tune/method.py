@@ -10,8 +10,6 @@ from flexattn.records.record import Provenance
 from flexattn.tune.decide import CONFIDENCE, MARGIN
 from flexattn.tune.search import ALL_UP_TO, Sampler
 
-__all__ = ["FOR_SCREENING", "SCREENING_MS", "Method", "method_for"]
-
 # The part of a time budget after which no more are screened: the rest is for the finals.
 FOR_SCREENING = 0.8
 # Screening tells far apart from near; the finals take the policy's own, longer samples.

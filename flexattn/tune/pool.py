@@ -23,8 +23,6 @@ from flexattn.measure.wire import end_with_parent, receive, send
 from flexattn.settings import compiler_environment
 from flexattn.util.closing import Closing
 
-__all__ = ["Lost", "Pool", "default_jobs", "serve"]
-
 # Seconds that a new process may take to import what its work needs, beside the task's own.
 STARTUP = 120.0
 _SERVE = "import sys; from flexattn.tune.pool import serve; serve(int(sys.argv[1]), sys.argv[2])"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["SILENT", "Progress"]
-
 
 class Progress(Protocol):
     """A listener; the command line draws it."""

@@ -12,8 +12,6 @@ from flexattn.tune.decide import LOOKS, TIE, alpha, decide, speedups
 from flexattn.tune.ledger import Ledger
 from flexattn.tune.signed_rank import signed_rank
 
-__all__ = ["FINALISTS", "HOPELESS", "finalists", "looks", "race", "screen"]
-
 # A candidate this many times slower than the best is not timed again.
 HOPELESS = 3.0
 # Beside the default.

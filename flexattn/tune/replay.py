@@ -12,8 +12,6 @@ from flexattn.records.record import Failed, Gated, Trial
 from flexattn.tune.builds import Built
 from flexattn.tune.studies import Study
 
-__all__ = ["ReplayMeasurer"]
-
 # What a study does not know of a config that was never gated.
 _UNJUDGED = Gated("not judged in the study", 0.0, 0.0, 0.0, True)
 

@@ -14,8 +14,6 @@ from typing import Any, Literal, Protocol
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 
-__all__ = ["ALL_UP_TO", "Axes", "Everything", "Guided", "Sampler", "Search", "sampler_of"]
-
 Sampler = Literal["tpe", "gp"]
 # Spaces up to this size are measured whole.
 ALL_UP_TO = 200

@@ -13,22 +13,15 @@ from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import (
-    ServingConfig,
-    ServingForm,
-    reasons,
-    serving_candidates,
-    space,
-)
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
 from flexattn.records.record import Policy
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
-
-__all__ = ["serving_configs", "serving_sources", "serving_task"]
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
 QUICK = 32

@@ -27,8 +27,6 @@ from flexattn.tune.subject import Subject, subject_of
 from flexattn.tune.tuner import USUAL, record_of
 from flexattn.tune.workbench import Build, Workbench
 
-__all__ = ["Shared", "study_name", "tune_shared"]
-
 # Points that one worker holds at once: as many as a race beside the default makes good use of.
 HELD = 4
 POLL_S = 0.3

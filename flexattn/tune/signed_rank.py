@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["EXACT_UP_TO", "signed_rank"]
-
 # The table of rank sums has n(n + 1) entries; above this the normal approximation is as good.
 EXACT_UP_TO = 25
 

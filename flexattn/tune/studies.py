@@ -13,8 +13,6 @@ from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Policy, Trial
 from flexattn.tune.subject import Subject
 
-__all__ = ["Study", "load", "loads", "save", "stored"]
-
 MAX_BYTES = 32 * 2**20
 
 

@@ -14,8 +14,6 @@ from flexattn.records.key import Key, key_of, sizes_of
 from flexattn.records.record import Environment, Policy
 from flexattn.tune.serving import serving_configs
 
-__all__ = ["Subject", "subject_of"]
-
 
 @dataclass(frozen=True)
 class Subject:

@@ -10,8 +10,6 @@ from typing import Any
 
 from flexattn.errors import InputError, UnsupportedError
 
-__all__ = ["Table", "read_file"]
-
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """The mapping in a .toml, .yaml or .yml file.

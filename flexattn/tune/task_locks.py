@@ -10,8 +10,6 @@ from pathlib import Path
 
 from flexattn.records.files import try_lock
 
-__all__ = ["TaskLocks"]
-
 
 class TaskLocks:
     """Locks in a folder, one for each name; those of a process that ends, however, are free.

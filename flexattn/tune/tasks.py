@@ -25,8 +25,6 @@ from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
 
-__all__ = ["distinct", "mods_of", "plan_task", "task_from", "task_of", "tasks"]
-
 T = TypeVar("T", bound=AnyTask)
 
 

@@ -22,8 +22,6 @@ from flexattn.tune.search import Everything, Guided, Search
 from flexattn.tune.subject import Subject, subject_of
 from flexattn.tune.workbench import Build, Workbench
 
-__all__ = ["record_of", "tune", "tune_subject"]
-
 NOT_TRIED = "not tried"
 USUAL = Method()
 

@@ -20,8 +20,6 @@ from flexattn.records.untuned import Untuned, bound_of, read
 from flexattn.runtime.launch import Lists
 from flexattn.tune.workload import policy_for
 
-__all__ = ["NOTE", "untuned_tasks"]
-
 NOTE = "rebuilt from a list of untuned problems: made-up captures, a mask of the same class"
 
 

@@ -17,9 +17,6 @@ from flexattn.tune.progress import Progress
 from flexattn.tune.race import race, screen
 from flexattn.tune.subject import Subject
 
-__all__ = ["Build", "Workbench"]
-
-
 Build = Callable[[Sequence[Config]], Iterable[Built]]
 
 

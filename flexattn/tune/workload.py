@@ -40,12 +40,11 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.problem import ITEMSIZE, Kind, Shape
-from flexattn.records.environment import RecordKind, serving_policy
+from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
+from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
-
-__all__ = ["ModPath", "Row", "Served", "Workload", "parse", "policy_for", "read"]
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv")
 SHARED = ("dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy")

@@ -13,8 +13,6 @@ from typing import Any
 
 from flexattn.errors import CacheError
 
-__all__ = ["publish", "read_regular", "refuse_others", "sealed", "unsealed"]
-
 
 def read_regular(path: str | Path, most: int, *, trusted: bool = False) -> bytes | None:
     """The bytes of a plain file; None where nothing is there.

@@ -6,8 +6,6 @@ import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["Lru"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["one_line", "printable"]
-
 
 def printable(text: str) -> str:
     """The text with every character that does not print as Python's escape of it.

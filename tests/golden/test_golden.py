@@ -24,8 +24,8 @@ from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.decay_skip.source import render_norms, render_reach
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.join import render_join
-from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render_combine
 from flexattn.mods import bind

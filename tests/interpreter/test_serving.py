@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 from tests.support import DTYPES
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal, sliding_window, softcap
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 

@@ -7,7 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.measure.lab import DeviceLab
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.mods import bind

@@ -59,6 +59,12 @@ EDGES = {
 }
 # On top of the package; everything else is in a folder.
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py"}
+# Fronts that users and their type checkers read, and modules whose list the NKI interpreter reads.
+LISTED = {
+    *("__init__.py", "catalogue/__init__.py", "serving/__init__.py"),
+    "block_mask/visual/__init__.py",
+    *(f"neuron/nki/{name}.py" for name in ("data", "matrix", "scalar", "vector")),
+}
 REFERENCE_USERS = {"reference", "measure", "frontend"}
 
 KERNELS = PACKAGE / "kernels"
@@ -224,6 +230,14 @@ def test_optional_packages_are_imported_where_they_are_used(path):
             home = OPTIONAL.get(name.split(".")[0], "")
             allowed = where.startswith(home) and not (home and where == "cli/__init__.py")
             assert allowed, f"import {name} where it is used"
+
+
+@each_file
+def test_names_are_listed_where_the_list_is_read(path):
+    """Elsewhere an underscore says it: lists that nothing read were wrong in 254 of 1,278 names."""
+    tree = ast.parse(path.read_text())
+    listed = any(isinstance(n, ast.Name) and n.id == "__all__" for n in ast.walk(tree))
+    assert not listed or path.relative_to(PACKAGE).as_posix() in LISTED
 
 
 @each_file

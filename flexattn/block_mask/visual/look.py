@@ -18,8 +18,6 @@ from flexattn.mods import Bound, bind
 from flexattn.mods.algebra import bounds_of, tables_of, verdicts
 from flexattn.mods.expr import pretty
 
-__all__ = ["visualize"]
-
 # Places of a cell that are looked at where its bounds leave it open: so many rows, and keys.
 _LOOKS = 8
 Ends = tuple[Tensor, Tensor]

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 
-__all__ = ["Picture"]
-
 _SHADES = " ░▒▓█"
 _WIDTH, _HEIGHT = 64, 32
 _COLORS = ("#f2f2f2", "#f0a848", "#3b6ea5")  # empty, partial, full: as the demo draws blocks

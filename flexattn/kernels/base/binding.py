@@ -11,8 +11,6 @@ from torch import Tensor
 from flexattn.errors import ArgumentError
 from flexattn.kernels.base.arguments import Argument
 
-__all__ = ["Binding", "bind", "strides"]
-
 
 @dataclass(frozen=True, slots=True)
 class Binding:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, Protocol
 
-__all__ = ["Config", "Language", "describe", "padded", "pieces", "power_above"]
-
 Language = Literal["triton", "gluon"]
 
 

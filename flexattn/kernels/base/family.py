@@ -15,8 +15,6 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.problem import Kind, Problem, Structure
 
-__all__ = ["Effort", "KernelFamily"]
-
 Effort = Literal["quick", "full", "exhaustive"]
 C = TypeVar("C", bound=Config)
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")

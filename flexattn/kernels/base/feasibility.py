@@ -13,8 +13,6 @@ from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.rule import Rule, Rules, violated, worded
 from flexattn.problem import Structure
 
-__all__ = ["Feasibility"]
-
 
 class Feasibility:
     """A family's rules over a config, a structure and a device.

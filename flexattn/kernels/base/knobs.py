@@ -14,8 +14,6 @@ from typing import Any, TypeVar
 from flexattn.kernels.base.config import Config
 from flexattn.problem import Structure
 
-__all__ = ["at_rest", "knob", "turned", "values", "words"]
-
 C = TypeVar("C", bound=Config)
 
 

@@ -11,8 +11,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["outline"]
-
 _MARKED = re.compile(r"^(\s*(?:for|while) .*:)  # body: (\w+)$")
 _WIDTH = 94
 _CONSTANT = "gl.constexpr"

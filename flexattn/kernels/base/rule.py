@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Rule", "Rules", "violated", "worded"]
-
 CaseT = TypeVar("CaseT")
 
 

@@ -8,8 +8,6 @@ from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Config, power_above
 from flexattn.problem import Structure
 
-__all__ = ["Geometry", "check_power", "tile_for", "tiles_per_q", "walks_runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

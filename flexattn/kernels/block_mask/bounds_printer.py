@@ -11,11 +11,10 @@ from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
 from flexattn.mods.algebra import Bounds, Table, TableUse
 from flexattn.mods.algebra.lower import CORNERS
-from flexattn.mods.analysis.intervals import Range, intervals_of
+from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import OPS, is_float
-
-__all__ = ["PrintedBounds", "print_bounds", "table_names", "table_values"]
 
 
 @dataclass(frozen=True, slots=True)

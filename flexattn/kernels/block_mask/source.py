@@ -12,8 +12,6 @@ from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods.algebra import Bounds, bounds_of
 from flexattn.problem import Captures
 
-__all__ = ["STRIP", "mask_arguments", "render_block_mask"]
-
 # Blocks that a program classifies.
 STRIP = 128
 

@@ -12,8 +12,6 @@ from flexattn.kernels.base.family import KernelFamily
 from flexattn.kernels.choose.registry import by_language, family_of, leading
 from flexattn.problem import Problem, Structure
 
-__all__ = ["candidates", "default", "reasons", "refused"]
-
 
 def reasons(config: Config, structure: Structure, device: Device) -> list[str]:
     """Why a config cannot run for a structure on a device; an empty list when it can."""

@@ -8,8 +8,6 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from flexattn.errors import ConfigError, InputError
 
-__all__ = ["LEGACY", "OURS_ALONE", "acts", "bare"]
-
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
 OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS")

@@ -12,20 +12,6 @@ from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.family import KernelFamily
 from flexattn.problem import Kind, Structure
 
-__all__ = [
-    "ROWS",
-    "backend_of",
-    "by_language",
-    "config_class",
-    "config_names",
-    "families",
-    "family_of",
-    "is_config",
-    "launch_key",
-    "leading",
-    "short",
-]
-
 
 class Row(NamedTuple):
     """Where a family stands: a folder of kernels/, imported when it is asked for.

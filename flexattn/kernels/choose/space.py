@@ -15,8 +15,6 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import families, family_of
 from flexattn.problem import Problem
 
-__all__ = ["LEFT_OUT", "QUICK", "Survey", "space", "survey"]
-
 # Configs of the quick effort, and how many of them are the static default's own alternatives.
 QUICK, ALTERNATIVES = 12, 3
 LEFT_OUT = "left out by quick"

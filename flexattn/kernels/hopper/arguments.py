@@ -7,8 +7,6 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of
 from flexattn.problem import Structure
 
-__all__ = ["arguments", "consumer_arguments", "producer_arguments"]
-
 _LOADED = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bhmnd")
 _LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "REACH")
 _LOCATION = ("num_tiles", "num_units", "Hq", "group")

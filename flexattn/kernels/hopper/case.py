@@ -17,8 +17,6 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.hopper.printed import Case
 from flexattn.problem import Structure
 
-__all__ = ["case_of", "columns"]
-
 
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""

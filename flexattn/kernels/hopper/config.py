@@ -8,17 +8,6 @@ from typing import ClassVar, Literal, get_args
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.ptx.assembler import Ptxas
 
-__all__ = [
-    "CONSUMER_REGISTERS",
-    "CONSUMER_ROWS",
-    "HOPPER_ORDERS",
-    "TILE_SCHEDULERS",
-    "WARPS",
-    "HopperOrder",
-    "HopperPrefillConfig",
-    "TileScheduler",
-]
-
 HopperOrder = Literal["last", "first", "group", "heads", "sections", "alternate"]
 TileScheduler = Literal["grid", "static", "dynamic"]
 HOPPER_ORDERS: tuple[HopperOrder, ...] = get_args(HopperOrder)

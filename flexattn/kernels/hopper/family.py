@@ -24,8 +24,6 @@ from flexattn.kernels.hopper.source import render
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 
-__all__ = ["PREFILL"]
-
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True

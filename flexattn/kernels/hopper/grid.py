@@ -10,8 +10,6 @@ from flexattn.kernels.base.tiles import Geometry, tile_for
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.problem import Problem, Structure
 
-__all__ = ["fit_to_mask", "grid", "shares_keys", "with_consumers"]
-
 
 def shares_keys(problem: Problem, config: HopperPrefillConfig) -> bool:
     """Whether the heads of a tile are of one group."""

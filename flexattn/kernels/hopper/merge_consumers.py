@@ -25,8 +25,6 @@ import re
 
 from flexattn.errors import RenderError
 
-__all__ = ["ALONE", "NAME", "announcement", "block_warps", "merged"]
-
 NAME = "merge_consumers"
 WARPS, THREADS = 4, 128
 # The consumers' hardware barriers are 0 to 2: all warps start and end their work at this one.

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from flexattn.kernels.base.dialect import Dialect, Tensor
 from flexattn.kernels.base.features import asked_once
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
-from flexattn.kernels.printers.score_printer import PrintedScore
+from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.printers.score_printer import print_score as triton_score
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr
 from flexattn.problem import INDEX_RANGES, Captures, Structure
-
-__all__ = ["HOPPER", "MaskPieces", "print_mask", "print_score"]
 
 # Behind the name of what each thread read for a key of its own, told to all of them.
 _BY_KEY = "_by_key"

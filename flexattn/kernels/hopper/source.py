@@ -31,12 +31,10 @@ from flexattn.kernels.hopper.tiles import (
     tiles_of,
     value_bytes,
 )
-from flexattn.kernels.printers.score_printer import PrintedScore
+from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.ptx.assembler import effective
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
-
-__all__ = ["render"]
 
 TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.

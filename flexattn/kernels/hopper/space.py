@@ -23,8 +23,6 @@ from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
-__all__ = ["axes", "forms", "offered", "orders", "preferences", "section_of"]
-
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
 

@@ -8,18 +8,6 @@ from typing import ClassVar, Literal
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS
 from flexattn.problem import ITEMSIZE, Kind, Problem, Structure
 
-__all__ = [
-    "MAX_STATES",
-    "NkiConfig",
-    "NkiDecodeConfig",
-    "NkiPrefillConfig",
-    "NkiShape",
-    "described",
-    "memory_of",
-    "row_tiles",
-    "shape_of",
-]
-
 MaskSelect = Literal["range", "affine", "select"]
 Transpose = Literal["tensor", "dma"]
 Evict = Literal["vector", "scalar"]

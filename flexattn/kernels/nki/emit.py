@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.values import Pools, Value
-from flexattn.mods.analysis.intervals import Range
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ir.op import Nki
-
-__all__ = ["NkiEmitter"]
 
 ZERO = Value("static", "0.0")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from flexattn.kernels.nki.config import NkiConfig
 from flexattn.kernels.nki.space import default, reasons, survey
 
-__all__ = ["NKI"]
-
 
 class _Nki:
     name = "nki"

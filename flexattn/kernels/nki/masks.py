@@ -19,8 +19,6 @@ from flexattn.mods.analysis.key_span import conjunction
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES
 
-__all__ = ["PrintedMask", "print_mask"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrintedMask:

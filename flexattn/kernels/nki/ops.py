@@ -7,8 +7,6 @@ import math
 from flexattn.mods.expr import Expr
 from flexattn.mods.ops import OPS
 
-__all__ = ["BINARY", "EXACT", "HALF_POOLS", "MIRRORED", "number"]
-
 # Integers that float32 holds exactly.
 EXACT = 2**24
 

@@ -22,12 +22,11 @@ from flexattn.kernels.nki.ops import (
 from flexattn.kernels.nki.tables import Table, is_static, linear_forms
 from flexattn.kernels.nki.values import Pools, Value
 from flexattn.mods.analysis.affine import Affine
-from flexattn.mods.analysis.intervals import Range, intervals_of
+from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, reads, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_int
-
-__all__ = ["TABLE_LIMIT", "NkiPrinter", "offset_of"]
 
 # Integers of tables are at most this, so that sums of a few stay exact; checked as they are made.
 TABLE_LIMIT = 2**22

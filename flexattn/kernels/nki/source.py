@@ -22,8 +22,6 @@ from flexattn.kernels.nki.values import Pools, Value
 from flexattn.mods.expr import Mod, pretty
 from flexattn.problem import Captures, Problem
 
-__all__ = ["Mods", "NkiSource", "print_mods", "render_nki", "render_nki_combine"]
-
 # In the order in which the kernel allocates them: name, dtype, whether it is a tile.
 _POOLS = (
     ("tile_f32", "float32", True),

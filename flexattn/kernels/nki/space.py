@@ -24,8 +24,6 @@ from flexattn.kernels.nki.config import (
 from flexattn.kernels.nki.printed import RULES, Case
 from flexattn.problem import Problem
 
-__all__ = ["Needs", "NkiSurvey", "default", "reasons", "survey", "violated"]
-
 Effort = Literal["quick", "full"]
 FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
 

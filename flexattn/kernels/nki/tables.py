@@ -20,8 +20,6 @@ from flexattn.mods.ops import OPS, is_int
 from flexattn.mods.site import interned
 from flexattn.problem import INDEX_RANGES
 
-__all__ = ["Table", "Tabulated", "is_linear", "is_static", "linear_forms", "tabulate"]
-
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
 # What engines compute on whole tiles.
 ON_CHIP = frozenset(("cast", *(op.name for op in OPS.values() if op.nki is not None)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Pools", "Value"]
-
 Place = Literal["static", "column", "tile"]
 
 

@@ -10,8 +10,6 @@ and then the next launch would take it for a word of its own.
 
 from __future__ import annotations
 
-__all__ = ["EMPTY", "await_context"]
-
 # Of a word as a signed number: a NaN, but not the one that arithmetic gives, 0x7FFFFFFF.
 EMPTY = -1
 # Words that a thread waits for at a time; they are registers of it.

@@ -10,19 +10,6 @@ from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import padded
 from flexattn.problem import Captures
 
-__all__ = [
-    "COMBINE_WARPS",
-    "ITEMSIZE",
-    "LINE",
-    "MERGED",
-    "Combine",
-    "ServingConfig",
-    "ServingForm",
-    "SplitPolicy",
-    "check_config",
-    "shared_memory",
-]
-
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Values that a warp holds of a merge at a time: 64 registers of each thread.
 MERGED = 2048

@@ -12,8 +12,6 @@ from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm, sha
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 
-__all__ = ["PAGED_DECODE"]
-
 # Told in a table's cell without their names.
 _NAMELESS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "per_sm", "combine")
 

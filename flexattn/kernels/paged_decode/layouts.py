@@ -7,9 +7,7 @@ import math
 from flexattn.device import Device
 from flexattn.kernels.base.dialect import Dialect, Tensor
 from flexattn.kernels.paged_decode.awaiting import EMPTY, await_context
-from flexattn.kernels.paged_decode.space import ITEMSIZE, ServingConfig, ServingForm
-
-__all__ = ["WARPS", "serving_layouts", "warp_sizes"]
+from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
 WARPS = Dialect(

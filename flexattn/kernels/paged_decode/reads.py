@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flexattn.kernels.paged_decode.space import LINE
+from flexattn.kernels.paged_decode.config import LINE
 from flexattn.kernels.printers.mask_parts import MaskParts
 from flexattn.kernels.printers.triton_ops import itemsize, triton_type
 from flexattn.kernels.printers.triton_printer import buffer_names
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
-
-__all__ = ["Fetched", "Peek", "fetched_ahead", "peeks_of", "reads_last_keys"]
 
 # At most so many lines of memory are asked for along each dimension of a captured tensor.
 AHEAD = 16

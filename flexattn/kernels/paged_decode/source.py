@@ -12,9 +12,7 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
-from flexattn.kernels.paged_decode.space import (
+from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     ITEMSIZE,
     LINE,
@@ -22,8 +20,11 @@ from flexattn.kernels.paged_decode.space import (
     ServingConfig,
     ServingForm,
 )
+from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
+from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
 from flexattn.kernels.printers.mask_parts import MaskParts, whole
-from flexattn.kernels.printers.score_printer import PrintedScore, whole_score
+from flexattn.kernels.printers.printed_score import PrintedScore
+from flexattn.kernels.printers.score_printer import whole_score
 from flexattn.kernels.printers.span import (
     PrintedEdge,
     print_edges,
@@ -32,16 +33,6 @@ from flexattn.kernels.printers.triton_ops import signature_type, triton_type
 from flexattn.kernels.printers.triton_printer import Traits
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
-
-__all__ = [
-    "combine_rows",
-    "merge_rows",
-    "render_merge_states",
-    "render_serving",
-    "render_serving_combine",
-    "serving_arguments",
-    "tied",
-]
 
 
 def tied(form: ServingForm) -> bool:

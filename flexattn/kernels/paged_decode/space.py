@@ -14,28 +14,11 @@ from flexattn.kernels.base.rule import worded
 from flexattn.kernels.paged_decode import printed as printed_serving
 from flexattn.kernels.paged_decode import warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
-    COMBINE_WARPS,
-    ITEMSIZE,
-    LINE,
-    MERGED,
     Combine,
     ServingConfig,
     ServingForm,
     shared_memory,
 )
-
-__all__ = [
-    "COMBINE_WARPS",
-    "ITEMSIZE",
-    "LINE",
-    "MERGED",
-    "ServingConfig",
-    "ServingForm",
-    "reasons",
-    "serving_candidates",
-    "space",
-    "workspace",
-]
 
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 

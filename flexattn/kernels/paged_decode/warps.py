@@ -10,8 +10,6 @@ from flexattn.kernels.base.rule import worded
 from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
 from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm, SplitPolicy
 
-__all__ = ["preferences", "reasons", "space"]
-
 
 def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.expr import Expr
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import divisor_of
-
-__all__ = ["by_invariant", "invariant_names"]
 
 _LARGEST = 2**31 - 1
 

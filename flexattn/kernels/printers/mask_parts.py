@@ -10,8 +10,6 @@ from flexattn.mods.expr import Expr
 from flexattn.mods.simplify import make
 from flexattn.problem import INDEX_RANGES, Captures
 
-__all__ = ["MaskPart", "MaskParts", "SpanEnd", "mask_parts", "whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class MaskPart:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from flexattn.kernels.printers.triton_ops import HALVES
 from flexattn.mods.expr import Expr, depending
 
-__all__ = ["feeding_loads", "summed_halves"]
-
 
 def feeding_loads(nodes: list[Expr]) -> set[Expr]:
     """Of nodes in walk's order: loads that do not wait for the score, and what they need."""

@@ -14,8 +14,6 @@ from flexattn.mods.simplify import make
 from flexattn.mods.terms import SCORE, Terms
 from flexattn.problem import Captures, Structure
 
-__all__ = ["Limits", "PrintedScore", "print_score", "whole_score"]
-
 LOG2E = const(1.4426950216293335, FLOAT)
 
 

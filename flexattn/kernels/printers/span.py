@@ -9,8 +9,6 @@ from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods.analysis.affine import Edge
 from flexattn.problem import Captures
 
-__all__ = ["PrintedEdge", "print_edges"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrintedEdge:

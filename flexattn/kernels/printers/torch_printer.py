@@ -13,8 +13,6 @@ from flexattn.mods.ops import OPS
 from flexattn.mods.outside import read
 from flexattn.util.lru import Lru
 
-__all__ = ["evaluate", "to_torch"]
-
 _compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)
 
 

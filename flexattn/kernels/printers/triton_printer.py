@@ -11,8 +11,9 @@ from flexattn.kernels.printers.divisions import by_invariant
 from flexattn.kernels.printers.printed_nodes import feeding_loads, summed_halves
 from flexattn.kernels.printers.triton_ops import HALVES, NARROW, literal
 from flexattn.mods import Mod
-from flexattn.mods.analysis.intervals import Range, intervals_of
+from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import OPS, is_float, is_int
 from flexattn.problem import INDEX_RANGES

@@ -16,9 +16,6 @@ from typing import Any
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
 from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, module_of
 
-__all__ = ["compiled_by"]
-
-
 _wanted: ContextVar[Stages | None] = ContextVar("flexattn_stages", default=None)
 _lock = Lock()
 _users = 0

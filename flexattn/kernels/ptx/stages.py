@@ -8,8 +8,6 @@ from typing import Any
 
 from flexattn.kernels.ptx.assembler import Ptxas
 
-__all__ = ["OWN_STAGES", "Stages", "block_warps", "module_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stages:

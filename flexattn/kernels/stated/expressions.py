@@ -25,8 +25,6 @@ from sympy.core.relational import Relational
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.printer import Printer
 
-__all__ = ["Python", "fitted", "pieces"]
-
 _RELATIONS = {"Equality": "==", "Unequality": "!="}
 
 

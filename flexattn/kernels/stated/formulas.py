@@ -10,8 +10,6 @@ from sympy import And, Eq, Max, Min, Piecewise, Rational, floor
 from flexattn.kernels.stated import symbols as s
 from flexattn.kernels.stated.statement import Steps
 
-__all__ = ["RDNA", "REGISTERS", "SHARED_MEMORY"]
-
 # Barriers, scratch of reductions and layout changes, beside the tiles themselves.
 SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.

@@ -22,16 +22,6 @@ from sympy import (
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-__all__ = [
-    "FIT",
-    "HOPPER",
-    "REGISTERS",
-    "SHAPE",
-    "SHARED_MEMORY",
-    "SYMBOLS",
-    "WORTH",
-]
-
 # A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,

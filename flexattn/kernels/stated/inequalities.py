@@ -10,8 +10,6 @@ from flexattn.kernels.stated import symbols as s
 from flexattn.kernels.stated.formulas import RDNA, REGISTERS, SHARED_MEMORY
 from flexattn.kernels.stated.statement import Inequality, Statement
 
-__all__ = ["FIT", "SHAPE", "TRITON", "WORTH"]
-
 
 def _tile(size: Any, name: str) -> Inequality:
     divides = Eq(Mod(2**16, size), 0)

@@ -11,8 +11,6 @@ from sympy import Eq, Mod, Not, Or, symbols
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, STATIONARY_MAX
 from flexattn.kernels.stated.statement import Inequality, Statement
 
-__all__ = ["NKI"]
-
 # A config's numbers, num_splits 1 for prefill, and truth values: dma where DMA turns P, turned
 # where keys lie on the partitions, so that nothing need turn it.
 SIZES = (

@@ -16,8 +16,6 @@ from sympy import And, Basic, Not, Or, Piecewise, Symbol, Tuple, preorder_traver
 from flexattn.kernels.stated.expressions import Python, fitted, pieces
 from flexattn.kernels.stated.statement import Formula, Inequality, Statement, Step
 
-__all__ = ["text"]
-
 WIDTH = 99
 _HEAD = '''"""Feasibility of {about}.
 

@@ -12,8 +12,6 @@ from sympy import And, Eq, Mod, Not, Or, Symbol, symbols
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-__all__ = ["PROGRAMS"]
-
 # A config's numbers; whether its words of who merges parts say "await", or anything that there is.
 CONFIG = (BLOCK_M, BLOCK_N, num_warps, num_stages, per_sm, least, awaits, known_combine) = symbols(
     "BLOCK_M BLOCK_N num_warps num_stages per_sm least awaits known_combine"

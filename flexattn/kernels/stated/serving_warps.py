@@ -12,8 +12,6 @@ from sympy import And, Eq, Ne, Not, Or, Piecewise, floor, symbols
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-__all__ = ["WARPS"]
-
 # A config's numbers. Then truth values: whether tiles go round the programs, its split_policy is
 # known, and parts are awaited.
 CONFIG = (

@@ -8,8 +8,6 @@ from typing import Any
 
 from sympy import Basic, Symbol
 
-__all__ = ["Formula", "Inequality", "Statement", "Step", "Steps"]
-
 
 @dataclass(frozen=True)
 class Inequality:

@@ -12,8 +12,6 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 
-__all__ = ["AmdDecodeConfig", "AmdPrefillConfig", "for_device", "hints", "limited"]
-
 AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Of a CU of CDNA, and of a WGP of RDNA.

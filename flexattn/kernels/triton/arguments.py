@@ -14,8 +14,6 @@ from flexattn.kernels.base.config import pieces
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
 
-__all__ = ["combine_arguments", "decode_arguments", "prefill_arguments"]
-
 _WORKSPACE = Argument("WORKSPACE", "*fp32", 16)
 _SPLITS = (Argument("num_splits", "i32"), Argument("num_rows", "i64"))
 

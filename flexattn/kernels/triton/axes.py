@@ -15,8 +15,6 @@ from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask
 from flexattn.problem import Problem
 
-__all__ = ["decode_axes", "orders", "prefill_axes", "split_counts"]
-
 AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Waves of programs on the SMs that a split of the keys makes; one wave is what 0 splits mean.

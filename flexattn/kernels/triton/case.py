@@ -19,8 +19,6 @@ from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limit
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
 
-__all__ = ["case_of"]
-
 _HINTED = (AmdPrefillConfig, AmdDecodeConfig)
 
 

@@ -9,8 +9,6 @@ from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.features import loads_early
 from flexattn.kernels.base.knobs import knob
 
-__all__ = ["ORDERS", "DecodeConfig", "Order", "PrefillConfig"]
-
 Order = Literal["last", "first", "group", "heads"]
 ORDERS: tuple[Order, ...] = ("last", "first", "group", "heads")
 

@@ -20,8 +20,6 @@ from flexattn.kernels.triton.tiles import fit_to_mask
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
 
-__all__ = ["decode_defaults", "prefill_defaults"]
-
 # On sm_90, beyond so many values by key the loops of 64 x 64 spill, and beyond twice that all but
 # the smallest.
 MANY_BY_KEY = 8

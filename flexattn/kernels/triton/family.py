@@ -24,8 +24,6 @@ from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.settings import log
 
-__all__ = ["DECODE", "PREFILL", "TRITON"]
-
 C = TypeVar("C", PrefillConfig, DecodeConfig)
 
 TRITON = Feasibility(printed.RULES, case_of, printed.estimate)

@@ -10,7 +10,8 @@ from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
 from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole
-from flexattn.kernels.printers.score_printer import PrintedScore, print_score
+from flexattn.kernels.printers.printed_score import PrintedScore
+from flexattn.kernels.printers.score_printer import print_score
 from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.triton.arguments import (
     combine_arguments,
@@ -19,8 +20,6 @@ from flexattn.kernels.triton.arguments import (
 )
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Structure
-
-__all__ = ["render", "render_combine"]
 
 
 def render(

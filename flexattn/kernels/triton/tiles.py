@@ -10,8 +10,6 @@ from flexattn.kernels.base.tiles import Geometry, tile_for, tiles_per_q
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Problem, Structure
 
-__all__ = ["decode_grid", "fit_to_mask", "prefill_grid"]
-
 AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 

@@ -12,8 +12,6 @@ from flexattn.mods.algebra.tables import Table
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, dtype_of
 
-__all__ = ["verdicts"]
-
 
 def verdicts(
     bounds: Bounds,

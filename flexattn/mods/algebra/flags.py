@@ -10,8 +10,6 @@ from flexattn.mods.algebra.whole import Whole
 from flexattn.mods.expr import Expr
 from flexattn.mods.simplify import make
 
-__all__ = ["OPEN", "Flag", "combine", "compare", "known", "nonzero"]
-
 
 @dataclass(frozen=True, slots=True)
 class Flag:

@@ -12,8 +12,6 @@ from functools import reduce
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.simplify import make
 
-__all__ = ["LARGEST", "Atom", "Form", "both", "constant", "integer", "single", "truth"]
-
 # Sums of numbers below this do not wrap in 64 bits.
 LARGEST = 2**61
 

@@ -22,8 +22,6 @@ from flexattn.mods.ops import is_float, is_int
 from flexattn.mods.simplify import make
 from flexattn.util.lru import Lru
 
-__all__ = ["CORNERS", "Bounds", "TableUse", "bounds_of"]
-
 # What a tile is told by; each with the numbers that it never leaves.
 _LENGTH, _HEADS = 2**30, 2**20
 CORNERS = {"b": _LENGTH, "h": _HEADS, **dict.fromkeys(("q_lo", "q_hi", "kv_lo", "kv_hi"), _LENGTH)}

@@ -18,8 +18,6 @@ from flexattn.mods.ir.op import EVERYWHERE
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
-__all__ = ["Real", "apply", "choose", "compare", "exact", "of_flag", "of_whole", "to_whole"]
-
 # Of each dtype: the relative and the absolute error that is allowed for, and the largest number.
 _ROUNDING = {
     "float64": (2.0**-44, 1e-200, 2.0**300),

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from flexattn.mods.algebra.lower import TableUse
 
-__all__ = ["Table", "tables_of"]
-
 # A tensor that is not sorted is first cut into pieces, of which a tile holds whole ones, until
 # this many are left; a short one is not.
 _PIECES, _SHORT = 2**20, 2**12

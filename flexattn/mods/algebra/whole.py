@@ -22,8 +22,6 @@ from flexattn.mods.simplify import make
 if TYPE_CHECKING:
     from flexattn.mods.algebra.flags import Flag
 
-__all__ = ["Whole", "apply", "choose", "of_flag", "settled"]
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flexattn.mods.analysis.intervals import Range, dtype_range, interval_of, intervals_of
+from flexattn.mods.analysis.intervals import dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
-
-__all__ = ["Affine", "Comparison", "Edge", "affine_forms", "comparison_of", "edges", "free_edges"]
-
 
 # Past every key, and so far from the ends of 64 bits that positions can be added.
 LARGE = 2**40

@@ -6,8 +6,6 @@ from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
 
-__all__ = ["FREE", "Variables", "along_diagonals", "same_in_tiles", "slope_of"]
-
 # What does not change over a tile of one head.
 FREE: frozenset[str] = frozenset(("b", "h"))
 _NONE: frozenset[str] = frozenset()

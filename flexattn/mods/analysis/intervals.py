@@ -8,8 +8,6 @@ from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import OPS, is_int
 
-__all__ = ["Range", "dtype_range", "interval_of", "intervals_of"]
-
 
 def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
     """The inclusive range of an integer or bool Expr; None for a float.

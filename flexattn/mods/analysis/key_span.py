@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import reduce
 
 from flexattn.mods.analysis.affine import LARGE
-from flexattn.mods.analysis.intervals import Range, dtype_range, interval_of, intervals_of
+from flexattn.mods.analysis.intervals import dtype_range, interval_of, intervals_of
 from flexattn.mods.expr import Expr, const, depending, reads, terms_of, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.numbers import number_of
 from flexattn.mods.ops import is_int
 from flexattn.mods.simplify import make
-
-__all__ = ["KeyBound", "KeySpan", "conjunction", "key_bound", "key_span"]
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits.

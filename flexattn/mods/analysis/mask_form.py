@@ -14,12 +14,10 @@ from flexattn.mods.analysis.affine import (
     edges,
     free_edges,
 )
-from flexattn.mods.analysis.intervals import Range
 from flexattn.mods.analysis.key_span import KeyBound, KeySpan, conjunction, key_bound, key_span
 from flexattn.mods.expr import Expr, depending, reads, terms_of, walk
+from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ops import is_int
-
-__all__ = ["DocumentIds", "MaskForm", "MaskTerm", "documents_of", "mask_form"]
 
 
 @dataclass(frozen=True, slots=True)

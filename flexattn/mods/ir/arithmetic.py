@@ -6,8 +6,6 @@ from flexattn.mods.ir import intervals
 from flexattn.mods.ir.intervals import corners, dividing
 from flexattn.mods.ir.op import EVERYWHERE, Nki, Op
 
-__all__ = ["ARITHMETIC"]
-
 # torch hands NaN through minimum and maximum; the hardware's instructions drop it.
 _NAN = ", propagate_nan=tl.PropagateNan.ALL)"
 _LEAST, _MOST = "{tl}.minimum({0}, {1}", "{tl}.maximum({0}, {1}"

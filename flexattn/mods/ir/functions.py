@@ -6,8 +6,6 @@ import math
 
 from flexattn.mods.ir.op import EVERYWHERE, Nki, Op
 
-__all__ = ["FUNCTIONS"]
-
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _ERF = 2.0 / math.sqrt(math.pi)
 

@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = [
-    "Interval", "Range", "absolute", "both", "corners", "differ", "dividing", "either",
-    "floor_mod", "shifted_left", "shifted_right", "sign", "trunc_mod", "truncated",
-]  # fmt: skip
-
 Range = tuple[int, int]
 Interval = Callable[..., Range | None]
 

@@ -6,8 +6,6 @@ from flexattn.mods.ir import intervals
 from flexattn.mods.ir.intervals import Interval
 from flexattn.mods.ir.op import Nki, Op
 
-__all__ = ["LOGIC"]
-
 _BITS = "it works on bits"
 _STEP = "a condition has no gradient"
 

@@ -10,8 +10,6 @@ import torch
 
 from flexattn.mods.ir.intervals import Interval
 
-__all__ = ["EVERYWHERE", "Gradient", "Nki", "Op"]
-
 # Of (gradient of the result, *operands): values that have torch's operators and methods.
 Gradient = Callable[..., Any]
 EVERYWHERE = float("-inf")

@@ -11,19 +11,6 @@ from __future__ import annotations
 from flexattn.device.neuroncore import NeuronCore
 from flexattn.neuron.nki.tensor import Tensor
 
-__all__ = [
-    "DEPENDENCY",
-    "DMA_START",
-    "copied",
-    "dma_bytes",
-    "gpsimd",
-    "matmul",
-    "one_input",
-    "scalar",
-    "transposed",
-    "two_inputs",
-]
-
 # [cost] MIN_II: the least cycles between two instructions of Vector or Scalar Engine.
 MIN_II = 64
 # [arch2] Vector Engine, cost model: what an instruction that waits for the previous one adds.

@@ -20,8 +20,6 @@ from flexattn.neuron.nki.machine import DTYPES, Machine, Storage, current, fault
 from flexattn.neuron.nki.operators import OPERATORS
 from flexattn.neuron.nki.tensor import Tensor
 
-__all__ = ["Interpreted", "interpret", "load"]
-
 Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
 ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")
 BUFFERS = ("sbuf", "psum", "hbm", "shared_hbm", "private_hbm")

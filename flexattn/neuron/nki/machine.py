@@ -14,8 +14,6 @@ from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, Neuro
 from flexattn.errors import KernelError
 from flexattn.neuron.nki.timeline import Timeline
 
-__all__ = ["DTYPES", "Machine", "Storage", "current", "fault", "running"]
-
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -12,8 +12,6 @@ from flexattn.neuron.nki.machine import Machine, current, fault
 from flexattn.neuron.nki.operators import Operator
 from flexattn.neuron.nki.tensor import Tensor
 
-__all__ = ["binary", "check", "column", "engine_of", "issue", "on_chip", "operand", "same"]
-
 # nki.isa: which partitions a view may start at, by how many it has.
 _STARTS = ((32, (0, 32, 64, 96)), (64, (0, 64)), (128, (0,)))
 _CLOCK = {

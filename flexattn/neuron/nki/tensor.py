@@ -12,8 +12,6 @@ from flexattn.device.neuroncore import BANK_BYTES
 from flexattn.neuron.nki.machine import DTYPES, Storage, fault
 from flexattn.neuron.nki.timeline import Span
 
-__all__ = ["Tensor", "cast"]
-
 _INT_RANGE = {
     "int32": (-(2**31), 2**31 - 1),
     "int16": (-(2**15), 2**15 - 1),

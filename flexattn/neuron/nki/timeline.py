@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Span", "Timeline"]
-
 
 class _Memory(Protocol):
     cuts: list[int]

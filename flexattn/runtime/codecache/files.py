@@ -19,8 +19,6 @@ from flexattn.runtime.codecache.private import private_folder
 from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, refuse_others
 
-__all__ = ["text_file"]
-
 MAX_TEXT = 2**24
 # Seconds after which an unfinished file is one of a writer that died.
 _AGE = 3600.0

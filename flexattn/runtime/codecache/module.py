@@ -6,8 +6,6 @@ import linecache
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["module_of"]
-
 
 def module_of(path: Path, text: str) -> ModuleType:
     """Execute a text as the module of a path.

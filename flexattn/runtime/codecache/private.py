@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["private_folder"]
-
 # As mkdtemp completes it; nobody names a directory of their own like this.
 _PREFIX, _NAME = "flexattn-process-", re.compile(r"flexattn-process-[a-z0-9_]{8}")
 # Seconds after which a folder without a lock has no process: making one takes no time.

@@ -9,8 +9,6 @@ from typing import ParamSpec, TypeVar
 from flexattn.runtime.codecache.private import private_folder
 from flexattn.settings import say_once
 
-__all__ = ["with_triton_cache"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

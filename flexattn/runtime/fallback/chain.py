@@ -15,8 +15,6 @@ from flexattn.runtime.fallback.outcome import Outcome, concerns_the_device, outc
 from flexattn.runtime.resources import loop_spills, loop_spills_amd
 from flexattn.settings import current, log, say_once
 
-__all__ = ["Attempt", "Candidate", "Served", "serve", "told"]
-
 # Kernels that are compiled for a call because those before them spill: about a second each.
 MAX_SPILLED = 4
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flexattn.device import Device, cuda_driver
 
-__all__ = ["COMPILER_FIELDS", "compiler_of", "folder_name"]
-
 # Fields of a record's environment that say whose machine code was measured.
 COMPILER_FIELDS = frozenset({"triton"})
 # What compiles a source and judges it beside Triton: another text of these, another outcome.

@@ -28,8 +28,6 @@ from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 from flexattn.util.lru import Lru
 
-__all__ = ["Memory", "Noted", "memory", "root"]
-
 SCHEMA = 1
 MAX_FILE = 2**14
 # Files of one environment; the oldest go first.

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from flexattn.errors import BuildError, DriverError, RenderError
 from flexattn.runtime.resources import spills_too_much, starved
 
-__all__ = ["KINDS", "Kind", "Outcome", "concerns_the_device", "outcome_of", "too_large"]
-
 Kind = Literal["built", "compiler", "check", "shared memory", "loader", "passing"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -11,9 +11,9 @@ from flexattn.catalogue import CASES
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.algebra import TableUse, bounds_of, evaluation, lower, tables_of, verdicts
-from flexattn.mods.bind import Bound
 from flexattn.mods.expr import Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.simplify import make, renumber
+from flexattn.mods.site import Bound
 
 LENGTH, TILES = 60, 20
 DTYPES = ("int64", "int32", "int8", "uint8")

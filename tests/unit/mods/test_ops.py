@@ -12,7 +12,8 @@ from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.gradient import gradient
-from flexattn.mods.ops import OPS, Op, is_float
+from flexattn.mods.ir.op import Op
+from flexattn.mods.ops import OPS, is_float
 from flexattn.mods.outside import evaluated
 
 EACH = [

@@ -9,9 +9,9 @@ from flexattn.device import cuda_driver, named
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records import closure, renderers
 from flexattn.records import environment as module
-from flexattn.records.environment import environment, serving_policy, source_hash
+from flexattn.records.environment import environment, serving_policy
 from flexattn.records.record import SCHEMA, Policy, slug
-from flexattn.records.renderers import RENDERERS, renderer_of, unlisted
+from flexattn.records.renderers import RENDERERS, renderer_of, source_hash, unlisted
 
 A100, H200, MI300X = (named(name) for name in ("nvidia-a100", "nvidia-h200", "amd-mi300x"))
 

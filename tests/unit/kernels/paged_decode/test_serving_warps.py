@@ -7,9 +7,10 @@ import torch
 
 from flexattn.catalogue import causal
 from flexattn.device import KNOWN, named
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.layouts import serving_layouts
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import ServingConfig, reasons, serving_candidates, space
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 from flexattn.mods import bind
 from flexattn.serving.request import Maxima, form_of
 

@@ -5,7 +5,7 @@ import torch
 
 import flexattn.serving.kernels as serving
 from flexattn.errors import BuildError
-from flexattn.kernels.paged_decode.space import ServingConfig
+from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving.request import Maxima, form_of
 from flexattn.settings import override
 from tests.failing_builds import H200, LASTING, Builder, gluon, spills
