@@ -5,10 +5,13 @@ They are stated in sympy (kernels/stated) and printed as Python, which is what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from flexattn.errors import ConfigError
+
+C = TypeVar("C")
 CaseT = TypeVar("CaseT")
 
 
@@ -46,6 +49,25 @@ class Rules(Generic[CaseT]):
             return found
         estimate(case)
         return [rule for rule in self.fit if not rule.holds(case)]
+
+
+def able(
+    configs: Iterable[C], reasons: Callable[[C], list[str]], what: str, do: str
+) -> Iterator[C]:
+    """The configs that can run, each once; where none can, ConfigError says why of the last four.
+
+    what: that no config fits it, in words. do: what to try instead.
+    """
+    refused, found = [], False
+    for config in dict.fromkeys(configs):
+        why = reasons(config)
+        if why:
+            refused.append(f"{config}: {'; '.join(why)}")
+        else:
+            found = True
+            yield config
+    if not found:
+        raise ConfigError(what, "\n        ".join(refused[-4:]), do)
 
 
 def violated(rules: Sequence[Rule[CaseT]], case: CaseT) -> list[Rule[CaseT]]:

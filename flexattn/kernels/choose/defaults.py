@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from flexattn.device import Device
-from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.family import KernelFamily
+from flexattn.kernels.base.rule import able
 from flexattn.kernels.choose.registry import by_language, family_of, leading
 from flexattn.problem import Problem, Structure
 
@@ -28,25 +28,16 @@ def candidates(
     between two tile heights. language: its configs alone. Raises ConfigError with the reasons when
     nothing can run.
     """
-    rejected: list[str] = []
-    offered = False
-    for config in dict.fromkeys(_wanted(problem, device, language)):
-        found = reasons(config, problem.structure, device)
-        if not found:
-            offered = True
-            yield config
-            continue
-        rejected.append(f"{config}: {'; '.join(found)}")
-    if not offered:
-        kind = problem.structure.kind
-        template = f"Gluon {kind}" if language == "gluon" else kind
-        raise ConfigError(
-            f"no config of the {template} template fits {problem.describe()}",
-            "\n        ".join(rejected[-4:]),
-            "leave the choice of the backend open"
-            if language == "gluon"
-            else "use smaller head dimensions",
-        )
+    kind: str = problem.structure.kind
+    template, do = kind, "use smaller head dimensions"
+    if language == "gluon":
+        template, do = f"Gluon {kind}", "leave the choice of the backend open"
+    return able(
+        _wanted(problem, device, language),
+        lambda config: reasons(config, problem.structure, device),
+        f"no config of the {template} template fits {problem.describe()}",
+        do,
+    )
 
 
 def _wanted(problem: Problem, device: Device, language: Language | None) -> Iterator[Config]:

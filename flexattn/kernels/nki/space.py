@@ -10,8 +10,7 @@ from itertools import product
 from typing import Any, Literal
 
 from flexattn.device.neuroncore import NeuronCore
-from flexattn.errors import ConfigError
-from flexattn.kernels.base.rule import Rule, worded
+from flexattn.kernels.base.rule import Rule, able, worded
 from flexattn.kernels.nki.config import (
     CHUNK,
     MaskSelect,
@@ -95,19 +94,14 @@ def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: Case) -> 
 
 def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
     """Where to start: the first of a few that fits; raises ConfigError with the reasons."""
-    refused: list[str] = []
-    for config in _preferences(problem):
-        for form in _forms(problem):
-            chosen = replace(config, mask=form)
-            found = reasons(chosen, problem, core, needs_of(chosen))
-            if not found:
-                return chosen
-            refused.append(f"{chosen}: {'; '.join(found)}")
-    raise ConfigError(
+    forms = _forms(problem)
+    found = able(
+        (replace(config, mask=form) for config in _preferences(problem) for form in forms),
+        lambda config: reasons(config, problem, core, needs_of(config)),
         f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
-        "\n        ".join(refused[-4:]),
         "use smaller head dimensions, or a shorter mod",
     )
+    return next(found)
 
 
 def survey(

@@ -8,9 +8,8 @@ from itertools import product
 from typing import get_args
 
 from flexattn.device import Device
-from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.rule import worded
+from flexattn.kernels.base.rule import able, worded
 from flexattn.kernels.paged_decode import printed as printed_serving
 from flexattn.kernels.paged_decode import warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
@@ -63,18 +62,12 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
     padding of the rows to 64. Raises ConfigError when nothing can run.
     """
-    rejected = []
-    for config in dict.fromkeys(_preferences(form, device)):
-        found = reasons(config, form, device)
-        if not found:
-            yield config
-        rejected.append(f"{config}: {'; '.join(found)}")
-    if all(not each.endswith(": ") for each in rejected):
-        raise ConfigError(
-            f"no config of the serving template fits {form}",
-            "\n        ".join(rejected[-3:]),
-            "use smaller head dimensions",
-        )
+    return able(
+        _preferences(form, device),
+        lambda config: reasons(config, form, device),
+        f"no config of the serving template fits {form}",
+        "use smaller head dimensions",
+    )
 
 
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flexattn.kernels.printers.printed_score import Fused, Limits, PrintedScore, Ramp
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.dependence import FREE, Variables, slope_of
-from flexattn.mods.expr import Expr, const, walk
+from flexattn.mods.expr import Expr, const, terms_of, walk
 from flexattn.mods.ops import is_int
 from flexattn.mods.rules import FLOAT, ONE, times
 from flexattn.mods.simplify import make
@@ -312,7 +312,7 @@ class _Score:
         if self.structure.kind == "decode":
             return None
         texts = []
-        for i, part in enumerate(_conjuncts(keep)):
+        for i, part in enumerate(terms_of(keep, "and")):
             slopes = _affine(part, self.reads)
             if slopes is None:
                 return None
@@ -329,7 +329,7 @@ class _Score:
         """The keys outside of which a comparison fails for every row of the tile."""
         lines: list[str] = []
         first, last = "0", "kv_len"
-        for i, part in enumerate(_conjuncts(keep)):
+        for i, part in enumerate(terms_of(keep, "and")):
             slopes = _affine(part, self.reads)
             if slopes is None or abs(slopes[1]) != 1:
                 continue
@@ -357,12 +357,6 @@ class _Score:
 
 def _sum(texts: list[str]) -> str:
     return "".join(f" + {text}" for text in texts)
-
-
-def _conjuncts(keep: Expr) -> list[Expr]:
-    if keep.op == "and":
-        return [part for arg in keep.args for part in _conjuncts(arg)]
-    return [keep]
 
 
 def _affine(part: Expr, reads: Variables) -> tuple[int, int] | None:

@@ -16,11 +16,10 @@ __all__ = ["dma_copy", "dma_transpose", "memset", "tensor_copy"]
 
 def dma_copy(dst: Tensor, src: Tensor, name: str | None = None) -> None:
     """dst = src between HBM and SBUF, converted where dtypes differ."""
-    me = "dma_copy"
-    _reachable(me, dst, src)
-    check(dst.size == src.size, me, f"{src.shape} into {dst.shape}", "as many elements")
+    _reachable(dst, src)
+    check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
     charged = costs.dma_bytes(dst, src)
-    machine = _transfer(me, dst, src, charged)
+    machine = _transfer(dst, src, charged)
     if machine.numerics:
         source = src.array().reshape(dst.shape)
         dst.put(source if src.dtype == dst.dtype else source.to(torch.float32))
@@ -30,69 +29,66 @@ def dma_transpose(
     dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None, name: str | None = None
 ) -> None:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
-    me = "dma_transpose"
-    _reachable(me, dst, src)
+    _reachable(dst, src)
     core = current().core
-    check(core.has_dma_transpose, me, core.name, "DMA engines transpose from NeuronCore-v3 on")
-    check(src.ndim == 2 and dst.ndim == 2, me, f"{src.shape}", "this subset transposes 2-D tiles")
-    check(axes in (None, (1, 0)), me, f"axes {axes}", "two axes are swapped by (1, 0)")
-    check(dst.shape == src.shape[::-1], me, f"{src.shape} into {dst.shape}", "axes are swapped")
-    check(dst.dtype == src.dtype, me, f"{src.dtype} into {dst.dtype}", "the dtype stays")
-    check(src.storage.itemsize == 2, me, f"{src.dtype}", "elements of 2 bytes")
-    check(src.shape[-1] <= 128, me, f"{src.shape}", "the last axis has at most 128 elements")
+    check(core.has_dma_transpose, core.name, "DMA engines transpose from NeuronCore-v3 on")
+    check(src.ndim == 2 and dst.ndim == 2, f"{src.shape}", "this subset transposes 2-D tiles")
+    check(axes in (None, (1, 0)), f"axes {axes}", "two axes are swapped by (1, 0)")
+    check(dst.shape == src.shape[::-1], f"{src.shape} into {dst.shape}", "axes are swapped")
+    check(dst.dtype == src.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
+    check(src.storage.itemsize == 2, f"{src.dtype}", "elements of 2 bytes")
+    check(src.shape[-1] <= 128, f"{src.shape}", "the last axis has at most 128 elements")
     share = costs.DMA_TRANSPOSE["sbuf" if src.buffer == "sbuf" else "hbm"]
     charged = int(src.size * src.storage.itemsize / share)
-    machine = _transfer(me, dst, src, charged)
+    machine = _transfer(dst, src, charged)
     if machine.numerics:
         dst.put(src.array().T)
 
 
 def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None, name: str | None = None) -> None:
     """dst = src on chip, converted through float32 where dtypes differ."""
-    me = "tensor_copy"
-    on_chip(me, dst, src)
-    same(me, dst, src)
-    chosen = engine_of(me, engine, ("vector", "scalar", "gpsimd"))
+    on_chip(dst, src)
+    same(dst, src)
+    chosen = engine_of(engine, ("vector", "scalar", "gpsimd"))
     core = current().core
     if chosen == "scalar":
-        check(core.has_scalar_copy, me, f"engine scalar on {core.name}", "use nisa.activation")
+        check(core.has_scalar_copy, f"engine scalar on {core.name}", "use nisa.activation")
     if chosen == "gpsimd":
-        on_chip(me, dst, src, only="sbuf")
+        on_chip(dst, src, only="sbuf")
     cycles = costs.copied(core, dst, src) if chosen == "vector" else costs.one_input(src)
     if chosen == "gpsimd":
         cycles = costs.gpsimd(src)
-    machine = issue(me, chosen, cycles, (src,), (dst,))
+    machine = issue(chosen, cycles, (src,), (dst,))
     if machine.numerics:
         dst.put(src.array() if dst.dtype == src.dtype else src.rows())
 
 
 def memset(dst: Tensor, value: float, engine: Any = None, name: str | None = None) -> None:
     """Fill dst with a number; integer tiles take integers."""
-    me = "memset"
-    on_chip(me, dst)
-    chosen = engine_of(me, engine, ("vector", "gpsimd"))
+    on_chip(dst)
+    chosen = engine_of(engine, ("vector", "gpsimd"))
     if chosen == "gpsimd":
-        on_chip(me, dst, only="sbuf")
+        on_chip(dst, only="sbuf")
     integer = "int" in dst.dtype
     got = f"{value!r} into {dst.dtype}"
-    check(not integer or isinstance(value, int), me, got, "an integer tile takes an integer")
+    check(not integer or isinstance(value, int), got, "an integer tile takes an integer")
     half = value == 0 and dst.dtype in costs.HALF
     cycles = costs.gpsimd(dst) if chosen == "gpsimd" else costs.one_input(dst, 0.5 if half else 1)
-    machine = issue(me, chosen, cycles, (), (dst,))
+    machine = issue(chosen, cycles, (), (dst,))
     if machine.numerics:
         dst.array().copy_(column(value))
 
 
-def _reachable(name: str, *tensors: Tensor) -> None:
+def _reachable(*tensors: Tensor) -> None:
     for each in tensors:
-        check(each.buffer != "psum", name, "an operand in PSUM", "since 0.3 DMA cannot reach PSUM")
+        check(each.buffer != "psum", "an operand in PSUM", "since 0.3 DMA cannot reach PSUM")
 
 
-def _transfer(name: str, dst: Tensor, src: Tensor, charged: int) -> Machine:
+def _transfer(dst: Tensor, src: Tensor, charged: int) -> Machine:
     """Count a transfer; each DMA engine serves eight partitions."""
     machine = current()
     core = machine.core
-    machine.counts[name] += 1
+    machine.counts[machine.instruction] += 1
     machine.counts["dma instructions"] += 1
     machine.counts["dma bytes"] += src.size * src.storage.itemsize
     machine.counts["dma bytes charged"] += charged

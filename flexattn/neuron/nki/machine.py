@@ -73,11 +73,13 @@ class Storage:
 class Machine:
     """One run of a kernel on a core. numerics: values are computed, not only counted.
 
+    instruction: the one that runs, which errors name.
     Allocations live to the end of the run: kernels here take all their memory at their start.
     """
 
     core: NeuronCore
     numerics: bool = True
+    instruction: str = ""
     live: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     accumulators: dict[str, torch.Tensor | None] = field(default_factory=dict)

@@ -29,37 +29,35 @@ def nc_matmul(
     This subset wants accumulate spelled out, and accumulates only onto the very region that a
     matmul with accumulate=False began.
     """
-    me = "nc_matmul"
-    on_chip(me, stationary, moving, only="sbuf")
-    on_chip(me, dst, only="psum")
-    check(isinstance(accumulate, bool), me, f"accumulate={accumulate!r}", "it is True or False")
+    on_chip(stationary, moving, only="sbuf")
+    on_chip(dst, only="psum")
+    check(isinstance(accumulate, bool), f"accumulate={accumulate!r}", "it is True or False")
     machine = current()
     core = machine.core
     k, m, n = stationary.shape[0], stationary.free, moving.free
-    check(k == moving.shape[0], me, f"{k} against {moving.shape[0]} rows", "both contract over K")
-    check(m <= STATIONARY_MAX, me, f"{m} stationary columns", f"there are {STATIONARY_MAX}")
+    check(k == moving.shape[0], f"{k} against {moving.shape[0]} rows", "both contract over K")
+    check(m <= STATIONARY_MAX, f"{m} stationary columns", f"there are {STATIONARY_MAX}")
     limit = core.moving_max
-    check(n <= limit, me, f"{n} moving columns", f"{core.name} takes {limit}")
+    check(n <= limit, f"{n} moving columns", f"{core.name} takes {limit}")
     fits = dst.shape[0] == m and dst.free == n
-    check(fits, me, f"dst {dst.shape} for [{m}, {n}]", "dst is stationary's columns by moving's")
+    check(fits, f"dst {dst.shape} for [{m}, {n}]", "dst is stationary's columns by moving's")
     kinds = ("float32", "bfloat16") if core.has_bf16_psum else ("float32",)
-    check(dst.dtype in kinds, me, f"dst of {dst.dtype}", f"{core.name} writes {kinds}")
+    check(dst.dtype in kinds, f"dst of {dst.dtype}", f"{core.name} writes {kinds}")
     for each in (stationary, moving):
-        check(each.dtype in FLOATS, me, f"a {each.dtype} operand", f"operands are of {FLOATS}")
+        check(each.dtype in FLOATS, f"a {each.dtype} operand", f"operands are of {FLOATS}")
     mixed = (stationary.dtype == "float32") != (moving.dtype == "float32")
-    check(not mixed, me, f"{stationary.dtype} by {moving.dtype}", "float32 goes with float32")
-    _one_run(me, dst)
+    check(not mixed, f"{stationary.dtype} by {moving.dtype}", "float32 goes with float32")
+    _one_run(dst)
     if not core.has_bf16_psum:
-        check(len(dst.banks()) == 1, me, "dst in two PSUM banks", "a matmul writes one bank")
+        check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
     region = (dst.offset, (m, n))
     if accumulate:
         check(
             region in dst.storage.started,
-            me,
             "accumulate=True where no matmul began",
             "the first matmul of a region has accumulate=False",
         )
-    issue(me, "tensor", costs.matmul(stationary, moving), (stationary, moving), (dst,))
+    issue("tensor", costs.matmul(stationary, moving), (stationary, moving), (dst,))
     machine.count("matmul cycles", int(costs.matmul(stationary, moving)))
     if not accumulate:
         dst.storage.started = [each for each in dst.storage.started if each[0] != dst.offset]
@@ -71,23 +69,22 @@ def nc_matmul(
 
 def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None, name: str | None = None) -> None:
     """dst = data^T, its free axes flattened: to PSUM by the Tensor Engine, 32 x 32 by Vector's."""
-    me = "nc_transpose"
-    chosen = engine_of(me, engine, ("tensor", "vector"))
+    chosen = engine_of(engine, ("tensor", "vector"))
     most = PARTITIONS if chosen == "tensor" else 32
     shape = (data.shape[0], data.free)
-    check(max(shape) <= most, me, f"{shape} on {chosen}", f"at most {most} x {most}")
+    check(max(shape) <= most, f"{shape} on {chosen}", f"at most {most} x {most}")
     fits = dst.shape[0] == data.free and dst.free == data.shape[0]
-    check(fits, me, f"{shape} into {dst.shape}", "dst is data turned over")
-    check(dst.dtype == data.dtype, me, f"{data.dtype} into {dst.dtype}", "the dtype stays")
-    on_chip(me, data, dst)
+    check(fits, f"{shape} into {dst.shape}", "dst is data turned over")
+    check(dst.dtype == data.dtype, f"{data.dtype} into {dst.dtype}", "the dtype stays")
+    on_chip(data, dst)
     if chosen == "vector":
-        machine = issue(me, "vector", costs.one_input(data), (data,), (dst,))
+        machine = issue("vector", costs.one_input(data), (data,), (dst,))
     else:
-        on_chip(me, data, only="sbuf")
-        on_chip(me, dst, only="psum")
-        check(len(dst.banks()) == 1, me, "dst in two PSUM banks", "a matmul writes one bank")
+        on_chip(data, only="sbuf")
+        on_chip(dst, only="psum")
+        check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
         core = current().core
-        machine = issue(me, "tensor", costs.transposed(core, data), (data,), (dst,))
+        machine = issue("tensor", costs.transposed(core, data), (data,), (dst,))
     if machine.numerics:
         dst.put(_turned(machine, data, chosen))
 
@@ -101,8 +98,8 @@ def _turned(machine: Machine, data: Tensor, engine: str) -> torch.Tensor:
     return torch.where(finite[:, None], flat.T, torch.nan)
 
 
-def _one_run(name: str, dst: Tensor) -> None:
+def _one_run(dst: Tensor) -> None:
     run = 1
     for size, stride in reversed(list(zip(dst.shape[1:], dst.strides[1:], strict=True))):
-        check(size == 1 or stride == run, name, "a dst with gaps", "results lie side by side")
+        check(size == 1 or stride == run, "a dst with gaps", "results lie side by side")
         run *= size

@@ -19,54 +19,51 @@ _CLOCK = {
 }  # fmt: skip
 
 
-def check(holds: bool, name: str, got: str, rule: str) -> None:
-    """Raise KernelError for an instruction that breaks a rule."""
+def check(holds: bool, got: str, rule: str) -> None:
+    """Raise KernelError where the instruction that runs breaks a rule."""
     if not holds:
-        raise fault(f"nisa.{name}: {got}", rule)
+        raise fault(f"nisa.{current().instruction}: {got}", rule)
 
 
-def on_chip(name: str, *operands: Any, only: str = "") -> None:
+def on_chip(*operands: Any, only: str = "") -> None:
     """Tiles of compute engines are in SBUF or PSUM and start at a partition they can reach."""
     for each in operands:
         if not isinstance(each, Tensor):
             continue
         check(
             each.storage.on_chip,
-            name,
             f"an operand in {each.buffer}",
             "engines read and write SBUF and PSUM",
         )
         if only:
-            check(each.buffer == only, name, f"an operand in {each.buffer}", f"it is in {only}")
+            check(each.buffer == only, f"an operand in {each.buffer}", f"it is in {only}")
         starts = next(starts for most, starts in _STARTS if each.shape[0] <= most)
         check(
             each.first_partition in starts,
-            name,
             f"{each.shape[0]} partitions from {each.first_partition}",
             f"so many start at one of {starts}",
         )
 
 
-def same(name: str, *tiles: Tensor) -> None:
+def same(*tiles: Tensor) -> None:
     """Tiles agree in partitions and in elements of each."""
     shapes = {(tile.shape[0], tile.free) for tile in tiles}
     got = " and ".join(str(tile.shape) for tile in tiles)
-    check(len(shapes) == 1, name, got, "operands have equal partitions and equal elements of each")
+    check(len(shapes) == 1, got, "operands have equal partitions and equal elements of each")
 
 
-def operand(name: str, value: Any, data: Tensor) -> None:
+def operand(value: Any, data: Tensor) -> None:
     """A number, or a float32 column of one value for each partition of data."""
     if not isinstance(value, Tensor):
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        check(plain, name, f"the operand {value!r}", "it is a number or a tile")
+        check(plain, f"the operand {value!r}", "it is a number or a tile")
         return
     check(
         value.shape[0] == data.shape[0] and value.free == 1,
-        name,
         f"an operand of shape {value.shape} for data of {data.shape}",
         "it has one element for each partition",
     )
-    check(value.dtype == "float32", name, f"a {value.dtype} operand", "operands are float32")
+    check(value.dtype == "float32", f"a {value.dtype} operand", "operands are float32")
 
 
 def column(value: Any) -> torch.Tensor:
@@ -76,29 +73,28 @@ def column(value: Any) -> torch.Tensor:
     return torch.tensor(float(value), dtype=torch.float64).to(torch.float32)
 
 
-def binary(name: str, op: Any) -> Operator:
+def binary(op: Any) -> Operator:
     """The operator, if it takes two operands."""
-    if not isinstance(op, Operator) or op.unary:
-        raise fault(f"nisa.{name}: op={op!r}", "it takes an operator of two operands")
-    return op
+    takes = isinstance(op, Operator) and not op.unary
+    check(takes, f"op={op!r}", "it takes an operator of two operands")
+    found: Operator = op
+    return found
 
 
-def engine_of(name: str, engine: Any, allowed: tuple[str, ...]) -> str:
+def engine_of(engine: Any, allowed: tuple[str, ...]) -> str:
     """The engine that runs an instruction: the first allowed one where none is named."""
     chosen = getattr(engine, "name", "unknown")
     if chosen == "unknown":
         return allowed[0]
-    check(chosen in allowed, name, f"engine {chosen}", f"it runs on {', '.join(allowed)}")
+    check(chosen in allowed, f"engine {chosen}", f"it runs on {', '.join(allowed)}")
     return str(chosen)
 
 
-def issue(
-    name: str, engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any, ...]
-) -> Machine:
+def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any, ...]) -> Machine:
     """Count an instruction of a compute engine and place it on the timeline."""
     machine = current()
     core = machine.core
-    machine.counts[name] += 1
+    machine.counts[machine.instruction] += 1
     machine.counts[f"{engine} instructions"] += 1
     inputs = [each for each in reads if isinstance(each, Tensor)]
     outputs = [each for each in writes if isinstance(each, Tensor)]
@@ -119,7 +115,7 @@ def issue(
         [each.span() for each in outputs],
     )
     for each in outputs:
-        if each.buffer == "psum" and name != "nc_matmul":
+        if each.buffer == "psum" and machine.instruction != "nc_matmul":
             _forget(each)
     return machine
 

@@ -31,29 +31,27 @@ def activation(
     name: str | None = None,
 ) -> None:
     """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
-    me = "activation"
-    on_chip(me, dst, data, bias, scale, reduce_res)
-    same(me, dst, data)
+    on_chip(dst, data, bias, scale, reduce_res)
+    same(dst, data)
     known = isinstance(op, Operator) and op.unary
-    check(known, me, f"op={op!r}", "it is an activation function")
-    operand(me, scale, data)
+    check(known, f"op={op!r}", "it is an activation function")
+    operand(scale, data)
     core = current().core
     if bias is not None:
-        operand(me, bias, data)
+        operand(bias, data)
         numeric = not isinstance(bias, Tensor) and bias != 0
         check(
             not numeric or core.has_constant_bias,
-            me,
             f"bias={bias} on {core.name}",
             "a number as bias needs NeuronCore-v3",
         )
     if reduce_res is not None:
-        operand(me, reduce_res, data)
-        check(getattr(reduce_op, "name", "") == "add", me, f"reduce_op={reduce_op!r}", "it adds")
+        operand(reduce_res, data)
+        check(getattr(reduce_op, "name", "") == "add", f"reduce_op={reduce_op!r}", "it adds")
         got = getattr(reduce_cmd, "name", None)
-        check(got == "reset_reduce", me, f"reduce_cmd {got}", "reset_reduce in this subset")
+        check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
     cycles = costs.scalar(data, reduce_res is not None)
-    machine = issue(me, "scalar", cycles, (data, bias, scale), (dst, reduce_res))
+    machine = issue("scalar", cycles, (data, bias, scale), (dst, reduce_res))
     if machine.numerics:
         values = data.rows() * column(scale)
         if bias is not None:
@@ -72,10 +70,9 @@ def iota(
     name: str | None = None,
 ) -> None:
     """dst = offset + partition * channel_multiplier + the sum of step * index."""
-    me = "iota"
-    on_chip(me, dst, only="sbuf")
-    _check_pattern(me, pattern, dst)
-    machine = issue(me, "gpsimd", costs.gpsimd(dst), (), (dst,))
+    on_chip(dst, only="sbuf")
+    _check_pattern(pattern, dst)
+    machine = issue("gpsimd", costs.gpsimd(dst), (), (dst,))
     if machine.numerics:
         dst.put(_affine(pattern, offset, channel_multiplier, dst.shape[0]).to(torch.float64))
 
@@ -91,23 +88,22 @@ def affine_select(
     name: str | None = None,
 ) -> None:
     """Elements where an affine function of their place compares with 0, a number elsewhere."""
-    me = "affine_select"
-    on_chip(me, dst, on_true_tile, only="sbuf")
-    same(me, dst, on_true_tile)
-    _check_pattern(me, pattern, dst)
-    found = binary(me, cmp_op)
-    machine = issue(me, "gpsimd", costs.gpsimd(on_true_tile), (on_true_tile,), (dst,))
+    on_chip(dst, on_true_tile, only="sbuf")
+    same(dst, on_true_tile)
+    _check_pattern(pattern, dst)
+    found = binary(cmp_op)
+    machine = issue("gpsimd", costs.gpsimd(on_true_tile), (on_true_tile,), (dst,))
     if machine.numerics:
         places = _affine(pattern, offset, channel_multiplier, dst.shape[0])
         chosen = found(places, torch.zeros((), dtype=torch.int64)) != 0
         dst.put(torch.where(chosen, on_true_tile.rows(), column(on_false_value)))
 
 
-def _check_pattern(name: str, pattern: Pattern, dst: Tensor) -> None:
-    check(1 <= len(pattern) <= 4, name, f"a pattern of {len(pattern)}", "it has 1 to 4 dimensions")
+def _check_pattern(pattern: Pattern, dst: Tensor) -> None:
+    check(1 <= len(pattern) <= 4, f"a pattern of {len(pattern)}", "it has 1 to 4 dimensions")
     count = prod(size for _, size in pattern)
     got = f"a pattern of {count} elements for {dst.shape}"
-    check(count == dst.free, name, got, "it has one for each element of a partition")
+    check(count == dst.free, got, "it has one for each element of a partition")
 
 
 def _affine(pattern: Pattern, offset: int, multiplier: int, partitions: int) -> torch.Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from flexattn.errors import KernelError
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import DTYPES, current, fault
+from flexattn.neuron.nki.machine import DTYPES, current
 from flexattn.neuron.nki.operators import Operator
 from flexattn.neuron.nki.rules import (
     binary,
@@ -41,17 +40,16 @@ def tensor_tensor(
     dst: Tensor, data1: Tensor, data2: Tensor, op: Any, engine: Any = None, name: str | None = None
 ) -> None:
     """dst = data1 op data2, element by element."""
-    me = "tensor_tensor"
-    on_chip(me, dst, data1, data2)
-    same(me, dst, data1, data2)
-    found = binary(me, op)
-    _not_both_psum(me, data1, data2)
-    chosen = engine_of(me, engine, ("vector", "gpsimd"))
-    _gpsimd_in_sbuf(me, chosen, dst, data1, data2)
+    on_chip(dst, data1, data2)
+    same(dst, data1, data2)
+    found = binary(op)
+    _not_both_psum(data1, data2)
+    chosen = engine_of(engine, ("vector", "gpsimd"))
+    _gpsimd_in_sbuf(chosen, dst, data1, data2)
     cycles = costs.two_inputs(dst, data1, data2, found.name in SIMPLE)
     if chosen == "gpsimd":
         cycles = costs.gpsimd(data1)
-    machine = issue(me, chosen, cycles, (data1, data2), (dst,))
+    machine = issue(chosen, cycles, (data1, data2), (dst,))
     if machine.numerics:
         dst.put(found(data1.rows(), data2.rows()))
 
@@ -69,23 +67,22 @@ def tensor_scalar(
     name: str | None = None,
 ) -> None:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
-    me = "tensor_scalar"
-    on_chip(me, dst, data, operand0, operand1)
-    same(me, dst, data)
-    first = binary(me, op0)
-    operand(me, operand0, data)
+    on_chip(dst, data, operand0, operand1)
+    same(dst, data)
+    first = binary(op0)
+    operand(operand0, data)
     second = None
     if op1 is not None:
-        second = binary(me, op1)
-        operand(me, operand1, data)
-    chosen = engine_of(me, engine, ("vector", "scalar", "gpsimd"))
-    _gpsimd_in_sbuf(me, chosen, dst, data)
+        second = binary(op1)
+        operand(operand1, data)
+    chosen = engine_of(engine, ("vector", "scalar", "gpsimd"))
+    _gpsimd_in_sbuf(chosen, dst, data)
     if chosen == "scalar":
-        _scalar_can(me, first, second)
+        _scalar_can(first, second)
     cycles = costs.copied(current().core, dst, data)
     if chosen == "gpsimd":
         cycles = costs.gpsimd(data)
-    machine = issue(me, chosen, cycles, (data, operand0, operand1), (dst,))
+    machine = issue(chosen, cycles, (data, operand0, operand1), (dst,))
     if machine.numerics:
         values = _applied(first, data.rows(), operand0, reverse0)
         if second is not None:
@@ -105,13 +102,12 @@ def scalar_tensor_tensor(
     name: str | None = None,
 ) -> None:
     """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
-    me = "scalar_tensor_tensor"
-    on_chip(me, dst, data, operand0, operand1)
-    same(me, dst, data, operand1)
-    first, second = binary(me, op0), binary(me, op1)
-    operand(me, operand0, data)
-    _not_both_psum(me, data, operand1)
-    machine = issue(me, "vector", costs.one_input(data, 2.0), (data, operand0, operand1), (dst,))
+    on_chip(dst, data, operand0, operand1)
+    same(dst, data, operand1)
+    first, second = binary(op0), binary(op1)
+    operand(operand0, data)
+    _not_both_psum(data, operand1)
+    machine = issue("vector", costs.one_input(data, 2.0), (data, operand0, operand1), (dst,))
     if machine.numerics:
         values = _applied(first, data.rows(), operand0, reverse0)
         tile = operand1.rows()
@@ -128,19 +124,18 @@ def tensor_reduce(
     name: str | None = None,
 ) -> None:
     """dst = op over the last free axes of data, times -1 where negate is set."""
-    me = "tensor_reduce"
-    on_chip(me, dst, data)
+    on_chip(dst, data)
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     last = tuple(range(data.ndim - len(axes), data.ndim))
-    check(axes == last and 0 not in axes, me, f"axes {axes} of {data.shape}", "the last free axes")
-    found = binary(me, op)
-    check(found.reduces is not None, me, f"op={op!r}", "it is no reduction")
+    check(axes == last and 0 not in axes, f"axes {axes} of {data.shape}", "the last free axes")
+    found = binary(op)
+    check(found.reduces is not None, f"op={op!r}", "it is no reduction")
     kept = prod(data.shape[1 : data.ndim - len(axes)])
     fits = dst.shape[0] == data.shape[0] and dst.free == kept
-    check(fits, me, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
+    check(fits, f"{data.shape} into {dst.shape}", f"dst has {kept} elements a partition")
     half = dst.dtype == data.dtype == "bfloat16" and found.name in ("add", "maximum")
     cycles = costs.one_input(data, 0.5 if half else 1.0)
-    machine = issue(me, "vector", cycles, (data,), (dst,))
+    machine = issue("vector", cycles, (data,), (dst,))
     if machine.numerics and found.reduces is not None:
         reduced = found.reduces(data.rows().reshape(data.shape[0] * kept, -1))
         dst.put((-reduced if negate else reduced).reshape(data.shape[0], kept))
@@ -148,10 +143,9 @@ def tensor_reduce(
 
 def reciprocal(dst: Tensor, data: Tensor, name: str | None = None) -> None:
     """dst = 1 / data."""
-    me = "reciprocal"
-    on_chip(me, dst, data)
-    same(me, dst, data)
-    machine = issue(me, "vector", costs.one_input(data, 8.0), (data,), (dst,))
+    on_chip(dst, data)
+    same(dst, data)
+    machine = issue("vector", costs.one_input(data, 8.0), (data,), (dst,))
     if machine.numerics:
         dst.put(data.rows().reciprocal())
 
@@ -160,18 +154,17 @@ def tensor_copy_predicated(
     dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False, name: str | None = None
 ) -> None:
     """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
-    me = "tensor_copy_predicated"
-    on_chip(me, dst, src, predicate)
-    same(me, dst, predicate)
-    check(predicate.dtype == "uint8", me, f"a {predicate.dtype} predicate", "uint8 in this subset")
+    on_chip(dst, src, predicate)
+    same(dst, predicate)
+    check(predicate.dtype == "uint8", f"a {predicate.dtype} predicate", "uint8 in this subset")
     factor = 2.0
     if isinstance(src, Tensor):
-        same(me, dst, src)
-        check(src.dtype == dst.dtype, me, f"{src.dtype} into {dst.dtype}", "the dtype stays")
-        _not_both_psum(me, src, predicate)
+        same(dst, src)
+        check(src.dtype == dst.dtype, f"{src.dtype} into {dst.dtype}", "the dtype stays")
+        _not_both_psum(src, predicate)
         factor = 1.0 if src.buffer != predicate.buffer else 2.0
     cycles = costs.one_input(predicate, factor)
-    machine = issue(me, "vector", cycles, (src, predicate, dst), (dst,))
+    machine = issue("vector", cycles, (src, predicate, dst), (dst,))
     if machine.numerics:
         chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
         kind = DTYPES[dst.dtype]
@@ -197,28 +190,27 @@ def range_select(
 
     reduce_res: the maximum of each row.
     """
-    me = "range_select"
     core = current().core
-    check(core.has_range_select, me, core.name, "it exists from NeuronCore-v3 on")
-    on_chip(me, dst, on_true_tile, bound0, bound1, reduce_res)
-    same(me, dst, on_true_tile)
+    check(core.has_range_select, core.name, "it exists from NeuronCore-v3 on")
+    on_chip(dst, on_true_tile, bound0, bound1, reduce_res)
+    same(dst, on_true_tile)
     compared = ("equal", "less", "less_equal", "greater", "greater_equal")
     for op in (comp_op0, comp_op1):
-        check(binary(me, op).name in compared, me, f"{op!r}", f"it compares by {compared}")
+        check(binary(op).name in compared, f"{op!r}", f"it compares by {compared}")
     for bound in (bound0, bound1):
-        check(isinstance(bound, Tensor), me, f"the bound {bound!r}", "bounds are columns")
-        operand(me, bound, on_true_tile)
+        check(isinstance(bound, Tensor), f"the bound {bound!r}", "bounds are columns")
+        operand(bound, on_true_tile)
     fill = torch.tensor(on_false_value, dtype=torch.float32).item()
-    check(fill == FP32_MIN, me, f"on_false_value={on_false_value}", "it is FP32_MIN")
+    check(fill == FP32_MIN, f"on_false_value={on_false_value}", "it is FP32_MIN")
     last = range_start + on_true_tile.free
-    check(last < 2**24, me, f"indices up to {last}", "they are compared in float32: below 2^24")
+    check(last < 2**24, f"indices up to {last}", "they are compared in float32: below 2^24")
     if reduce_res is not None:
         got = getattr(reduce_cmd, "name", None)
-        check(got == "reset_reduce", me, f"reduce_cmd {got}", "reset_reduce in this subset")
-        check(getattr(reduce_op, "name", "") == "maximum", me, f"{reduce_op!r}", "it is maximum")
-        operand(me, reduce_res, on_true_tile)
+        check(got == "reset_reduce", f"reduce_cmd {got}", "reset_reduce in this subset")
+        check(getattr(reduce_op, "name", "") == "maximum", f"{reduce_op!r}", "it is maximum")
+        operand(reduce_res, on_true_tile)
     reads = (on_true_tile, bound0, bound1)
-    machine = issue(me, "vector", costs.one_input(on_true_tile), reads, (dst, reduce_res))
+    machine = issue("vector", costs.one_input(on_true_tile), reads, (dst, reduce_res))
     if machine.numerics:
         values = on_true_tile.rows()
         places = torch.arange(range_start, last, dtype=torch.float32)[None]
@@ -234,18 +226,17 @@ def _applied(op: Operator, data: torch.Tensor, value: Any, reverse: bool) -> tor
     return op(other, data) if reverse else op(data, other)
 
 
-def _not_both_psum(name: str, one: Tensor, other: Tensor) -> None:
+def _not_both_psum(one: Tensor, other: Tensor) -> None:
     both = one.buffer == other.buffer == "psum"
-    check(not both, name, "both inputs in PSUM", "one of them is in SBUF")
+    check(not both, "both inputs in PSUM", "one of them is in SBUF")
 
 
-def _gpsimd_in_sbuf(name: str, engine: str, *tiles: Tensor) -> None:
-    if engine == "gpsimd" and any(tile.buffer == "psum" for tile in tiles):
-        raise fault(f"nisa.{name}: GpSimd and PSUM", "GpSimd cannot reach PSUM")
+def _gpsimd_in_sbuf(engine: str, *tiles: Tensor) -> None:
+    reaches = engine != "gpsimd" or all(tile.buffer != "psum" for tile in tiles)
+    check(reaches, "GpSimd and PSUM", "GpSimd cannot reach PSUM")
 
 
-def _scalar_can(name: str, first: Operator, second: Operator | None) -> None:
+def _scalar_can(first: Operator, second: Operator | None) -> None:
     pair = (first.name, None if second is None else second.name)
     allowed = (("multiply", "add"), ("multiply", None), ("add", None))
-    if pair not in allowed:
-        raise KernelError(f"nisa.{name}: {pair} on Scalar", f"it does {allowed}")
+    check(pair in allowed, f"{pair} on Scalar", f"it does {allowed}")
