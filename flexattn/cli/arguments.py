@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,28 +53,44 @@ DeviceHere = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def named_problem(
-    mod: str,
-    arguments: Sequence[str] | None,
-    role: str | None,
-    kind: str,
-    dtype: str,
-    heads: tuple[int, int],
-    head_dims: tuple[int, int | None],
-    block_size: int,
-    sizes: tuple[int, int | None, int] = (1, None, LENGTH),
-) -> Problem:
-    """The problem of the call that these arguments name, with its mask's blocks.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The call of a problem but for its keys: an argument or an option each (see `spread`)."""
 
-    heads: of queries and keys. head_dims: of keys and values. sizes: batch, query length (None:
-    1 for decode, else 4096) and key length. Raises InputError that says what exists.
-    """
-    which = kind_of(kind)
-    B, q_len, kv_len = sizes
-    D, Dv = head_dims
-    if q_len is None:
-        q_len = 1 if which == "decode" else LENGTH
-    shape = Shape(B, *heads, q_len, kv_len, D, D if Dv is None else Dv)
-    check_sizes(dtype, shape, block_size)
-    mods = resolve(mod, arguments or (), role, shape, dtype)
-    return problem_of(which, dtype, shape, mods.score_mod, mods.mask_mod, block_size)
+    mod: ModName
+    arg: ModArguments = None
+    role: Role = None
+    kind: KindName = "prefill"
+    head_dim: HeadDim = 128
+    head_dim_v: HeadDimV = None
+    dtype: Dtype = "bfloat16"
+    device: DeviceName = "nvidia-h200"
+    hq: QueryHeads = 32
+    hkv: KeyHeads = 8
+    block_size: BlockSize = 128
+    batch: Batch = 1
+    q_len: QueryLength = None
+
+    def problem(self, kv_len: int) -> Problem:
+        """The problem with so many keys, and its mask's blocks; InputError says what exists."""
+        kind = kind_of(self.kind)
+        q_len = (1 if kind == "decode" else LENGTH) if self.q_len is None else self.q_len
+        v_dim = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        shape = Shape(self.batch, self.hq, self.hkv, q_len, kv_len, self.head_dim, v_dim)
+        check_sizes(self.dtype, shape, self.block_size)
+        mods = resolve(self.mod, self.arg or (), self.role, shape, self.dtype)
+        return problem_of(kind, self.dtype, shape, mods.score_mod, mods.mask_mod, self.block_size)
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb of a `call` as typer reads one: with the fields of a Call in its place."""
+    fields = signature(Call, eval_str=True).parameters
+    _, *others = signature(verb, eval_str=True).parameters.values()
+
+    @wraps(verb)
+    def spread_out(**given: Any) -> None:
+        verb(Call(**{name: given.pop(name) for name in fields}), **given)
+
+    spelled = Signature([*fields.values(), *others])
+    spread_out.__signature__ = spelled  # type: ignore[attr-defined]
+    return spread_out

@@ -50,20 +50,9 @@ class Report:
         return self.timed > 0 and ends <= {"resources"}
 
 
+@arguments.spread
 def build(
-    mod: arguments.ModName,
-    arg: arguments.ModArguments = None,
-    role: arguments.Role = None,
-    kind: arguments.KindName = "prefill",
-    head_dim: arguments.HeadDim = 128,
-    head_dim_v: arguments.HeadDimV = None,
-    dtype: arguments.Dtype = "bfloat16",
-    device: arguments.DeviceName = "nvidia-h200",
-    hq: arguments.QueryHeads = 32,
-    hkv: arguments.KeyHeads = 8,
-    block_size: arguments.BlockSize = 128,
-    batch: arguments.Batch = 1,
-    q_len: arguments.QueryLength = None,
+    call: arguments.Call,
     kv_len: Annotated[int, typer.Option(help="Key length.")] = arguments.LENGTH,
     effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0,
@@ -78,15 +67,13 @@ def build(
     """
     if jobs < 0 or deadline <= 0:
         raise InputError(f"--jobs {jobs} --deadline {deadline:g}", "neither is below 0")
-    sizes = (batch, q_len, kv_len)
-    heads, dims = (hq, hkv), (head_dim, head_dim_v)
-    problem = arguments.named_problem(mod, arg, role, kind, dtype, heads, dims, block_size, sizes)
+    problem = call.problem(kv_len)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.problem(problem.describe())
         found = report_of(
             problem,
-            named(device),
+            named(call.device),
             effort_of(effort),
             jobs,
             deadline,

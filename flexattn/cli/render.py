@@ -19,7 +19,6 @@ from flexattn.device import NEURON, Device, named
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose import options
-from flexattn.kernels.nki.config import described
 from flexattn.mods.expr import pretty
 from flexattn.neuron.run import path_of
 from flexattn.problem import Captures, Problem
@@ -58,20 +57,9 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
+@arguments.spread
 def render(
-    mod: arguments.ModName,
-    arg: arguments.ModArguments = None,
-    role: arguments.Role = None,
-    kind: arguments.KindName = "prefill",
-    head_dim: arguments.HeadDim = 128,
-    head_dim_v: arguments.HeadDimV = None,
-    dtype: arguments.Dtype = "bfloat16",
-    device: arguments.DeviceName = "nvidia-h200",
-    hq: arguments.QueryHeads = 32,
-    hkv: arguments.KeyHeads = 8,
-    block_size: arguments.BlockSize = 128,
-    batch: arguments.Batch = 1,
-    q_len: arguments.QueryLength = None,
+    call: arguments.Call,
     kv_len: Annotated[
         int | None,
         typer.Option(help=f"Key length; a prefill's query length, else {arguments.LENGTH}."),
@@ -110,16 +98,13 @@ def render(
         "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = kv_len or (q_len if kind == "prefill" else None) or arguments.LENGTH
-    problem = arguments.named_problem(
-        mod, arg, role, kind, dtype, (hq, hkv), (head_dim, head_dim_v), block_size,
-        (batch, q_len, keys),
-    )  # fmt: skip
+    keys = kv_len or (call.q_len if call.kind == "prefill" else None) or arguments.LENGTH
+    problem = call.problem(keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
         problem = replace(problem, structure=spelled)
     wanted = set(show or ((Show.expr,) if explain else (Show.expr, Show.source)))
-    target = NEURON.get(device) or named(device)
+    target = NEURON.get(call.device) or named(call.device)
     if target.backend == "neuron":
         forced_here = chosen != options.NONE
         found = _rendered_nki(problem, target, forced_here, explain, wanted)
@@ -186,7 +171,7 @@ def _rendered_nki(
     return Rendered(
         problem.describe(),
         f"{device.name} (NKI)",
-        described(config),
+        describe(config),
         f"the first that fits; flexattn tune --device {device.name} ranks the others",
         str(path_of(source)),
         None if combine is None else str(path_of(combine)),

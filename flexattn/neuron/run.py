@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.kernels.nki.config import NkiConfig, described
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.nki.config import NkiConfig
 from flexattn.kernels.nki.printer import TABLE_LIMIT
 from flexattn.kernels.nki.source import NkiSource, render_nki, render_nki_combine
 from flexattn.mods import Bound
@@ -147,7 +148,7 @@ def prepare(
         raise UnsupportedError(problem.describe(), "NKI kernels take no empty tensors")
     found = [] if force else feasible.reasons(config, problem, target)
     if found:
-        raise ConfigError(described(config), "\n        ".join(found))
+        raise ConfigError(describe(config), "\n        ".join(found))
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")
     lint(source.text)
     bound = {"score": score, "mask": mask}

@@ -12,8 +12,8 @@ import torch
 
 from flexattn import __version__
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import template_hash
-from flexattn.kernels.nki.config import described
 from flexattn.kernels.nki.space import Effort
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible, model
@@ -51,12 +51,12 @@ def rank(
                 raise
             failed = Failed("infeasible", type(error).__name__, error.got[:400])
             trials.append(Trial(config, failed=failed))  # type: ignore[arg-type]
-            progress.step(f"{failed.error}: {described(config)}")
+            progress.step(f"{failed.error}: {describe(config)}")
             continue
         used = 128 * guess.sbuf_bytes
         trials.append(Trial(config, shared_memory=used, screening=(guess.time,)))  # type: ignore[arg-type]
         least = guess.time if least is None else min(least, guess.time)
-        progress.step(described(config), least)
+        progress.step(describe(config), least)
     timed = sorted((t for t in trials[1:] if t.screening), key=lambda t: t.screening[0])
     first = trials[0]
     kept = (first, *timed[: best - 1])

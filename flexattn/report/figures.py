@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from flexattn.records.record import Record
+from flexattn.report import numbers
 from flexattn.report.drawing import (
     DEFAULT,
     INK,
@@ -21,19 +22,6 @@ from flexattn.report.drawing import (
 )
 from flexattn.report.importance import Importance
 from flexattn.report.limits import limits_of
-from flexattn.report.numbers import (
-    Landscape,
-    Reason,
-    Timed,
-    Value,
-    effects,
-    label,
-    landscape,
-    on_axis,
-    reasons,
-    short,
-    timed,
-)
 from flexattn.report.roofline import reach, tf32, work
 
 # Inches: two pictures stand side by side on a wide page. Small panels of a row.
@@ -44,21 +32,21 @@ ACROSS = 10
 
 def pictures(record: Record, mattered: Importance, name: str) -> tuple[Picture, ...]:
     """All that can be drawn of a record; `name` starts the files' names."""
-    if not timed(record):
+    if not numbers.timed(record):
         return ()
     made = []
-    seen = landscape(record)
+    seen = numbers.landscape(record)
     if seen is not None:
         made.append(map_of(record, seen, f"{name}-landscape.png"))
     if limits_of(record.environment.device) is not None:
         made.append(roofline(record, f"{name}-roofline.png"))
     made.append(ranking(record, f"{name}-configs.png"))
-    if effects(record):
+    if numbers.effects(record):
         made.append(what_mattered(record, mattered, f"{name}-axes.png"))
     return tuple(made)
 
 
-def map_of(record: Record, seen: Landscape, name: str) -> Picture:
+def map_of(record: Record, seen: numbers.Landscape, name: str) -> Picture:
     """Heat map of the best median over two axes, the default's and the winner's cells framed."""
     from matplotlib.patches import Rectangle
     from matplotlib.patheffects import withStroke
@@ -82,16 +70,16 @@ def map_of(record: Record, seen: Landscape, name: str) -> Picture:
         marks = ((record.decision.default, DEFAULT, 0.42), (record.decision.winner, WINNER, 0.47))
         for index, color, half in marks:
             config = record.trials[index].config
-            place = on_axis(config, seen.row_axis), on_axis(config, seen.column_axis)
-            if place[0] not in seen.rows or place[1] not in seen.columns:
+            y, x = (numbers.on_axis(config, axis) for axis in (seen.row_axis, seen.column_axis))
+            if y not in seen.rows or x not in seen.columns:
                 continue  # its whole row or column has no time
-            i, j = seen.rows.index(place[0]), seen.columns.index(place[1])
+            i, j = seen.rows.index(y), seen.columns.index(x)
             corner = (j - half, i - half)
             frame = Rectangle(corner, 2 * half, 2 * half, fill=False, ec=color, lw=2.5)
             frame.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
             axes.add_patch(frame)
-        axes.set_xticks(range(len(seen.columns)), map(label, seen.columns))
-        axes.set_yticks(range(len(seen.rows)), map(label, seen.rows))
+        axes.set_xticks(range(len(seen.columns)), map(numbers.label, seen.columns))
+        axes.set_yticks(range(len(seen.rows)), map(numbers.label, seen.rows))
         axes.set(xlabel=seen.column_axis, ylabel=seen.row_axis)
         made.colorbar(image, ax=axes, label="time / best")
     caption = (
@@ -108,7 +96,7 @@ def map_of(record: Record, seen: Landscape, name: str) -> Picture:
 
 def ranking(record: Record, name: str) -> Picture:
     """Every timed config by its median with quartile bars; below, the untimed ones by reason."""
-    times, untimed = timed(record), reasons(record)[:8]
+    times, untimed = numbers.timed(record), numbers.reasons(record)[:8]
     with style():
         below = 0.5 + 0.22 * len(untimed) if untimed else 0.0
         made = figure(WIDTH, 3.3 + below)
@@ -129,7 +117,7 @@ def ranking(record: Record, name: str) -> Picture:
     return picture(made, name, alt, caption)
 
 
-def _dots(axes: Any, record: Record, times: tuple[Timed, ...]) -> None:
+def _dots(axes: Any, record: Record, times: tuple[numbers.Timed, ...]) -> None:
     ranks = range(1, len(times) + 1)
     us = [each.us for each in times]
     spread = [[each.us - each.low for each in times], [each.high - each.us for each in times]]
@@ -137,14 +125,14 @@ def _dots(axes: Any, record: Record, times: tuple[Timed, ...]) -> None:
     for index, color, marker, word in _marked(record):
         found = next(((r, t) for r, t in zip(ranks, times, strict=True) if t.trial == index), None)
         if found is not None:
-            told = f"{word}: {short(found[1].config)}, {number(found[1].us)} µs"
+            told = f"{word}: {numbers.short(found[1].config)}, {number(found[1].us)} µs"
             axes.plot([found[0]], [found[1].us], marker, ms=9, color=color, label=told, zorder=3)
     logarithmic(axes, "y", us[0], us[-1])
     axes.set(xlabel="configs, fastest first", ylabel="µs a call")
     axes.legend(loc="upper left")
 
 
-def _bars(axes: Any, untimed: tuple[Reason, ...]) -> None:
+def _bars(axes: Any, untimed: tuple[numbers.Reason, ...]) -> None:
     """A bar a reason, its words behind it, so that no label pushes the dots above aside."""
     counts = [each.count for each in untimed]
     words = [f"{each.count} {clipped(f'{each.stage}: {each.name}', 46)}" for each in untimed]
@@ -162,7 +150,7 @@ def _bars(axes: Any, untimed: tuple[Reason, ...]) -> None:
 
 def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
     """Optuna's importances, where there are any, beside the times at each value of each axis."""
-    found, times = effects(record), timed(record)
+    found, times = numbers.effects(record), numbers.timed(record)
     best = times[0].us
     span = max(times[-1].us / best, 1.02)
     with style():
@@ -175,11 +163,11 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
         for place, effect in enumerate(found, wide):
             axes = made.add_subplot(cells[place // COLUMNS, place % COLUMNS])
             places = {value: at for at, (value, _, _) in enumerate(effect.values)}
-            at = [places[on_axis(each.config, effect.axis)] for each in times]
+            at = [places[numbers.on_axis(each.config, effect.axis)] for each in times]
             axes.plot(at, [each.us / best for each in times], "o", ms=2.5, color=OTHER, alpha=0.6)
             lowest = [us / best for _, us, _ in effect.values]
             axes.plot(range(len(lowest)), lowest, "-D", ms=4, color=WINNER)
-            told = [label(value) for value in places]
+            told = [numbers.label(value) for value in places]
             turned = 45 if len("".join(told)) > ACROSS else 0
             axes.set_xticks(range(len(told)), told, fontsize=8, rotation=turned)
             axes.margins(x=0.2)
@@ -220,7 +208,7 @@ def roofline(record: Record, name: str) -> Picture:
     """Every config under the device's roof, at the FLOP per byte that the problem has."""
     limits = limits_of(record.environment.device)
     assert limits is not None
-    done, times = work(record), timed(record)
+    done, times = work(record), numbers.timed(record)
     peak = limits.peak(record.key.dtype, tf32(record))
     ridge = limits.ridge(record.key.dtype, tf32(record))
     x = (min(done.intensity, ridge) / 8, max(done.intensity, ridge) * 8)
@@ -271,5 +259,5 @@ def _marked(record: Record) -> list[tuple[int, str, str, str]]:
     return [(decision.default, DEFAULT, "D", "default"), (decision.winner, WINNER, "*", "winner")]
 
 
-def _list(values: tuple[Value, ...]) -> str:
-    return ", ".join(map(label, values))
+def _list(values: tuple[numbers.Value, ...]) -> str:
+    return ", ".join(map(numbers.label, values))

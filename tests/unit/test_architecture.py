@@ -234,7 +234,7 @@ def test_optional_packages_are_imported_where_they_are_used(path):
 
 @each_file
 def test_names_are_listed_where_the_list_is_read(path):
-    """Elsewhere an underscore says it: lists that nothing read were wrong in 254 of 1,278 names."""
+    """Elsewhere an underscore says it: of 1,278 names in such lists 254 were wrong or unread."""
     tree = ast.parse(path.read_text())
     listed = any(isinstance(n, ast.Name) and n.id == "__all__" for n in ast.walk(tree))
     assert not listed or path.relative_to(PACKAGE).as_posix() in LISTED

@@ -8,14 +8,18 @@ from typing import Any, ClassVar, Literal, Protocol
 Language = Literal["triton", "gluon"]
 
 
-class Config(Protocol):
+class Fields(Protocol):
+    """Any dataclass: a config of a plug-in's has fewer numbers in common with the others."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class Config(Fields, Protocol):
     """One variant of one template, as a frozen dataclass of numbers; its family has the class.
 
     BLOCK_M, BLOCK_N: query rows of a tile, and keys that it walks at a time. heads: query heads
     that a tile holds apart, each with BLOCK_M rows. language: what its template is written in.
     """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __hash__(self) -> int: ...
 
@@ -33,7 +37,7 @@ class Config(Protocol):
     def language(self) -> Language: ...
 
 
-def describe(config: Config) -> str:
+def describe(config: Fields) -> str:
     """Names and numbers in one line, for headers and reports; without what holds its default."""
     values = ((field, getattr(config, field.name)) for field in fields(config))
     return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)

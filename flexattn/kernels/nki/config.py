@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS
@@ -73,12 +73,6 @@ class NkiDecodeConfig:
 
 
 NkiConfig = NkiPrefillConfig | NkiDecodeConfig
-
-
-def described(config: NkiConfig) -> str:
-    """Names and values in one line, without what holds its default."""
-    values = ((field, getattr(config, field.name)) for field in fields(config))
-    return " ".join(f"{field.name}={value}" for field, value in values if value != field.default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,8 @@ from __future__ import annotations
 from collections import Counter
 
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.nki import ops
 from flexattn.kernels.nki.emit import ZERO, NkiEmitter
-from flexattn.kernels.nki.ops import (
-    BINARY,
-    EXACT,
-    HALF_POOLS,
-    MIRRORED,
-    number,
-)
 from flexattn.kernels.nki.tables import Table, is_static, linear_forms
 from flexattn.kernels.nki.values import Pools, Value
 from flexattn.mods.analysis.affine import Affine
@@ -131,7 +125,7 @@ class NkiPrinter(NkiEmitter):
 
     def _check_exact(self, node: Expr) -> None:
         found = self.ranges[node]
-        if found is None or max(abs(found[0]), abs(found[1])) >= EXACT:
+        if found is None or max(abs(found[0]), abs(found[1])) >= ops.EXACT:
             raise UnsupportedError(
                 f"{node.op} of {node.dtype} that may reach {found}",
                 f"integers are exact below 2^24 on {self.target}, which computes in float32",
@@ -226,9 +220,9 @@ class NkiPrinter(NkiEmitter):
             positive = args[1].place == "static" and limits is not None and limits[0] > 0
             reach = self.ranges[node.args[0]]
             return self.floored(op, args[0], args[1] if positive else None, reach)
-        if op in BINARY:
-            mirrored = BINARY[MIRRORED.get(op, op)]
-            return self._rounded(node, self.binary(BINARY[op], mirrored, *args))
+        if op in ops.BINARY:
+            mirrored = ops.BINARY[ops.MIRRORED.get(op, op)]
+            return self._rounded(node, self.binary(ops.BINARY[op], mirrored, *args))
         engine = OPS[op].nki
         if engine is not None and engine.how == "activation":
             return self._rounded(node, self.activation(engine, args[0]))
@@ -262,7 +256,7 @@ class NkiPrinter(NkiEmitter):
 
     def _rounded(self, node: Expr, value: Value) -> Value:
         """16-bit results are rounded by writing them; all else stays float32."""
-        pool = HALF_POOLS.get(node.dtype)
+        pool = ops.HALF_POOLS.get(node.dtype)
         if pool is None or value.place == "static" or value.pool == pool:
             return value
         if value.place == "column":
@@ -299,7 +293,7 @@ def python_of(node: Expr, prefix: str) -> str:
     prefix: of the captured numbers' names, the mod's kind.
     """
     if node.op == "const":
-        return number(node)
+        return ops.number(node)
     if node.op == "scalar":
         return f"{prefix}_scalar{node.value}"
     captured = number_of(node)

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 
 from flexattn.errors import UnsupportedError
+from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import render_template, template_hash
 from flexattn.kernels.base.knobs import values
 from flexattn.kernels.nki.config import (
     NkiConfig,
     NkiShape,
-    described,
     shape_of,
 )
 from flexattn.kernels.nki.masks import PrintedMask, print_mask
@@ -143,7 +143,7 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     lines = [*mods.hoisted, *(mods.score.body if mods.score else ())]
     if mods.mask is not None:
         lines += [*mods.mask.lines, *mods.mask.selections]
-    header = [title, f"config: {described(config)}"]
+    header = [title, f"config: {describe(config)}"]
     header += [f"{kind}_mod: {_one_line(each.mod)}" for kind, each in named]
     header += [f"{table.name}: {table.kind} {_one_line(table.mod)}" for table in mods.tables]
     header.append(f"template: {name} {template_hash(name)}, for {target}")

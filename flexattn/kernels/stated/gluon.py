@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import (
-    And,
-    Eq,
-    Max,
-    Mod,
-    Ne,
-    Not,
-    Or,
-    Piecewise,
-    Rational,
-    Symbol,
-    Tuple,
-    floor,
-    symbols,
-)
+import sympy as sp
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
@@ -26,7 +12,7 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
-) = symbols(
+) = sp.symbols(
     "consumers BLOCK_N num_stages consumer_regs producer_regs "
     "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads"
 )  # fmt: skip
@@ -38,16 +24,16 @@ CONFIG = (
 PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
-) = symbols(
+) = sp.symbols(
     "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
     "decodes scored loads_keys loads_tile dense_layout lists_differ mixed"
 )  # fmt: skip
-DEVICE = (shared_limit, has_wgmma) = symbols("shared_limit has_wgmma")
+DEVICE = (shared_limit, has_wgmma) = sp.symbols("shared_limit has_wgmma")
 
-SYMBOLS: tuple[Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
-FP8_PV = Eq(v_itemsize, 1)
+SYMBOLS: tuple[sp.Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
+FP8_PV = sp.Eq(v_itemsize, 1)
 # What a config takes, as the formulas below have it.
-ESTIMATED = (shared_memory, own_output, q_slots, registers) = symbols(
+ESTIMATED = (shared_memory, own_output, q_slots, registers) = sp.symbols(
     "shared_memory own_output q_slots registers"
 )
 
@@ -61,7 +47,7 @@ PARTS_REGISTERS = 16
 # products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
 LAZY_REGISTERS = WALK_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
-HELD_REGISTERS = Rational(3, 16)
+HELD_REGISTERS = sp.Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
 SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
@@ -78,36 +64,36 @@ keys = let("keys", num_stages * BLOCK_N * qk_padded * itemsize)
 values = let("values", num_stages * BLOCK_N * v_padded * v_itemsize)
 handed_on = let(
     "handed_on",
-    Piecewise((8 * consumers * Max(BLOCK_N, ROWS), loads_keys), (0, True)),
+    sp.Piecewise((8 * consumers * sp.Max(BLOCK_N, ROWS), loads_keys), (0, True)),
     "What a mod reads for keys or diagonals, at most two words for each, is handed on there.",
 )
 loaded = let("loaded", q_tile + keys + values + handed_on + SHARED_SLACK)
 halved = let(
     "halved",
-    And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256)),
+    sp.And(persistent, sp.Eq(qk_padded, 256), sp.Eq(v_padded, 256)),
     "An output of 256 columns leaves a persistent block in two halves.",
 )
-out_rows = let("out_rows", Piecewise((ROWS // 2 * consumers, halved), (ROWS * consumers, True)))
+out_rows = let("out_rows", sp.Piecewise((ROWS // 2 * consumers, halved), (ROWS * consumers, True)))
 output = let("output", ITEMSIZE * out_rows * v_padded)
 three = let(
     "three",
-    Eq(qk_padded, 192),
+    sp.Eq(qk_padded, 192),
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
-in_parts = let("in_parts", And(three, v_padded <= 128), "An output takes one or two of them.")
-in_whole = let("in_whole", And(Not(three), Eq(qk_padded, v_padded), Not(halved)))
-through_q = let("through_q", And(Or(in_parts, in_whole), Eq(itemsize, ITEMSIZE)))
-two_parts = let("two_parts", And(three, Eq(v_padded, 128)))
+in_parts = let("in_parts", sp.And(three, v_padded <= 128), "An output takes one or two of them.")
+in_whole = let("in_whole", sp.And(sp.Not(three), sp.Eq(qk_padded, v_padded), sp.Not(halved)))
+through_q = let("through_q", sp.And(sp.Or(in_parts, in_whole), sp.Eq(itemsize, ITEMSIZE)))
+two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
 early = let(
     "early",
-    And(persistent, loaded + output <= shared_limit, Not(two_parts)),
+    sp.And(persistent, loaded + output <= shared_limit, sp.Not(two_parts)),
     "A persistent block loads its next Q while an output leaves, if there is room.",
 )
-own = let("own", Or(Not(through_q), early))
-needed = let("needed", Piecewise((loaded + output, own), (loaded, True)))
+own = let("own", sp.Or(sp.Not(through_q), early))
+needed = let("needed", sp.Piecewise((loaded + output, own), (loaded, True)))
 slots = let(
     "slots",
-    Piecewise((2, And(own, persistent, needed + q_tile <= shared_limit)), (1, True)),
+    sp.Piecewise((2, sp.And(own, persistent, needed + q_tile <= shared_limit)), (1, True)),
     "It loads it while this one is multiplied, if there is room for both.",
 )
 
@@ -115,7 +101,7 @@ SHARED_MEMORY = let.formula(
     "shared_memory own_output q_slots",
     "Bytes of shared memory; whether the output has tiles of its own; tiles of Q. In bytes: Q, "
     "the stages of K and V, the output where it does not leave through Q's place, the barriers.",
-    Tuple(needed + (slots - 1) * q_tile, own, slots),
+    sp.Tuple(needed + (slots - 1) * q_tile, own, slots),
 )
 
 # Registers of a consumer's thread.
@@ -123,74 +109,77 @@ scores = let("scores", ROWS * BLOCK_N / THREADS)
 accumulator = let("accumulator", ROWS * v_padded / THREADS)
 weights = let(
     "weights",
-    Piecewise((scores / 4 + accumulator, FP8_PV), (scores / 2, True)),
+    sp.Piecewise((scores / 4 + accumulator, FP8_PV), (scores / 2, True)),
     "P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum "
     "its own.",
 )
 lists = let(
     "lists",
-    Piecewise((LISTS_REGISTERS, And(mask_rows > 0, Not(runs))), (0, True)),
+    sp.Piecewise((LISTS_REGISTERS, sp.And(mask_rows > 0, sp.Not(runs))), (0, True)),
     "Lists of blocks cost more than runs, of mods that read.",
 )
 gathered = let(
     "gathered",
-    Piecewise(
-        (floor(scores) + 8, loads_tile),
-        (GATHER_REGISTERS + floor(Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
+    sp.Piecewise(
+        (sp.floor(scores) + 8, loads_tile),
+        (GATHER_REGISTERS + sp.floor(sp.Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
     ),
     "Mods that read are fitted to compiled kernels.",
 )
-scored_registers = let("scored_registers", Piecewise((SCORE_REGISTERS, scored), (0, True)))
-parts = let("parts", Piecewise((PARTS_REGISTERS, three), (0, True)))
+scored_registers = let("scored_registers", sp.Piecewise((SCORE_REGISTERS, scored), (0, True)))
+parts = let("parts", sp.Piecewise((PARTS_REGISTERS, three), (0, True)))
 lazy = let(
-    "lazy", Piecewise((LAZY_REGISTERS, And(lazy_rescale, Or(three, q_in_regs > 0))), (0, True))
+    "lazy",
+    sp.Piecewise((LAZY_REGISTERS, sp.And(lazy_rescale, sp.Or(three, q_in_regs > 0))), (0, True)),
 )
-fp8_pv_walk = let("fp8_pv_walk", And(FP8_PV, mask_rows > 0))
-lazy_walk = let("lazy_walk", And(lazy_rescale, q_in_regs > 0, persistent))
-walk = let("walk", Piecewise((WALK_REGISTERS, Or(fp8_pv_walk, lazy_walk)), (0, True)))
-beside = let("beside", floor(HELD_REGISTERS * q_in_regs) + parts + lazy + walk + scored_registers)
+fp8_pv_walk = let("fp8_pv_walk", sp.And(FP8_PV, mask_rows > 0))
+lazy_walk = let("lazy_walk", sp.And(lazy_rescale, q_in_regs > 0, persistent))
+walk = let("walk", sp.Piecewise((WALK_REGISTERS, sp.Or(fp8_pv_walk, lazy_walk)), (0, True)))
+beside = let(
+    "beside", sp.floor(HELD_REGISTERS * q_in_regs) + parts + lazy + walk + scored_registers
+)
 
 REGISTERS = let.formula(
     "registers",
     "Registers of a consumer's thread. Accumulator and scores in fp32, P, and what mods hold; "
     "loops of what passes do not spill.",
-    floor(scores + accumulator + weights) + REGISTER_SLACK + beside + gathered,
+    sp.floor(scores + accumulator + weights) + REGISTER_SLACK + beside + gathered,
 )
 
 
-def _one_of(size: Symbol, among: tuple[int, ...]) -> Inequality:
+def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
     words = f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}"
-    return Inequality("head dimension", Or(*(Eq(size, each) for each in among)), words)
+    return Inequality("head dimension", sp.Or(*(sp.Eq(size, each) for each in among)), words)
 
 
 def _divides(tile: Any, block: Any) -> Any:
-    return Eq(Mod(block, tile), 0)
+    return sp.Eq(sp.Mod(block, tile), 0)
 
 
 # Those of the numbers alone: the others are asked where these hold.
 SHAPE: tuple[Inequality, ...] = (
     Inequality(
         "consumers",
-        And(consumers >= 1, consumers <= 3),
+        sp.And(consumers >= 1, consumers <= 3),
         "consumers={consumers} is not between 1 and 3",
     ),
     Inequality(
         "power of two",
-        And(BLOCK_N >= 16, BLOCK_N <= 256, Eq(Mod(256, BLOCK_N), 0)),
+        sp.And(BLOCK_N >= 16, BLOCK_N <= 256, sp.Eq(sp.Mod(256, BLOCK_N), 0)),
         "BLOCK_N={BLOCK_N} is not a power of two from 16 to 256",
     ),
     Inequality(
         "stages",
-        And(num_stages >= 1, num_stages <= 8),
+        sp.And(num_stages >= 1, num_stages <= 8),
         "num_stages={num_stages} is not between 1 and 8",
     ),
     Inequality(
         "register split",
-        And(
+        sp.And(
             consumer_regs >= 24,
             consumer_regs <= 240,
-            Eq(Mod(consumer_regs, 8), 0),
+            sp.Eq(sp.Mod(consumer_regs, 8), 0),
             consumers * consumer_regs + producer_regs <= SM_THREAD_REGISTERS,
         ),
         "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
@@ -198,40 +187,40 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "ping pong",
-        Or(Not(ping_pong), consumers >= 2),
+        sp.Or(sp.Not(ping_pong), consumers >= 2),
         "ping_pong: one consumer has nobody to take turns with",
     ),
     Inequality(
         "barriers",
-        2 * num_stages + 2 + consumers * Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
+        2 * num_stages + 2 + consumers * sp.Piecewise((2, ping_pong), (1, True)) <= NAMED_BARRIERS,
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
         "order",
-        And(known_words, l2_swizzle >= 1),
+        sp.And(known_words, l2_swizzle >= 1),
         "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there are",
     ),
 )
 FIT: tuple[Inequality, ...] = (
     Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
-    Inequality("prefill", Not(decodes), "the Gluon template is for prefill"),
+    Inequality("prefill", sp.Not(decodes), "the Gluon template is for prefill"),
     Inequality(
         "dtype",
         itemsize <= 2,
         "the Gluon template multiplies float16, bfloat16 and float8_e4m3fn",
     ),
     # What the copy engine brings is multiplied where it lies.
-    Inequality("dtype", Not(mixed), "the Gluon template takes k and v in the dtype of q"),
+    Inequality("dtype", sp.Not(mixed), "the Gluon template takes k and v in the dtype of q"),
     # What nobody has run in eight bits: Q in parts, or in registers.
     Inequality(
         "fp8",
-        Or(itemsize > 1, And(Eq(qk_dim, v_dim), Ne(qk_dim, 192), Eq(q_in_regs, 0))),
+        sp.Or(itemsize > 1, sp.And(sp.Eq(qk_dim, v_dim), sp.Ne(qk_dim, 192), sp.Eq(q_in_regs, 0))),
         "in fp8 head dimensions are one of 64, 96, 128, 256, the same for q, k and v, "
         "and q_in_regs is 0",
     ),
     Inequality(
         "fp8_pv",
-        Or(Not(FP8_PV), And(Eq(itemsize, 1), BLOCK_N >= 32)),
+        sp.Or(sp.Not(FP8_PV), sp.And(sp.Eq(itemsize, 1), BLOCK_N >= 32)),
         "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
     _one_of(qk_dim, QK_DIMS),
@@ -244,11 +233,14 @@ FIT: tuple[Inequality, ...] = (
     # Parts of Q are cut where a tile's width is a power of two, at whole rows of its swizzle.
     Inequality(
         "q_in_regs",
-        Or(
-            Eq(q_in_regs, 0),
-            And(
-                Not(Eq(qk_padded, 192)),
-                Or(Eq(q_in_regs, qk_padded), And(Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64)),
+        sp.Or(
+            sp.Eq(q_in_regs, 0),
+            sp.And(
+                sp.Not(sp.Eq(qk_padded, 192)),
+                sp.Or(
+                    sp.Eq(q_in_regs, qk_padded),
+                    sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
+                ),
             ),
         ),
         "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
@@ -256,23 +248,23 @@ FIT: tuple[Inequality, ...] = (
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
         "mask block",
-        Or(
-            Eq(mask_rows, 0),
+        sp.Or(
+            sp.Eq(mask_rows, 0),
             _divides(ROWS * consumers / heads, mask_rows),
-            And(runs, _divides(ROWS, mask_rows)),
+            sp.And(runs, _divides(ROWS, mask_rows)),
         ),
         "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block "
         "of {mask_rows}",
     ),
     Inequality(
         "mask block",
-        Or(Eq(mask_keys, 0), _divides(BLOCK_N, mask_keys)),
+        sp.Or(sp.Eq(mask_keys, 0), _divides(BLOCK_N, mask_keys)),
         "BLOCK_N={BLOCK_N} does not divide the mask's block of {mask_keys}",
     ),
     # That they share a KV head too is a matter of a problem's heads: geometry asks.
     Inequality(
         "pack_gqa",
-        Or(Eq(heads, 1), Not(lists_differ)),
+        sp.Or(sp.Eq(heads, 1), sp.Not(lists_differ)),
         "pack_gqa: the {heads} heads of a tile have lists of blocks of their own",
     ),
     Inequality(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +38,6 @@ class Formula:
     says: str
     value: Basic
     steps: tuple[Step, ...]
-
-    def exact(self, known: Mapping[Symbol, Any]) -> Basic:
-        """The value of a case, by sympy's own arithmetic."""
-        found = dict(known)
-        for step in self.steps:
-            found[step.symbol] = step.value.subs(found)
-        return self.value.subs(found)
 
 
 class Steps:

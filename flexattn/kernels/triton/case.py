@@ -6,14 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from flexattn.device import Device
+from flexattn.kernels.base import features
 from flexattn.kernels.base.config import padded, pieces, power_above
-from flexattn.kernels.base.features import (
-    compares_numbers,
-    loads_by_key,
-    loads_tiles,
-    multiplies_ramp,
-    tma_layout,
-)
 from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import AmdDecodeConfig, AmdPrefillConfig, limited
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
@@ -60,10 +54,10 @@ def _fixed(structure: Structure, device: Device) -> tuple[Any, ...]:
     facts = (
         structure.kind == "decode",
         structure.dtype == "float32" and not structure.tf32,
-        loads_by_key(structure) and not compares_numbers(structure),
-        loads_tiles(structure),
-        multiplies_ramp(structure, device),
-        tma_layout(structure),
+        features.loads_by_key(structure) and not features.compares_numbers(structure),
+        features.loads_tiles(structure),
+        features.multiplies_ramp(structure, device),
+        features.tma_layout(structure),
     )
     limits = (device.shared_memory, device.registers, device.max_registers, device.warp_size)
     engines = (device.has_tma, device.has_wgmma, device.backend == "hip")

@@ -7,13 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from flexattn.device import Device, is_rdna
-from flexattn.kernels.base.features import (
-    FEW_BY_KEY,
-    compares_numbers,
-    loads_by_key,
-    loads_tiles,
-    values_by_key,
-)
+from flexattn.kernels.base import features
 from flexattn.kernels.triton.amd import for_device
 from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
 from flexattn.kernels.triton.tiles import fit_to_mask
@@ -51,7 +45,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
         yield from (PrefillConfig(*shape) for shape in shapes[small:])
         yield from (PrefillConfig(16, 16, 4, 1), PrefillConfig(16, 16, 8, 1))
         return
-    if device.has_wgmma and (widest <= 128 or values_by_key(structure) > MANY_BY_KEY):
+    if device.has_wgmma and (widest <= 128 or features.values_by_key(structure) > MANY_BY_KEY):
         yield from _gathering(structure, widest)
     if device.has_wgmma and widest <= 128 and structure.kv_dtype:
         # What is converted passes through registers: of four warps the loop spilled.
@@ -86,15 +80,17 @@ def _order(structure: Structure) -> Order:
 
 def _gathering(structure: Structure, widest: int) -> Iterator[PrefillConfig]:
     """For a mod that waits for what it reads, and holds it: many small tiles hide that best."""
-    values = values_by_key(structure)
+    values = features.values_by_key(structure)
     if values > 2 * MANY_BY_KEY:
         yield PrefillConfig(16, 16, 8, 1)
     elif values > MANY_BY_KEY:
         yield PrefillConfig(64, 32, 8, 2)
-    elif loads_tiles(structure):
+    elif features.loads_tiles(structure):
         yield PrefillConfig(64, 64, 4, 2, True)
-    elif loads_by_key(structure) and not (widest > 64 and compares_numbers(structure)):
-        tall = widest <= 64 and values <= FEW_BY_KEY
+    elif features.loads_by_key(structure) and not (
+        widest > 64 and features.compares_numbers(structure)
+    ):
+        tall = widest <= 64 and values <= features.FEW_BY_KEY
         yield PrefillConfig(128 if tall else 64, 64, 4, 3, True)
 
 

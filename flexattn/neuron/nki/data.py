@@ -14,7 +14,7 @@ from flexattn.neuron.nki.tensor import Tensor
 __all__ = ["dma_copy", "dma_transpose", "memset", "tensor_copy"]
 
 
-def dma_copy(dst: Tensor, src: Tensor, name: str | None = None) -> None:
+def dma_copy(dst: Tensor, src: Tensor) -> None:
     """dst = src between HBM and SBUF, converted where dtypes differ."""
     _reachable(dst, src)
     check(dst.size == src.size, f"{src.shape} into {dst.shape}", "as many elements")
@@ -25,9 +25,7 @@ def dma_copy(dst: Tensor, src: Tensor, name: str | None = None) -> None:
         dst.put(source if src.dtype == dst.dtype else source.to(torch.float32))
 
 
-def dma_transpose(
-    dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None, name: str | None = None
-) -> None:
+def dma_transpose(dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None) -> None:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
     _reachable(dst, src)
     core = current().core
@@ -45,7 +43,7 @@ def dma_transpose(
         dst.put(src.array().T)
 
 
-def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None, name: str | None = None) -> None:
+def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> None:
     """dst = src on chip, converted through float32 where dtypes differ."""
     on_chip(dst, src)
     same(dst, src)
@@ -63,7 +61,7 @@ def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None, name: str | None =
         dst.put(src.array() if dst.dtype == src.dtype else src.rows())
 
 
-def memset(dst: Tensor, value: float, engine: Any = None, name: str | None = None) -> None:
+def memset(dst: Tensor, value: float, engine: Any = None) -> None:
     """Fill dst with a number; integer tiles take integers."""
     on_chip(dst)
     chosen = engine_of(engine, ("vector", "gpsimd"))

@@ -153,6 +153,7 @@ def _keywords(instruction: Callable[..., Any]) -> Callable[..., Any]:
             if name in kwargs and not isinstance(kwargs[name], Tensor):
                 got = f"nisa.{instruction.__name__}: {name}={kwargs[name]!r}"
                 raise fault(got, "it is a tensor")
+        kwargs.pop("name", None)  # every instruction has one, for profilers
         current().instruction = instruction.__name__
         return instruction(**kwargs)
 

@@ -22,7 +22,6 @@ def nc_matmul(
     stationary: Tensor,
     moving: Tensor,
     accumulate: bool | None = None,
-    name: str | None = None,
 ) -> None:
     """dst (+)= stationary^T moving: [K, M] and [K, N] give [M, N], summed in float32.
 
@@ -67,7 +66,7 @@ def nc_matmul(
         dst.put(dst.rows() + product if accumulate else product)
 
 
-def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None, name: str | None = None) -> None:
+def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
     """dst = data^T, its free axes flattened: to PSUM by the Tensor Engine, 32 x 32 by Vector's."""
     chosen = engine_of(engine, ("tensor", "vector"))
     most = PARTITIONS if chosen == "tensor" else 32

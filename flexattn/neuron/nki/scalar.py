@@ -28,7 +28,6 @@ def activation(
     reduce_op: Any = None,
     reduce_res: Tensor | None = None,
     reduce_cmd: Any = None,
-    name: str | None = None,
 ) -> None:
     """dst = op(data * scale + bias), and the sum of each row in reduce_res."""
     on_chip(dst, data, bias, scale, reduce_res)
@@ -67,7 +66,6 @@ def iota(
     pattern: Pattern,
     offset: int = 0,
     channel_multiplier: int = 0,
-    name: str | None = None,
 ) -> None:
     """dst = offset + partition * channel_multiplier + the sum of step * index."""
     on_chip(dst, only="sbuf")
@@ -85,7 +83,6 @@ def affine_select(
     on_false_value: float,
     cmp_op: Any = None,
     offset: int = 0,
-    name: str | None = None,
 ) -> None:
     """Elements where an affine function of their place compares with 0, a number elsewhere."""
     on_chip(dst, on_true_tile, only="sbuf")

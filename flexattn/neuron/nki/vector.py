@@ -36,9 +36,7 @@ FP32_MIN = float(torch.finfo(torch.float32).min)
 SIMPLE = ("add", "multiply", "subtract")
 
 
-def tensor_tensor(
-    dst: Tensor, data1: Tensor, data2: Tensor, op: Any, engine: Any = None, name: str | None = None
-) -> None:
+def tensor_tensor(dst: Tensor, data1: Tensor, data2: Tensor, op: Any, engine: Any = None) -> None:
     """dst = data1 op data2, element by element."""
     on_chip(dst, data1, data2)
     same(dst, data1, data2)
@@ -64,7 +62,6 @@ def tensor_scalar(
     operand1: Any = None,
     reverse1: bool = False,
     engine: Any = None,
-    name: str | None = None,
 ) -> None:
     """dst = (data op0 operand0) op1 operand1; operands are numbers or columns."""
     on_chip(dst, data, operand0, operand1)
@@ -99,7 +96,6 @@ def scalar_tensor_tensor(
     operand1: Tensor,
     reverse0: bool = False,
     reverse1: bool = False,
-    name: str | None = None,
 ) -> None:
     """dst = (data op0 operand0) op1 operand1, where operand1 is a tile."""
     on_chip(dst, data, operand0, operand1)
@@ -121,7 +117,6 @@ def tensor_reduce(
     axis: int | tuple[int, ...],
     negate: bool = False,
     keepdims: bool = False,
-    name: str | None = None,
 ) -> None:
     """dst = op over the last free axes of data, times -1 where negate is set."""
     on_chip(dst, data)
@@ -141,7 +136,7 @@ def tensor_reduce(
         dst.put((-reduced if negate else reduced).reshape(data.shape[0], kept))
 
 
-def reciprocal(dst: Tensor, data: Tensor, name: str | None = None) -> None:
+def reciprocal(dst: Tensor, data: Tensor) -> None:
     """dst = 1 / data."""
     on_chip(dst, data)
     same(dst, data)
@@ -151,7 +146,7 @@ def reciprocal(dst: Tensor, data: Tensor, name: str | None = None) -> None:
 
 
 def tensor_copy_predicated(
-    dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False, name: str | None = None
+    dst: Tensor, src: Any, predicate: Tensor, reverse_pred: bool = False
 ) -> None:
     """Overwrite dst by src, a tile or a number, where the predicate is not 0 (is, if reversed)."""
     on_chip(dst, src, predicate)
@@ -184,7 +179,6 @@ def range_select(
     reduce_op: Any = None,
     range_start: int = 0,
     on_false_value: float = FP32_MIN,
-    name: str | None = None,
 ) -> None:
     """Elements whose index compares with both bounds of their row, FP32_MIN elsewhere.
 

@@ -207,7 +207,7 @@ class _Chance:
     def _spills(self, kernel: Kernel, source: Source) -> Outcome:
         """What its loops spill, kept beside the binary where that had to be disassembled."""
         try:
-            spills, code, stack = spills_of(kernel, self.device)
+            spills, code, stack = spills_of(kernel)
         except (BuildError, ValueError) as error:
             say_once(f"nobody can tell what kernels spill: {error}")
             return Outcome("built")
@@ -217,7 +217,7 @@ class _Chance:
         return outcome
 
 
-def spills_of(kernel: Kernel, device: Device) -> tuple[int, int, int]:
+def spills_of(kernel: Kernel) -> tuple[int, int, int]:
     """As `resources.loop_spills`, of a kernel that was built; zeros in the interpreter."""
     if kernel.binary is not None:
         return loop_spills(kernel.binary.code)

@@ -24,6 +24,7 @@ from flexattn.kernels.stated import gluon as stated
 from flexattn.problem import Layout
 from tests.families import (
     estimates,
+    exact,
     fit_to_mask,
     geometry,
     gluon_refused,
@@ -131,7 +132,7 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     structure = case.structure
     numbers = case_of(config, structure, device)
     known = {symbol: getattr(numbers, symbol.name) for symbol in stated.SYMBOLS}
-    taken = (*stated.SHARED_MEMORY.exact(known), stated.REGISTERS.exact(known))
+    taken = (*exact(stated.SHARED_MEMORY, known), exact(stated.REGISTERS, known))
     assert estimates(config, structure, device) == (taken[0], taken[-1])
     known |= dict(zip(stated.ESTIMATED, taken, strict=True))
 

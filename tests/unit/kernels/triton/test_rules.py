@@ -27,7 +27,7 @@ from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.family import TRITON
 from flexattn.problem import Layout
-from tests.families import estimates, geometry, grid, unpromising, violated
+from tests.families import estimates, exact, geometry, grid, unpromising, violated
 from tests.problems import problem
 
 MI300X = named("amd-mi300x")
@@ -132,7 +132,7 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     structure = case.structure
     numbers = case_of(config, structure, device)
     known = {symbol: getattr(numbers, symbol.name) for symbol in SYMBOLS}
-    taken = SHARED_MEMORY.exact(known), REGISTERS.exact(known)
+    taken = exact(SHARED_MEMORY, known), exact(REGISTERS, known)
     assert estimates(config, structure, device) == taken
     known |= dict(zip(ESTIMATED, taken, strict=True))
 
