@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -99,25 +101,23 @@ def keys(m: Maxima, table: Tensor | None, cache: Cache, requests: int) -> int:
 def extras(
     m: Maxima,
     form: ServingForm,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    kv_start: Tensor | None,
-    row_lens: Tensor | None,
+    given: Mapping[str, Tensor | None],
     device: torch.device,
     batch: int,
 ) -> None:
     """That what the plan was built to take is given, and nothing else; raises InputError.
 
-    batch: requests whose rows q has.
+    given: by the names that `run` has for it. batch: requests whose rows q has.
     """
-    for name, tensor, wanted in (
-        ("sinks", sinks, form.sinks),
-        ("k_scale", k_scale, form.scaled),
-        ("v_scale", v_scale, form.scaled),
-        ("kv_start", kv_start, form.offset),
-        ("row_lens", row_lens, form.prefix),
+    k_scale, v_scale = given["k_scale"], given["v_scale"]
+    for name, wanted in (
+        ("sinks", form.sinks),
+        ("k_scale", form.scaled),
+        ("v_scale", form.scaled),
+        ("kv_start", form.offset),
+        ("row_lens", form.prefix),
     ):
+        tensor = given[name]
         if (tensor is not None) != wanted:
             raise InputError(
                 f"{name} is {'missing' if wanted else 'given'}",
@@ -126,26 +126,21 @@ def extras(
             )
         if tensor is not None:
             devices(device, {name: tensor})
-    for name, each in (("kv_start", kv_start), ("row_lens", row_lens)):
-        if each is not None:
+    for name in ("kv_start", "row_lens"):
+        if (each := given[name]) is not None:
             _numbers(name, each, 1)
             if each.shape[0] < batch:
                 raise InputError(
                     f"{name} has {each.shape[0]} elements for {batch} requests",
                     "it has one for each",
                 )
-    sizes = {"sinks": (m.Hq,), "k_scale": (1, m.Hkv), "v_scale": (1, m.Hkv)}
-    for name, each in (("sinks", sinks), ("k_scale", k_scale), ("v_scale", v_scale)):
-        if each is None:
+    for name, sizes in (("sinks", (m.Hq,)), ("k_scale", (1, m.Hkv)), ("v_scale", (1, m.Hkv))):
+        if (each := given[name]) is None:
             continue
-        if (
-            each.dtype != torch.float32
-            or not each.is_contiguous()
-            or each.numel() not in sizes[name]
-        ):
+        if each.dtype != torch.float32 or not each.is_contiguous() or each.numel() not in sizes:
             raise InputError(
                 f"{name} is {each.dtype} {list(each.shape)}",
-                f"it is contiguous float32 of {' or '.join(map(str, sizes[name]))} elements",
+                f"it is contiguous float32 of {' or '.join(map(str, sizes))} elements",
             )
     if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
         raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")

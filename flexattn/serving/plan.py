@@ -225,9 +225,10 @@ class DecodePlan:
         last_key, last = self._last
         ready = last if last_key == key else self._ready.get(key)
         if ready is None:
-            ready = self._admit(
-                q, k, v, seq_lens, table, cu_seqlens_q, sinks, k_scale, v_scale, kv_start, row_lens
-            )
+            ready = self._admit(q, k, v, seq_lens, table, {
+                "cu_seqlens_q": cu_seqlens_q, "sinks": sinks, "k_scale": k_scale,
+                "v_scale": v_scale, "kv_start": kv_start, "row_lens": row_lens,
+            })  # fmt: skip
             if len(self._ready) >= _REMEMBERED:
                 self._ready.clear()
             self._ready[key] = ready
@@ -281,27 +282,23 @@ class DecodePlan:
         v: Tensor,
         seq_lens: Tensor,
         table: Tensor | None,
-        cu_seqlens: Tensor | None,
-        sinks: Tensor | None,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        kv_start: Tensor | None,
-        row_lens: Tensor | None,
+        more: dict[str, Tensor | None],
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
         from flexattn.serving import admission
 
         m, form = self.maxima, self.form
-        admission.gradients({"query": q, "K": k, "V": v, "sinks": sinks})
+        cu_seqlens, k_scale = more["cu_seqlens_q"], more["k_scale"]
+        admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
         cache = describe(k, v, m, form.aligned)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, steps = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
-        admission.extras(m, form, sinks, k_scale, v_scale, kv_start, row_lens, self.device, batch)
+        admission.extras(m, form, more, self.device, batch)
         given = {"query": q, "K": k, "V": v, "seq_lens": seq_lens}
-        more = {"block_table": table, "cu_seqlens_q": cu_seqlens}
-        given |= {name: each for name, each in more.items() if each is not None}
+        listed = {"block_table": table, "cu_seqlens_q": cu_seqlens}
+        given |= {name: each for name, each in listed.items() if each is not None}
         admission.devices(self.device, given)
         rows = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
         fixed: dict[str, Any] = {
