@@ -18,7 +18,8 @@ import torch
 from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import causal
 from flexattn.device import NEURON
-from flexattn.kernels.nki.config import NkiPrefillConfig, described
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.nki.config import NkiPrefillConfig
 from flexattn.measure.oracle import oracle
 from flexattn.measure.task import Task
 from flexattn.mods import bind
@@ -85,7 +86,7 @@ def show(name, found):
     print(
         f"  {name:<9} {guess.time:8.1f} us in source order, {guess.bound:7.1f} us if all overlaps"
     )
-    print(f"            {described(config)}")
+    print(f"            {describe(config)}")
     print(f"            busy, us: {busy}")
     print(f"            instructions of a sample: {issued}")
     print(

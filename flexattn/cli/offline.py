@@ -77,7 +77,8 @@ def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iter
     """A small space: `start`, then what kernel_options can force, the fewest changes first."""
 
     def distance(config: Config) -> int:
-        return sum(getattr(config, name) != getattr(start, name) for name in _names(start))
+        names = type(start).__dataclass_fields__
+        return sum(getattr(config, name) != getattr(start, name) for name in names)
 
     def forced(config: Config) -> bool:
         options = family_of(config).options_of(config)
@@ -85,7 +86,3 @@ def nearest(problem: Problem, device: Device, start: Config, limit: int) -> Iter
 
     others = filter(forced, space(problem, device))
     yield from islice((start, *sorted(others, key=distance)), limit)
-
-
-def _names(config: Config) -> tuple[str, ...]:
-    return tuple(type(config).__dataclass_fields__)

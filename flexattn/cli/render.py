@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from flexattn.runtime.codecache.files import text_file
 from flexattn.runtime.dispatch import Choice, candidates_of
 from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import memory
-from flexattn.runtime.resources import Resources, resources
+from flexattn.runtime.resources import resources
 
 
 class Show(str, Enum):
@@ -138,7 +138,7 @@ def _rendered(
         if Show.ptx in wanted:
             ptx = _assembly(choice, kernel, device)
         if Show.resources in wanted:
-            taken = _facts(resources(kernel, device))
+            taken = asdict(resources(kernel, device))
     else:
         choice = _expected(problem, device, chosen)
     structure, expr = problem.structure, Show.expr in wanted
@@ -179,10 +179,6 @@ def _rendered_nki(
         _expression(structure.mask) if expr else None,
         source.text if Show.source in wanted else None,
     )
-
-
-def _facts(taken: Resources) -> dict[str, Any]:
-    return {field.name: getattr(taken, field.name) for field in fields(taken)}
 
 
 def _expression(captures: Captures | None) -> str | None:

@@ -68,7 +68,7 @@ def trace(
     names = ARGUMENTS[kind]
     scalars = scalars or {}
     modes: list[Indexing] = []
-    device = _device(known)
+    device = next((t.device for t in known if t.dim()), torch.device("cpu"))
 
     def run(mapped: bool, *inputs: torch.Tensor) -> Any:
         replaced = dict(zip(scalars, inputs[len(names) :], strict=True))
@@ -283,10 +283,6 @@ def _in_function(trace: TracebackType | None) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def _device(known: Sequence[torch.Tensor]) -> torch.device:
-    return next((t.device for t in known if t.dim()), torch.device("cpu"))
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -92,7 +92,8 @@ def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
         if isinstance(entry, CacheError):
             broken.append((path, entry.line))
         else:
-            closest.append(_compared(layer, path, entry, key, here))
+            others = _differences(here, entry.environment)
+            closest.append(Closest(path, layer, entry, _differences(key, entry.key), others))
     closest.sort(key=lambda each: (*_weight(each), str(each.path)))
     return Explanation(
         problem=problem.describe(),
@@ -112,12 +113,6 @@ def _entries(places: Any) -> Iterator[tuple[str, Path, Answer | CacheError]]:
     for layer in places:
         for path, entry in layer.store.answers():
             yield layer.name, path, entry
-
-
-def _compared(layer: str, path: Path, answer: Answer, key: Key, here: Environment) -> Closest:
-    return Closest(
-        path, layer, answer, _differences(key, answer.key), _differences(here, answer.environment)
-    )
 
 
 def _differences(asked: Any, stored: Any) -> tuple[Difference, ...]:

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.device.limits import Limits
 from flexattn.kernels.paged_decode.config import ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
 from flexattn.records.key import Key
@@ -103,7 +102,7 @@ def reach(record: Record, us: float) -> Reach:
     found = limits_of(record.environment.device)
     if found is None:
         return Reach(tflops, bandwidth, None, None)
-    roof = _roof(found, record, done.intensity)
+    roof = min(found.peak(record.key.dtype, tf32(record)), found.bandwidth * done.intensity)
     bound: Literal["compute", "memory"] = (
         "memory" if done.intensity < found.ridge(record.key.dtype, tf32(record)) else "compute"
     )
@@ -113,10 +112,6 @@ def reach(record: Record, us: float) -> Reach:
 def tf32(record: Record) -> bool:
     """Whether float32 products may round to tf32 in this record's problem."""
     return "tf32" in record.key.precision.split()
-
-
-def _roof(limits: Limits, record: Record, intensity: float) -> float:
-    return min(limits.peak(record.key.dtype, tf32(record)), limits.bandwidth * intensity)
 
 
 def _kept(mask_class: str) -> tuple[float, Density]:

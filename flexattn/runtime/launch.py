@@ -222,7 +222,8 @@ def prepare(
     out_strides = strides_like(q, out_shape)
     runs = walks_runs(structure, config)
     fixed: dict[str, Any] = {
-        **_strides_of(problem, q, k, v), **_output_strides(out_strides),
+        **_strides_of(problem, q, k, v),
+        **{f"stride_o{axis}": step for axis, step in zip("bhm", out_strides, strict=False)},
         "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
         "q_len": problem.q_len, "kv_len": problem.kv_len, "num_tiles": grid.num_tiles,
         **family.bind(problem, config, grid),
@@ -285,10 +286,6 @@ def _strides_of(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, 
         **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
         **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
     }
-
-
-def _output_strides(strides: tuple[int, ...]) -> dict[str, int]:
-    return {f"stride_o{axis}": stride for axis, stride in zip("bhm", strides[:3], strict=True)}
 
 
 def _mask_strides(lists: Lists, runs: bool) -> dict[str, int]:

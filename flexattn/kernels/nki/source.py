@@ -134,7 +134,8 @@ def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> 
     split = config.num_splits > 1
     if split:
         results = ["partial", "maxima", "sums"]
-    named = [(kind, captures) for kind, captures in _mods(problem) if captures is not None]
+    both = ("score", structure.score), ("mask", structure.mask)
+    named = [(kind, captures) for kind, captures in both if captures is not None]
     scalars = [
         f"{kind}_scalar{slot}" for kind, each in named for slot in range(len(each.mod.scalars))
     ]
@@ -214,10 +215,6 @@ def _allocations(tiles: dict[str, int], extent: str) -> list[tuple[str, str, int
             plural = {"column": "columns", "column_i32": "columns_i32"}.get(name, name)
             found.append((plural, dtype, tiles[name], extent if wide else ""))
     return found
-
-
-def _mods(problem: Problem) -> tuple[tuple[str, Captures | None], ...]:
-    return ("score", problem.structure.score), ("mask", problem.structure.mask)
 
 
 def _one_line(mod: Mod) -> str:

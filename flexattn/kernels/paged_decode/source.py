@@ -237,10 +237,6 @@ def _described(form: ServingForm) -> list[Argument]:
     return found + [Argument(name, "i32") for name in numbers]
 
 
-def _request_names(form: ServingForm) -> list[str]:
-    return [each.name for each in _described(form)]
-
-
 def _shared(
     form: ServingForm,
     config: ServingConfig,
@@ -259,7 +255,7 @@ def _shared(
             free = print_edges(form.mask, about.free_edges, traits)
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
-    names = _request_names(form)
+    names = [each.name for each in _described(form)]
     rows, parts = _merge_shape(form, config)
     slots = config.programs(device) * config.left * config.BLOCK_M
     settings = {

@@ -32,11 +32,12 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
 def space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
     policies: tuple[SplitPolicy, ...] = ("heads", "round")
+    height = 8 if 0 < form.rows <= 8 else 16
     axes = product((1, 2, 4, 8), (16, 32, 64), (1, 2, 3, 4, 6, 8, 12), (1, 2), policies)
     for warps, keys, per_sm, least, policy in axes:
         if policy == "round" and least > 1:
             continue  # it shares tiles out without looking at how many there are
-        yield ServingConfig(_height(form), warps * keys, warps, 1, per_sm, least, "await", policy)
+        yield ServingConfig(height, warps * keys, warps, 1, per_sm, least, "await", policy)
 
 
 def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -72,7 +73,3 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
     )
     found = printed_serving_warps.RULES.broken(case, printed_serving_warps.estimate)
     return worded(found, case, {"split_policy": config.split_policy}) if found else []
-
-
-def _height(form: ServingForm) -> int:
-    return 8 if 0 < form.rows <= 8 else 16

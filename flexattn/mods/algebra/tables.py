@@ -51,7 +51,9 @@ def tables_of(
     ordered = dict(zip(searched, _sorted([moved[i] for i in searched]), strict=True))
     shift = _trailing_zeros(math.gcd(*tile))
     return tuple(
-        _plain(values) if ordered.get(i, True) else _levels(values, min(shift, 7))
+        Table(values[None], values[None], 0)
+        if ordered.get(i, True)
+        else _levels(values, min(shift, 7))
         for i, values in enumerate(moved)
     )
 
@@ -78,10 +80,6 @@ def _sorted(tensors: list[Tensor]) -> list[bool]:
         answers.append((before <= after).all() | (before >= after).all())
     found: list[bool] = torch.stack(answers).tolist()
     return found
-
-
-def _plain(values: Tensor) -> Table:
-    return Table(values[None], values[None], 0)
 
 
 def _levels(values: Tensor, shift: int) -> Table:
