@@ -66,7 +66,6 @@ _LISTED = {module.split(".")[1] for each in RENDERERS.values() for module in eac
 NO_TEXT = {
     "errors": "what is said where nothing is rendered",
     "device.device": "what it says of a device is hashed by value",
-    "mods.bind": "makes the expression that rendering begins with: its fingerprint is in the key",
     "kernels.ptx.assembler": "which of Triton's assemblers: its release, and a config, say it",
     "kernels.printers.interpreted_gluon": "of Triton's interpreter, in which nothing is tuned",
 }

@@ -115,10 +115,10 @@ def test_a_string_stays_as_it_is():
 def test_a_name_is_followed_to_the_module_that_defines_it():
     """flexattn.mods passes on what traces a mod, which a Mod's own module does not reach."""
     assert ("flexattn.mods", "Mod") in imports_of(path_of("flexattn.problem.problem").read_text())
-    found = closure(["flexattn.problem.problem"], stop=("flexattn.mods.bind",))
+    found = closure(["flexattn.problem.problem"])
     assert "flexattn.mods.expr" in found
     assert not {"flexattn.mods", "flexattn.mods.bind", "flexattn.mods.trace"} & set(found)
-    assert {"flexattn.mods.bind", "flexattn.mods.trace"} <= set(
-        closure(["flexattn.problem.problem"])
-    )
     assert list(found) == sorted(found)
+    traces = {"flexattn.mods.bind", "flexattn.mods.trace"}
+    assert traces <= set(closure(["flexattn.serving.plan"]))
+    assert not traces & set(closure(["flexattn.serving.plan"], stop=("flexattn.mods.bind",)))
