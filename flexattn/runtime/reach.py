@@ -81,32 +81,11 @@ class Reach:
         given: the names of what `run` is given. What these kernels write is "REACH" there. None
         where the kernels do not build, which is said: the call then visits all keys.
         """
-        known = [memory().find(each, target) for each in _rendered(problem.structure, target)]
+        structure = problem.structure
+        sources = _rendered(structure, target)
+        known = [memory().find(each, target) for each in sources]
         if not current().strict and any(each is not None and not each.built for each in known):
             return None
-        try:
-            return cls._of(problem, q, k, given, target, index)
-        except BuildError as error:
-            if current().strict or concerns_the_device(error):
-                raise
-            outcome = outcome_of(error)
-            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
-            for source in _rendered(problem.structure, target):
-                # Of two it is not known which: neither is compiled again.
-                memory().note(source, target, outcome, problem.describe())
-            return None
-
-    @classmethod
-    def _of(
-        cls,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        given: Sequence[str],
-        target: Device,
-        index: int,
-    ) -> Reach:
-        structure = problem.structure
         rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
         q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)
         q_programs, k_programs = heads * q_parts, k.shape[0] * problem.Hkv * k_parts
@@ -114,27 +93,38 @@ class Reach:
             "Hq": problem.Hq, "q_len": problem.q_len, "kv_len": problem.kv_len, "q_parts": q_parts,
             "k_parts": k_parts, "start": heads,
         }  # fmt: skip
-        passed = ["NORMS" if name == "REACH" else name for name in given]
         layout = structure.layout
-        fixed = {
+        of_norms = {
             **shared,
             **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
             **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
             "Hkv": problem.Hkv,
             "q_programs": q_programs,
         }
-        first, second = _rendered(structure, target)
-        kernel = builder().kernel(first, target, index)
-        norms = kernel.prepare(q_programs + k_programs, fixed, passed, spare=passed)
-        fixed = {
+        of_reach = {
             **shared,
             "group": problem.Hq // problem.Hkv,
             "stride_kb": 0 if k.shape[0] == 1 else problem.Hkv,
             "k_start": heads + q_programs,
         }
-        kernel = builder().kernel(second, target, index)
-        reach = kernel.prepare(heads, fixed, passed, spare=passed)
-        return cls(heads + q_programs + k_programs, norms, reach)
+        passed = ["NORMS" if name == "REACH" else name for name in given]
+        launchers = []
+        try:
+            for source, programs, fixed in zip(
+                sources, (q_programs + k_programs, heads), (of_norms, of_reach), strict=True
+            ):
+                kernel = builder().kernel(source, target, index)
+                launchers.append(kernel.prepare(programs, fixed, passed, spare=passed))
+        except BuildError as error:
+            if current().strict or concerns_the_device(error):
+                raise
+            outcome = outcome_of(error)
+            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
+            for source in sources:
+                # Of two it is not known which: neither is compiled again.
+                memory().note(source, target, outcome, problem.describe())
+            return None
+        return cls(heads + q_programs + k_programs, *launchers)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `run` writes."""
