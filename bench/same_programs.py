@@ -8,7 +8,7 @@ idea of names that are numbers. Each function has numbers of its own.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 __all__ = ["canonical", "without_docstrings"]
@@ -103,7 +103,7 @@ class _Numbered(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _bound(statements: Iterable[ast.stmt], inner: bool) -> set[str]:
+def _bound(statements: Sequence[ast.stmt], inner: bool) -> set[str]:
     """Names that statements bind; inner: inside of functions too, but for these statements."""
     found: set[str] = set()
     for statement in statements:

@@ -35,7 +35,7 @@ def kernel(OUT, size):
     [
         {},
         {"SIZE": "STAGES", "step": "advance", "slot": "stage"},
-        {"told": "index", " turn": " first_phase", "=turn": "=first_phase"},
+        {"told": "index", " turn": " phase_bit", "=turn": "=phase_bit"},
         # Names of one function are nothing to another's.
         {"def step(slot, phase)": "def step(phase, slot)", "slot == SIZE": "phase == SIZE",
          "slot + 1, phase": "phase + 1, slot"},
