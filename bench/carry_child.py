@@ -33,7 +33,7 @@ OLDER = {
     "flexattn.records.environment": ("flexattn.cache.environment",),
     "flexattn.records.key": ("flexattn.cache.key",),
     "flexattn.records.store": ("flexattn.cache.store",),
-    "flexattn.runtime.reach": ("flexattn.reach",),
+    "flexattn.runtime.decay_skip": ("flexattn.runtime.reach", "flexattn.reach"),
 }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ decode_record = _import("flexattn.records.codec").decode_record
 environment = _import("flexattn.records.environment").environment
 key_of = _import("flexattn.records.key").key_of
 Store = _import("flexattn.records.store").Store
-decay_skip = _import("flexattn.runtime.reach")
+decay_skip = _import("flexattn.runtime.decay_skip")
 
 # Older trees have none.
 REGISTRY = "flexattn.kernels.choose.registry"

@@ -44,7 +44,7 @@ FORMER = {
     for before, now in names.items()
 }
 # What a kernel's arguments were named in older trees, whose launchers bind them by those names.
-FORMER_ARGUMENTS: dict[str, str] = {}
+FORMER_ARGUMENTS = {"REACH": "DECAY_WINDOW", "num_units": "num_work_tiles"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,7 +90,7 @@ class _Numbered(ast.NodeTransformer):
         """Triton gives a branch the names that both its sides bind, in the alphabet's order."""
         both = _bound(node.body, inner=True) & _bound(node.orelse, inner=True)
         self.generic_visit(node)
-        order = [ast.Name(self.number(name), ast.Load()) for name in sorted(both)]
+        order: list[ast.expr] = [ast.Name(self.number(name), ast.Load()) for name in sorted(both)]
         node.body.insert(0, ast.Expr(ast.Tuple(order, ast.Load())))
         return node
 

@@ -17,7 +17,7 @@ from flexattn.runtime import build, dispatch, reach
 from flexattn.serving import ServingConfig, decode, merge
 from flexattn.util.lru import Lru
 from tests.interpreter import test_block_mask as block_masks
-from tests.interpreter import test_narrow_values as narrow
+from tests.interpreter import test_transpose_v
 from tests.interpreter import test_reach as reaches
 from tests.interpreter import test_serving_calls as calls
 from tests.interpreter import test_serving_cascades as cascades
@@ -75,11 +75,11 @@ LAST = ServingConfig(16, 16, 4, 2, 2, 1, "last")
 CASES = {
     "prefill": (lambda: attention("prefill"), {"triton/prefill.py.jinja"}),
     "decode": (lambda: attention("decode"), {"triton/decode.py.jinja", "triton/combine.py.jinja"}),
-    "reach": (
+    "decay_skip": (
         reaches.test_the_reach_of_each_head_by_hand,
-        {"decay_skip/norms.py.jinja", "decay_skip/reach.py.jinja"},
+        {"decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"},
     ),
-    "fp8": (lambda: narrow.test_any_strides("heads_last"), {"hopper/narrow_values.py.jinja"}),
+    "fp8": (lambda: test_transpose_v.test_any_strides("heads_last"), {"hopper/transpose_v.py.jinja"}),
     "block mask": (
         lambda: block_masks.test_every_mask("document"), {"block_mask/block_mask.py.jinja"}
     ),

@@ -94,7 +94,7 @@ def render(
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "reach": skips_far(structure, config),
+        "decay_skip": skips_far(structure, config),
     }
     if isinstance(config, PrefillConfig):
         found = prefill_arguments(structure, config)

@@ -40,7 +40,7 @@ def printed(score_mod, lazy_rescale=True, **more):
         (alibi(32, "cpu"), "ramp"),
         (key_bias, "columns"),
         (relative_bias(torch.zeros(32, 128), 64), "diagonals"),
-        (softcap(30.0), "capped"),
+        (softcap(30.0), "softcap"),
         (softcap(-30.0), ""),
         (both, ""),
         (lambda score, b, h, q_idx, kv_idx: score * BIAS[q_idx], ""),

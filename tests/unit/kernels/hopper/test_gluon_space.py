@@ -19,7 +19,7 @@ from flexattn.kernels.hopper.arguments import arguments
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
-from flexattn.kernels.hopper.tiles import output_and_slots
+from flexattn.kernels.hopper.tiles import output_and_stages
 from flexattn.kernels.stated import gluon as stated
 from flexattn.problem import Layout
 from tests.families import (
@@ -168,7 +168,7 @@ def test_the_space_and_the_kernel_count_the_same_shared_memory(config, about, ex
     """
     structure = problem(**about).structure
     assert (estimates(config, structure, H200)[0],) == expected[:1]
-    assert output_and_slots(structure, config, H200) == expected[1:]
+    assert output_and_stages(structure, config, H200) == expected[1:]
 
 
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
@@ -228,7 +228,7 @@ def test_a_kernel_takes_reaches_where_a_launch_gives_them(runs, config):
     mods = {"score_mod": alibi(32, "cpu")} | ({"mask_mod": causal, "runs": True} if runs else {})
     wanted = problem(**mods)
     names = [each.name for each in arguments(wanted.structure, config)]
-    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.pack_gqa)
+    assert ("DECAY_WINDOW" in names) == skips_far(wanted.structure, config) == (not config.pack_gqa)
 
 
 def test_blocks_of_a_heads_64_rows_suit_heads_that_share_a_tile():

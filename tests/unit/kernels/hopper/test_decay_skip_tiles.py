@@ -68,7 +68,7 @@ def found_by(source, names, runs, reach):
         minimum=lambda x, y: Number(min(x, y)), maximum=lambda x, y: Number(max(x, y)),
         where=lambda c, x, y: x if c else Number(y), cdiv=lambda x, y: Number(-(-x // int(y))),
     )  # fmt: skip
-    state = {"gl": gl, "REACH": Number(0), "RUNS": Number(0), **constants, **place}
+    state = {"gl": gl, "DECAY_WINDOW": Number(0), "RUNS": Number(0), **constants, **place}
     exec(textwrap.dedent(lines), state)
     return state
 

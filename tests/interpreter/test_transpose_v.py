@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flexattn.device import detect
-from flexattn.kernels.hopper.narrow_values import render_narrow_values
-from flexattn.runtime.narrow_values import NarrowValues
+from flexattn.kernels.hopper.transpose_v import render_transpose_v
+from flexattn.runtime.transpose_v import TransposeV
 
 CPU = torch.device("cpu")
 
@@ -19,8 +19,8 @@ def in_order(v):
 
 
 def laid_out(v):
-    source = render_narrow_values(v.shape[-1], detect(CPU))
-    return NarrowValues.of(source, v, detect(CPU), -1).run(v, -1)
+    source = render_transpose_v(v.shape[-1], detect(CPU))
+    return TransposeV.of(source, v, detect(CPU), -1).run(v, -1)
 
 
 def values(*shape):

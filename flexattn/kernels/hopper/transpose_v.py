@@ -6,15 +6,15 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.source import Source, make_source
 
-__all__ = ["BLOCK_N", "KEYS", "render_narrow_values"]
+__all__ = ["BLOCK_N", "KEYS", "render_transpose_v"]
 
-TEMPLATE = "hopper/narrow_values.py.jinja"
+TEMPLATE = "hopper/transpose_v.py.jinja"
 # Keys of one program; keys that trade places with each other.
 BLOCK_N, KEYS = 128, 16
 
 
-def render_narrow_values(head_dim: int, device: Device) -> Source:
-    """The kernel for one head dimension; see flexattn.runtime.narrow_values.NarrowValues."""
+def render_transpose_v(head_dim: int, device: Device) -> Source:
+    """The kernel for one head dimension; see flexattn.runtime.transpose_v.TransposeV."""
     settings = {
         "BLOCK_N": BLOCK_N,
         "HEAD_DIM_V": head_dim,

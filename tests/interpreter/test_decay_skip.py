@@ -24,7 +24,7 @@ from flexattn.kernels.decay_skip.source import ALL_KEYS
 from flexattn.mods import bind
 from flexattn.problem import Layout, Shape, make_problem
 from flexattn.problem.mask_class import mask_class
-from flexattn.runtime.reach import Reach
+from flexattn.runtime.decay_skip import DecaySkip
 from flexattn.settings import override
 from flexattn.util.lru import Lru
 from tests.support import (
@@ -51,7 +51,7 @@ SLOPES = (8.0, 2.0, -1.0, 0.0)
 def short_calls_too(monkeypatch):
     """The lengths of tests are those where two kernels more do not pay."""
     for name in ("LEAST_KEYS", "LEAST_ROWS", "LEAST_SCORES"):
-        monkeypatch.setattr(f"flexattn.runtime.reach.{name}", 0)
+        monkeypatch.setattr(f"flexattn.runtime.decay_skip.{name}", 0)
     monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
 
 
@@ -67,7 +67,7 @@ def alibi(*slopes):
 def both(q, k, v, **call):
     """A call with the rule and without it, which must be the same bits; the first of them."""
     found = run(q, k, v, kernel_options=SMALL, **call)
-    whole = run(q, k, v, kernel_options={**SMALL, "RULES_OFF": "reach"}, **call)
+    whole = run(q, k, v, kernel_options={**SMALL, "RULES_OFF": "decay_skip"}, **call)
     for name, one, other in zip(found._fields, found, whole, strict=True):
         same = torch.equal(one.nan_to_num(77.0), other.nan_to_num(77.0))
         assert same, f"{name} differs by {(one - other).abs().max()}"
@@ -200,7 +200,7 @@ def test_a_short_call_has_the_same_kernel_and_visits_all_keys(monkeypatch):
     mod = alibi()
     call = {"score_mod": mod, "kernel_options": SMALL, "enable_gqa": True}
     path = flexattn.explain(q, k, v, **call).source
-    monkeypatch.setattr("flexattn.runtime.reach.LEAST_KEYS", 98)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.LEAST_KEYS", 98)
     monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
     assert flexattn.explain(q, k, v, **call).source == path
     assert reads(16, q, k, v, 0, score_mod=mod).all()
@@ -215,7 +215,7 @@ def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog
         raise BuildError("a check refused it")
 
     monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
-    monkeypatch.setattr(Reach, "_of", refused)
+    monkeypatch.setattr(DecaySkip, "_of", refused)
     with override(strict=False):
         found = both(q, k, v, score_mod=alibi())
     assert torch.equal(found.out, wanted.out) and "far keys are not left out" in caplog.text
@@ -251,10 +251,10 @@ def reach_of(q, k, slopes, scale):
     shape = Shape(B, Hq, k.shape[1], q_len, k.shape[2], D, D)
     layout = Layout(True, True, True, False)
     problem = make_problem("prefill", "float32", shape, score, None, None, layout)
-    values = {"Q": q, "K": k, "sm_scale": scale, "REACH": None}
+    values = {"Q": q, "K": k, "sm_scale": scale, "DECAY_WINDOW": None}
     values |= captured_values(problem.structure.score, score)
-    found = Reach.of(problem, q, k, list(values), detect(q.device), -1)
-    memory = values["REACH"] = found.empty(q.device)
+    found = DecaySkip.of(problem, q, k, list(values), detect(q.device), -1)
+    memory = values["DECAY_WINDOW"] = found.empty(q.device)
     found.run(list(values.values()), -1)
     return memory[: B * Hq].view(B, Hq)
 

@@ -18,13 +18,13 @@ from flexattn.catalogue import (
 )
 from flexattn.cli.rewritten import rewrites
 from flexattn.device import named
-from flexattn.kernels.base.features import reaches, skips_far
-from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.base.features import decays, skips_far
+from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
-from flexattn.runtime.reach import pays
+from flexattn.runtime.decay_skip import pays
 from tests.families import render
 from tests.problems import problem
 
@@ -79,40 +79,40 @@ HAVE_NOT = {
 @pytest.mark.parametrize("name", HAVE)
 def test_structures_that_leave_far_keys_out(name):
     structure = problem(**HAVE[name]).structure
-    assert reaches(structure)
+    assert decays(structure)
     configs = (
         (TRITON,) if name == "float32" else (TRITON, replace(GLUON, tile_scheduler="dynamic"))
     )
     for config in configs:
         source = render(structure, config, DEVICE, "test")
-        assert "REACH" in [argument.name for argument in source.arguments]
-        assert "load(REACH" in source.text
-        bare = render(replace(structure, rules_off=("reach",)), config, DEVICE, "test")
-        assert "REACH" not in bare.text and bare.hash != source.hash
-    assert "step = " in render_reach(structure, DEVICE).text
+        assert "DECAY_WINDOW" in [argument.name for argument in source.arguments]
+        assert "load(DECAY_WINDOW" in source.text
+        bare = render(replace(structure, rules_off=("decay_skip",)), config, DEVICE, "test")
+        assert "DECAY_WINDOW" not in bare.text and bare.hash != source.hash
+    assert "step = " in render_window(structure, DEVICE).text
 
 
 @pytest.mark.parametrize("name", HAVE_NOT)
 def test_structures_that_do_not(name):
     structure = problem(**HAVE_NOT[name]).structure
-    assert not reaches(structure) and not skips_far(structure, TRITON)
+    assert not decays(structure) and not skips_far(structure, TRITON)
 
 
 def test_tiles_wider_than_a_block_walk_lists():
     structure = problem(score_mod=ALIBI, mask_mod=causal, runs=True, block=(128, 32)).structure
     assert skips_far(structure, replace(TRITON, BLOCK_N=32))
     assert not skips_far(structure, TRITON)
-    assert "REACH" not in render(structure, TRITON, DEVICE, "test").text
+    assert "DECAY_WINDOW" not in render(structure, TRITON, DEVICE, "test").text
 
 
-@pytest.mark.parametrize("rules_off", [(), ("reach",), ("reach", "tilt")])
+@pytest.mark.parametrize("rules_off", [(), ("decay_skip",), ("decay_skip", "row_slope")])
 def test_explain_names_the_rule(rules_off):
     structure = replace(problem(score_mod=ALIBI).structure, rules_off=rules_off)
     named = {row["name"]: row for row in rewrites(structure) if row["what"] == "rule"}
-    assert ("reach" in named) is not rules_off.__contains__("reach")
+    assert ("decay_skip" in named) is not rules_off.__contains__("decay_skip")
     if not rules_off:
-        assert "slope" not in named["reach"]["to"] and "[h" in named["reach"]["to"]
-        assert not any(row["name"] == "reach" for row in rewrites(problem().structure))
+        assert "slope" not in named["decay_skip"]["to"] and "[h" in named["decay_skip"]["to"]
+        assert not any(row["name"] == "decay_skip" for row in rewrites(problem().structure))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_norms_are_of_a_layout_and_reaches_of_a_score():
     plain = problem(score_mod=ALIBI).structure
     masked = problem(score_mod=ALIBI, mask_mod=causal, runs=True, lse=False).structure
     assert render_norms(plain, DEVICE).hash == render_norms(masked, DEVICE).hash
-    assert render_reach(plain, DEVICE).hash == render_reach(masked, DEVICE).hash
+    assert render_window(plain, DEVICE).hash == render_window(masked, DEVICE).hash
     other = problem(score_mod=HAVE["scaled"]["score_mod"]).structure
-    assert render_reach(plain, DEVICE).hash != render_reach(other, DEVICE).hash
+    assert render_window(plain, DEVICE).hash != render_window(other, DEVICE).hash
     strided = replace(plain, layout=replace(plain.layout, k_contiguous=False))
     assert "stride_kd" in render_norms(strided, DEVICE).text
 

@@ -1,4 +1,4 @@
-"""How many keys behind one that a row keeps may count: from norms of q and k, and slopes."""
+"""The decay window: how many keys before a kept one may count, by norms of q and k and slopes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flexattn.device import Device
 from flexattn.errors import BuildError
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.base.features import reaches, skips_far
+from flexattn.kernels.base.features import decays, skips_far
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.decay_skip.source import render_norms, render_reach, rows_of_part
+from flexattn.kernels.decay_skip.source import render_norms, render_window, rows_of_part
 from flexattn.problem import Problem, Structure
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.settings import current, say_once
 
-__all__ = ["Reach", "begin", "pays", "sources"]
+__all__ = ["DecaySkip", "begin", "pays", "sources"]
 
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
 # save: an estimate, which nothing has measured yet.
@@ -38,7 +38,7 @@ def pays(problem: Problem) -> bool:
 
 
 def sources(structure: Structure, config: Config, target: Device) -> tuple[Source, ...]:
-    """The kernels that run before one that leaves keys out: of norms, and of reaches."""
+    """The kernels that run before one that leaves keys out: of norms, and of windows."""
     if not skips_far(structure, config):
         return ()
     return _rendered(structure, target)
@@ -46,27 +46,27 @@ def sources(structure: Structure, config: Config, target: Device) -> tuple[Sourc
 
 @lru_cache(maxsize=1024)
 def _rendered(structure: Structure, target: Device) -> tuple[Source, Source]:
-    return render_norms(structure, target), render_reach(structure, target)
+    return render_norms(structure, target), render_window(structure, target)
 
 
 def begin(structure: Structure, target: Device, index: int) -> None:
     """Start building them, while the kernel is built that they run before."""
-    if index >= 0 and reaches(structure):
+    if index >= 0 and decays(structure):
         for source in _rendered(structure, target):
             builder().begin(source, target, index)
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class DecaySkip:
     """The two kernels that find it, for one problem and one set of strides.
 
-    size: of what they write, float32: the reaches [B, Hq] first, whole numbers, then what the
+    size: of what they write, float32: the windows [B, Hq] first, whole numbers, then what the
     first kernel leaves for the second.
     """
 
     size: int
     norms: Launcher
-    reach: Launcher
+    window: Launcher
 
     @classmethod
     def of(
@@ -77,10 +77,10 @@ class Reach:
         given: Sequence[str],
         target: Device,
         index: int,
-    ) -> Reach | None:
+    ) -> DecaySkip | None:
         """For tensors like q and k on the GPU with this index, or in the interpreter (-1).
 
-        given: the names of what `run` is given. What these kernels write is "REACH" there. None
+        given: the names of what `run` is given. What these kernels write is "DECAY_WINDOW" there. None
         where the kernels do not build, which is said: the call then visits all keys.
         """
         known = [memory().find(each, target) for each in _rendered(problem.structure, target)]
@@ -107,7 +107,7 @@ class Reach:
         given: Sequence[str],
         target: Device,
         index: int,
-    ) -> Reach:
+    ) -> DecaySkip:
         structure = problem.structure
         rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
         q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)
@@ -116,7 +116,7 @@ class Reach:
             "Hq": problem.Hq, "q_len": problem.q_len, "kv_len": problem.kv_len, "q_parts": q_parts,
             "k_parts": k_parts, "start": heads,
         }  # fmt: skip
-        passed = ["NORMS" if name == "REACH" else name for name in given]
+        passed = ["NORMS" if name == "DECAY_WINDOW" else name for name in given]
         layout = structure.layout
         fixed = {
             **shared,
@@ -135,14 +135,14 @@ class Reach:
             "k_start": heads + q_programs,
         }
         kernel = builder().kernel(second, target, index)
-        reach = kernel.prepare(heads, fixed, passed, spare=passed)
-        return cls(heads + q_programs + k_programs, norms, reach)
+        window = kernel.prepare(heads, fixed, passed, spare=passed)
+        return cls(heads + q_programs + k_programs, norms, window)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `run` writes."""
         return torch.empty(self.size, dtype=torch.float32, device=device)
 
     def run(self, given: Sequence[Any], stream: int) -> None:
-        """Write the reaches, on a stream; given: what attention is given, with `empty` in it."""
+        """Write the windows, on a stream; given: what attention is given, with `empty` in it."""
         self.norms.launch(stream, given)
-        self.reach.launch(stream, given)
+        self.window.launch(stream, given)

@@ -45,7 +45,7 @@ def both(monkeypatch):
 
         found = once()
         with monkeypatch.context() as here:
-            here.setattr("flexattn.runtime.reach.LEAST_KEYS", 2**40)
+            here.setattr("flexattn.runtime.decay_skip.LEAST_KEYS", 2**40)
             for place in ("plan._launches", "repeat._seen"):
                 here.setattr(f"flexattn.{place}", Lru(8))
             compiled = builder().compiled
@@ -75,7 +75,7 @@ def test_the_same_bits_as_without_the_rule(mask, options):
                 q, k, v, score_mod=mod, block_mask=blocks, max_scores=False,
                 kernel_options={**options, "RULES_OFF": rules_off},
             )
-            for rules_off in ("", "reach")
+            for rules_off in ("", "decay_skip")
         ))  # fmt: skip
 
 

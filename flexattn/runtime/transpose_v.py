@@ -10,14 +10,14 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper.narrow_values import BLOCK_N, KEYS
+from flexattn.kernels.hopper.transpose_v import BLOCK_N, KEYS
 from flexattn.runtime.build import Launcher, builder
 
-__all__ = ["NarrowValues"]
+__all__ = ["TransposeV"]
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowValues:
+class TransposeV:
     """The kernel that makes it, for one shape and one set of strides.
 
     V is [B, Hkv, S, D], its last stride 1, the others multiples of 16; what is made of it
@@ -28,7 +28,7 @@ class NarrowValues:
     launcher: Launcher
 
     @classmethod
-    def of(cls, source: Source, v: Tensor, target: Device, index: int) -> NarrowValues:
+    def of(cls, source: Source, v: Tensor, target: Device, index: int) -> TransposeV:
         """For tensors like v on the GPU with this index, or in the interpreter (-1)."""
         B, heads, kv_len, head_dim = v.shape
         width = -(-kv_len // KEYS) * KEYS
