@@ -147,4 +147,4 @@ def test_older_kernels_are_what_they_were():
     """A plan whose program walks together names nothing of the warps that walk alone."""
     config = ServingConfig(16, 64, 4, 3)
     text = render_serving(form(), config, H200, "").text
-    assert "gluon" not in text and "OWN" not in text and "split_policy=even" in text
+    assert "gluon" not in text and "KEYS_PER_WARP" not in text and "split_policy=even" in text
