@@ -36,7 +36,9 @@ def rewrites(structure: Structure) -> list[Rewrite]:
     ]
     if terms.rise is not None and decays(structure):
         text = pretty(terms.rise.step).replace("\n", "; ")
-        found.append({"what": "rule", "name": "decay_skip", "says": RULES["decay_skip"], "to": text})
+        found.append(
+            {"what": "rule", "name": "decay_skip", "says": RULES["decay_skip"], "to": text}
+        )
     for name, place in _PLACES.items():
         expr = getattr(terms, name)
         if expr is not None and expr is not ONE:

@@ -18,8 +18,22 @@ from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
 __all__ = [
-    "FLOAT", "ONE", "RULES", "Note", "Place", "Rise", "Term", "RowSlope", "diagonal", "masked",
-    "place", "reciprocal", "rise", "spread", "row_slope", "times",
+    "FLOAT",
+    "ONE",
+    "RULES",
+    "Note",
+    "Place",
+    "Rise",
+    "RowSlope",
+    "Term",
+    "diagonal",
+    "masked",
+    "place",
+    "reciprocal",
+    "rise",
+    "row_slope",
+    "spread",
+    "times",
 ]  # fmt: skip
 
 FLOAT = "float32"
@@ -34,7 +48,7 @@ RULES = {
     "reciprocal": "x / c is x * (1 / c)",
     "distribute": "c * (x + y) is c * x + c * y, where x or y has the score",
     "row": "what a row adds to all its scores leaves the loop and returns in lse and max_scores",
-    "row_slope": "a term linear in q_idx is its value at the tile's first row, and a slope of the row",
+    "row_slope": "a term linear in q_idx is its value at a tile's first row, and a slope by row",
     "column": "what depends on kv_idx alone is computed once per key of a tile",
     "diagonal": "what depends on q_idx - kv_idx alone is computed once per diagonal of a tile",
     "decay_skip": "tiles of keys whose weights are proven to vanish in float32 are not visited",

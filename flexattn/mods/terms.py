@@ -17,8 +17,8 @@ from flexattn.mods.rules import (
     masked,
     place,
     rise,
-    spread,
     row_slope,
+    spread,
     times,
 )
 from flexattn.mods.simplify import make
@@ -43,8 +43,8 @@ class Terms:
 
     r is any row; the kernels take the first of a tile. core reads `score`, which stands for
     inner * score, and may read all else; None: the score is not read. inner, outer: read neither
-    the score nor a key. row: reads no key. row_slope: reads no position. column: reads no score, and
-    q_idx stands for r in it. diagonal: the same along a diagonal. rest: all other terms.
+    the score nor a key. row: reads no key. row_slope: reads no position. column: reads no score,
+    and q_idx stands for r in it. diagonal: the same along a diagonal. rest: all other terms.
     keep: a bool that reads no score; where it is false the score is -inf. None: no such term.
     """
 

@@ -80,8 +80,8 @@ class DecaySkip:
     ) -> DecaySkip | None:
         """For tensors like q and k on the GPU with this index, or in the interpreter (-1).
 
-        given: the names of what `run` is given. What these kernels write is "DECAY_WINDOW" there. None
-        where the kernels do not build, which is said: the call then visits all keys.
+        given: the names of what `run` is given. What these kernels write is "DECAY_WINDOW" there.
+        None where the kernels do not build, which is said: the call then visits all keys.
         """
         known = [memory().find(each, target) for each in _rendered(problem.structure, target)]
         if not current().strict and any(each is not None and not each.built for each in known):

@@ -23,10 +23,10 @@ from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
-from flexattn.runtime.dispatch import Choice, Dispatcher
-from flexattn.runtime.transpose_v import TransposeV
 from flexattn.runtime.decay_skip import DecaySkip, pays
 from flexattn.runtime.decay_skip import begin as begin_decay_skip
+from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.transpose_v import TransposeV
 
 # What a call passes to its launches, by the names that kernels have for it; the mask's lists and
 # what the mods capture follow. None stands for what no kernel of this call takes.
@@ -102,8 +102,8 @@ class Launch:
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
     the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
-    transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which keys
-    are too far to count, where the call is long enough for that.
+    transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which
+    keys are too far to count, where the call is long enough for that.
     """
 
     choice: Choice

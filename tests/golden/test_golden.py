@@ -86,7 +86,9 @@ GOLDENS = {
     "prefill_runs_alibi": lambda: kernel(
         TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True, lse=False
     ),
-    "decay_window_alibi": lambda: render_window(problem(score_mod=alibi(32, "cpu")).structure, DEVICE),
+    "decay_window_alibi": lambda: render_window(
+        problem(score_mod=alibi(32, "cpu")).structure, DEVICE
+    ),
     "norms_96": lambda: render_norms(problem(D=96, score_mod=alibi(32, "cpu")).structure, DEVICE),
     "decode_runs_prefix": lambda: kernel(
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True

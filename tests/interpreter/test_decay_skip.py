@@ -244,7 +244,7 @@ def test_a_factor_of_the_scores_counts_and_the_scale_too():
     assert reads(128, q, k, v, 0, score_mod=near, scale=-16.0).all()
 
 
-def reach_of(q, k, slopes, scale):
+def window_of(q, k, slopes, scale):
     """What the two kernels find, [B, Hq]."""
     B, Hq, q_len, D = q.shape
     score = bind(alibi(*slopes), "score")
@@ -259,10 +259,10 @@ def reach_of(q, k, slopes, scale):
     return memory[: B * Hq].view(B, Hq)
 
 
-def test_the_reach_of_each_head_by_hand():
+def test_the_decay_window_of_each_head_by_hand():
     q, k, _ = inputs(3, 4, 2, 133, 257, Bkv=1)
     slopes = torch.tensor(SLOPES)
-    found = reach_of(q, k, SLOPES, 0.25)
+    found = window_of(q, k, SLOPES, 0.25)
     largest = q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1).repeat_interleave(2, 1)
     wanted = (2.02 * 0.25 * largest * math.log2(math.e) + 150) / (slopes * math.log2(math.e))
     assert ((found - wanted)[:, :2].abs() <= 1.001).all()
@@ -276,17 +276,17 @@ def test_the_reach_of_each_head_by_hand():
     st.floats(0.0, 6.0), st.booleans(),
 )  # fmt: skip
 def test_no_key_that_is_left_out_weighs_anything(L, S, seed, slopes, scale, spread, aligned):
-    """Against float64: behind the reach of a key that is kept, weights are below 2^-140."""
+    """Against float64: before the decay window of a kept key, weights are below 2^-140."""
     draw = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(1, 2, n, 16, generator=draw) * 2.0**spread for n in (L, S))
     if aligned:  # the worst that the bound allows: scores that are as large as norms let them be
         k = q[:, :, :1].expand(-1, -1, S, -1) * torch.randn(S, 1, generator=draw)
-    reach = reach_of(q, k, slopes, scale).double()
+    window = window_of(q, k, slopes, scale).double()
     steps = torch.tensor(slopes).double()[:, None, None]
     scores = q.double() @ k.double().mT * scale + steps * torch.arange(S)
     # Any key may be the one that a row keeps, and then the largest there is.
     for kept in {S - 1, S // 2}:
         shown = scores[..., : kept + 1]
         exponents = (shown - shown[..., kept:]) / math.log(2)
-        far = torch.arange(kept + 1) < kept - reach[..., None, None]
+        far = torch.arange(kept + 1) < kept - window[..., None, None]
         assert not (far & (exponents > -140)).any()

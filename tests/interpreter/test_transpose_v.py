@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def in_order(v):
-    """As in_place of templates/hopper/prefill.py.jinja has it: a thread's keys side by side."""
+    """V transposed and permuted as wgmma takes it beside P in registers."""
     B, H, S, D = v.shape
     v = torch.nn.functional.pad(v, (0, 0, 0, -S % 32)).reshape(B, H, -1, 2, 2, 4, 2, D)
     return v.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(B, H, D, -1)
@@ -55,5 +55,5 @@ def test_any_strides(kind):
 def test_the_order_is_what_its_template_says():
     v = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 16, 1).expand(1, 1, 16, 64).contiguous()
     made = laid_out(v)
-    told = "0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15"
-    assert np.array_equal(made[0, 0, 0].numpy(), np.array(told.split(), np.uint8))
+    order = "0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15"
+    assert np.array_equal(made[0, 0, 0].numpy(), np.array(order.split(), np.uint8))

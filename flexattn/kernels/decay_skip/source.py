@@ -1,4 +1,4 @@
-"""Source of the kernels that find how far before a kept key others may count: rule "decay_skip"."""
+"""Source of the kernels that find the decay window of each head: rule "decay_skip"."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of_part(head_dim: int) -> int:
 
 
 def render_norms(structure: Structure, device: Device) -> Source:
-    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.decay_skip.DecaySkip."""
+    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.decay_skip."""
     head_dim = structure.head_dim_qk
     settings = {
         "ROWS": rows_of_part(head_dim),

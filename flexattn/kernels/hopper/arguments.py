@@ -17,7 +17,7 @@ _LOCATION = ("num_tiles", "num_work_tiles", "Hq", "group")
 def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order.
 
-    num_work_tiles counts the row tiles of all heads; COUNTER, of the dynamic tile scheduler, is one
+    num_work_tiles counts the row tiles of all heads; COUNTER is the dynamic tile scheduler's, one
     number, 0 before every launch.
     """
     tiles = tiles_of(structure, config)

@@ -20,8 +20,8 @@ from flexattn.kernels.hopper import printed, space
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
-from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.hopper.source import render
+from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 

@@ -67,7 +67,9 @@ class MaskPieces:
     def holds(self) -> bool:
         """Whether more than one bound is held over the loop, or what is asked of single keys."""
         asked = () if self.rest is None else self.rest.lines
-        return self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
+        return (
+            self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
+        )
 
     @property
     def exchanged_lines(self) -> tuple[str, ...]:

@@ -48,9 +48,9 @@ MOST_RESCALED = 64
 THREADS = 32 * WARPS
 # Weights of a thread's tile whose exp2 is taken before the wait for the P V of the tile before.
 EARLY_EXP2 = 32
-# Weights of e4m3 are 2^MAX_OFFSET larger than those of a maximum of 1: what is below 2^-17 of it is
-# lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled. With an offset of 6,
-# rows of which one key weighs as much as all others missed the gate.
+# Weights of e4m3 are 2^MAX_OFFSET larger than those of a maximum of 1: what is below 2^-17 of it
+# is lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled. With an offset of
+# 6, rows of which one key weighs as much as all others missed the gate.
 MAX_OFFSET = 7.0
 
 
@@ -119,7 +119,7 @@ def render(
     pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
     pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and not config.fp8_pv
     hoisted = [line for each in used for line in each.hoisted]
-    # What a mod reads for each row of a work tile costs 14 % where it is loaded during the work tile
+    # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
     per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS

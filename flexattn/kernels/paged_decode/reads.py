@@ -13,7 +13,7 @@ from flexattn.kernels.printers.triton_printer import buffer_names
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
 
-__all__ = ["Prefetched", "PredicatedLoad", "prefetched", "predicated_loads", "reads_last_keys"]
+__all__ = ["PredicatedLoad", "Prefetched", "predicated_loads", "prefetched", "reads_last_keys"]
 
 # At most so many lines of memory are asked for along each dimension of a captured tensor.
 AHEAD = 16
@@ -76,7 +76,9 @@ def reads_last_keys(captures: Captures) -> bool:
 def predicated_loads(mask: MaskParts) -> tuple[PredicatedLoad, ...]:
     """The functions that a mask's statements call, printed with Traits.predicated_loads."""
     found = (re.findall(r"\bpredicated_load_(\w+)\(", line) for line in mask.lines)
-    return tuple(_predicated_load(dtype) for dtype in dict.fromkeys(name for each in found for name in each))
+    return tuple(
+        _predicated_load(dtype) for dtype in dict.fromkeys(name for each in found for name in each)
+    )
 
 
 def _predicated_load(dtype: str) -> PredicatedLoad:

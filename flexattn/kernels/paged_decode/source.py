@@ -13,7 +13,7 @@ from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.reads import prefetched, predicated_loads, reads_last_keys
+from flexattn.kernels.paged_decode.reads import predicated_loads, prefetched, reads_last_keys
 from flexattn.kernels.paged_decode.space import (
     COMBINE_WARPS,
     ITEMSIZE,

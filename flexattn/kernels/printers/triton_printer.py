@@ -26,8 +26,9 @@ class Traits:
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
-    for the output's dtype. short_tanh: an exponential and a division are. predicated_loads: what differs by
-    key is read by the predicated load of its dtype, which the template defines. dialect: the language.
+    for the output's dtype. short_tanh: an exponential and a division are. predicated_loads: what
+    differs by key is read by the function for its dtype, which the template defines. dialect: the
+    language.
     """
 
     interpreted: bool = False

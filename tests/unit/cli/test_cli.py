@@ -50,7 +50,9 @@ def test_render_explains_the_rules_and_leaves_out_those_that_are_off(flexattn):
     assert "rule      decay_skip: " in shown
     assert "@triton.jit" not in shown
     found = json.loads(
-        flexattn("render", "alibi", "--explain", "--rules-off", "row_slope,row,decay_skip", "--json").stdout
+        flexattn(
+            "render", "alibi", "--explain", "--rules-off", "row_slope,row,decay_skip", "--json"
+        ).stdout
     )
     assert {row["name"] for row in found["rewrites"]} == {"core", "rest"}
     assert (

@@ -248,7 +248,7 @@ def test_every_rule_is_used_by_some_mod_and_has_a_proof():
         lambda s, b, h, q, k: (s + col[k]) / 3.0 + row[q],
     ]  # fmt: skip
     used = {step.rule for fn in mods for step in terms_of(fn).steps}
-    # What a kernel makes of a rise depends on its mask too: kernels/decay_skip/test_decay_window.py.
+    # What a kernel makes of a rise depends on its mask too: kernels/decay_skip.
     assert used | {"decay_skip"} == set(RULES) and terms_of(mods[0]).rise is not None
     for name in RULES:
         assert f'"{name}"' in "".join(

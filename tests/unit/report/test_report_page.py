@@ -151,7 +151,7 @@ def test_the_verb_reads_files_and_prints_json(flexattn, tmp_path):
     )
     (problem,) = found["problems"]
     assert problem["title"] == HOSTILE and problem["speedup"] > 1
-    assert problem["winner"]["blocks"] >= 1 and problem["default"]["decay_skip"]["bound"] == "compute"
+    assert problem["winner"]["blocks"] >= 1 and problem["default"]["reach"]["bound"] == "compute"
     assert Path(found["page"]).exists() and all(Path(p).exists() for p in found["pictures"])
 
 

@@ -136,7 +136,7 @@ def test_long_calls_alone_are_worth_it():
     assert not pays(replace(usual, q_len=2**17, kv_len=512))
 
 
-def test_norms_are_of_a_layout_and_reaches_of_a_score():
+def test_norms_are_of_a_layout_and_windows_of_a_score():
     """Sources are shared by all structures for which they are the same."""
     plain = problem(score_mod=ALIBI).structure
     masked = problem(score_mod=ALIBI, mask_mod=causal, runs=True, lse=False).structure

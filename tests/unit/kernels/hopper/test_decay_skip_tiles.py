@@ -1,6 +1,6 @@
-"""Which tiles of keys Hopper's loading warp brings, by its own statements: none that counts lacks.
+"""Which KV tiles Hopper's producer loads, by its own statements: none that counts is skipped.
 
-Nothing interprets that template. What finds a unit's tiles is arithmetic, which Python can do.
+Nothing interprets that template. A work tile's KV range is arithmetic, which Python can do.
 """
 
 import random
@@ -48,10 +48,10 @@ class Number(int):
         return self
 
 
-def found_by(source, names, runs, reach):
-    """What the statements behind a unit's place make of it."""
+def found_by(source, names, runs, window):
+    """The variables after the producer's statements for a work tile's KV range."""
     text = source.text[source.text.index("\ndef produce(") :]
-    lines = re.search(r"(?ms)^( +reach = .*?)^ +(?:empty|off_hkv) = ", text).group(1)
+    lines = re.search(r"(?ms)^( +decay_window = .*?)^ +(?:empty|off_hkv) = ", text).group(1)
     constants = {
         name: Number(float(value))
         for name, value in re.findall(r"(?m)^(\w+) = gl\.constexpr\((-?[\d.]+)\)$", source.text)
@@ -60,7 +60,7 @@ def found_by(source, names, runs, reach):
 
     def load(address, mask=True, other=None):
         if mask is not True:
-            return Number(reach) if reach is not None else other
+            return Number(window) if window is not None else other
         return Number(runs[address])
 
     gl = SimpleNamespace(
@@ -84,7 +84,7 @@ def drawn_runs(draw, blocks, width):
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 @pytest.mark.parametrize("name", KEEPS)
-def test_tiles_that_a_mask_leaves_and_far_keys_do_not(name, consumers):
+def test_tiles_of_keys_that_count_are_loaded_and_others_skipped(name, consumers):
     mask_mod, keeps = KEEPS[name]
     structure = problem(
         D=64, score_mod=alibi(32, "cpu"), mask_mod=mask_mod, runs=True, block=(BLOCK, BLOCK)
@@ -98,15 +98,15 @@ def test_tiles_that_a_mask_leaves_and_far_keys_do_not(name, consumers):
         width, per = -(-kv_len // BLOCK), BLOCK // WIDTH
         runs = drawn_runs(draw, -(-q_len // BLOCK), width)
         row_start = draw.randrange(0, q_len, ROWS * consumers)
-        reach = draw.randint(1, 400)
+        window = draw.randint(1, 400)
         names = {
             "b": 0, "h": 0, "Hq": 1, "group": 1, "q_len": q_len, "kv_len": kv_len,
             "row_start": row_start, "stride_mask_b": 0, "stride_mask_h": 0,
             "mask_scalar0": {"ahead": 100, "behind": -70}.get(name, 0),
         }  # fmt: skip
-        found, whole = (found_by(source, names, runs, each) for each in (reach, None))
+        found, whole = (found_by(source, names, runs, each) for each in (window, None))
         assert found["end"] == whole["end"]
-        assert found["num_listed"] == max(0, found["end"] - found["begin"])
+        assert found["num_n_blocks"] == max(0, found["end"] - found["begin"])
         for row in range(row_start, min(row_start + ROWS * consumers, q_len)):
             run = (row - row_start) // ROWS if several else 0
             first, full, full_end, end = runs[row // BLOCK * 4 :][:4]
@@ -120,7 +120,7 @@ def test_tiles_that_a_mask_leaves_and_far_keys_do_not(name, consumers):
             left_out = range(first * per, begin)
             skipped += len(left_out)
             if kept and left_out:
-                assert begin * WIDTH - 1 < max(kept) - reach
+                assert begin * WIDTH - 1 < max(kept) - window
             # What a consumer needs is among what all of them get.
             some = begin < found[f"end_{run}"]
             assert not some or found["begin"] <= begin < found["end"]
@@ -136,12 +136,12 @@ def test_without_a_mask_the_last_key_is_kept_by_all_rows():
         )
         source = render(structure, config, H200, "test")
         for kv_len in (1, 127, 128, 129, 1000, 4096):
-            for reach in (None, 0, 1, 127, 128, 129, 900, 2**27):
+            for window in (None, 0, 1, 127, 128, 129, 900, 2**27):
                 names = {"b": 0, "h": 0, "Hq": 1, "kv_len": kv_len}
-                found = found_by(source, names, [], reach)
+                found = found_by(source, names, [], window)
                 tiles = -(-kv_len // 128)
                 needed = [
                     i for i in range(tiles)
-                    if reach is None or i * 128 + 127 >= kv_len - 1 - reach
+                    if window is None or i * 128 + 127 >= kv_len - 1 - window
                 ]  # fmt: skip
-                assert (found["end"], found["num_listed"]) == (tiles, len(needed))
+                assert (found["end"], found["num_n_blocks"]) == (tiles, len(needed))
