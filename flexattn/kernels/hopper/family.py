@@ -114,7 +114,7 @@ class _Prefill(PlainFamily[HopperPrefillConfig]):
     def values_kernel(
         self, structure: Structure, config: HopperPrefillConfig, device: Device
     ) -> Source | None:
-        """What turns V of fp8 round, where it stays in 8 bits."""
+        """The kernel that transposes V of fp8, where it stays in 8 bits."""
         return render_transpose_v(structure.head_dim_v, device) if config.fp8_pv else None
 
     def bind(

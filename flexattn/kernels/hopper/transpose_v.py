@@ -1,4 +1,4 @@
-"""Source of the kernel that turns V of 8 bits round."""
+"""Source of the kernel that transposes V of 8 bits for wgmma."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexattn.kernels.base.source import Source, make_source
 __all__ = ["BLOCK_N", "KEYS", "render_transpose_v"]
 
 TEMPLATE = "hopper/transpose_v.py.jinja"
-# Keys of one program; keys that trade places with each other.
+# Keys of one program; keys that are permuted among each other.
 BLOCK_N, KEYS = 128, 16
 
 
@@ -24,6 +24,6 @@ def render_transpose_v(head_dim: int, device: Device) -> Source:
     found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]
     found += [Argument("heads", "i32"), Argument("kv_len", "i32")]
     found += [Argument("width", "i64", KEYS), Argument("num_tiles", "i32")]
-    header = [f"narrow values of {head_dim} for {device.arch}"]
+    header = [f"transposed V of {head_dim} for {device.arch}"]
     context: dict[str, object] = {"constants": tuple(settings.items())}
     return make_source(TEMPLATE, device, header, context, tuple(found), 4, 1)

@@ -1,4 +1,4 @@
-"""Where each thread's registers lie in the tiles of a serving kernel whose warps walk alone."""
+"""Register layouts of the warp-private serving kernel: which thread has which elements."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
 def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
     """Constants of that kernel alone, and those that it has another value for.
 
-    PROGRAMS_PER_HEAD: as it says. STEP: from a program's tile of a unit to its next.
+    STEP: from a program's KV tile of a work tile to its next.
     """
     programs = config.programs(device) // form.kv_heads
     return {
@@ -141,7 +141,7 @@ def _rows_held(form: ServingForm, config: ServingConfig) -> int:
 
 
 def _parts(form: ServingForm, config: ServingConfig) -> int:
-    """Parts of a unit that are awaited at a time."""
+    """Parts of a work tile that are polled at a time."""
     return max(1, AWAITED // _rows_held(form, config))
 
 

@@ -1,4 +1,4 @@
-"""Render the serving kernels: the one that walks the batch, and the one that merges its pieces."""
+"""Render the serving kernels: the one over the batch, and the one that merges partial results."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 
 def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
-    """Arguments of the kernel that merges what several programs did of a unit."""
+    """Arguments of the kernel that merges the parts of work tiles."""
     return (*_written(form), *_described(form), *captured_arguments(form.mask))
 
 
@@ -132,7 +132,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "tile_of_pages": of_pages,
         "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
-        # Tall tiles have no registers for what every turn of the loop would find again.
+        # Tall tiles have no registers for what the loop can compute again.
         "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
         "late_sum": config.BLOCK_M <= 32,
