@@ -46,8 +46,8 @@ def both(monkeypatch):
         found = once()
         with monkeypatch.context() as here:
             here.setattr("flexattn.runtime.decay_skip.LEAST_KEYS", 2**40)
-            for place in ("plan._launches", "repeat._seen"):
-                here.setattr(f"flexattn.{place}", Lru(8))
+            for place in ("plan._launches", "guards._seen"):
+                here.setattr(f"flexattn.frontend.{place}", Lru(8))
             compiled = builder().compiled
             assert_same(found, once())
             assert builder().compiled == compiled

@@ -89,6 +89,7 @@ def render(
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),
         "widens": structure.kv_dtype != "",
+        "by_bytes": _loads_bytes(structure),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
         "precision": _precision(structure),
         "lse": structure.lse,
@@ -109,6 +110,13 @@ def render(
         config.num_warps,
         config.num_stages,
     )
+
+
+def _loads_bytes(structure: Structure) -> bool:
+    """Whether each byte of K and V is a load: they have eight bits, and their rows no alignment."""
+    layout = structure.layout
+    wide = layout.aligned and layout.k_contiguous and layout.v_contiguous
+    return "float8" in structure.dtype_of("k") and not wide
 
 
 def _looks_ahead(structure: Structure) -> bool:
