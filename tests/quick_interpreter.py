@@ -111,6 +111,25 @@ def _same(equal):
     return lambda self, other: self is other or equal(self, other)
 
 
+def _unwrapping(unwrap):
+    """_unwrap_if_constexpr: most of what it is asked about is nothing wrapped."""
+    plain = {tl.tensor, tl.dtype, int, float, bool, str, type(None)}
+    return lambda value: value if type(value) in plain else unwrap(value)
+
+
+def _result_dtypes(result_dtype):
+    """computation_type_impl with a table that is filled as dtypes meet."""
+    known = {}
+
+    def lookup(self, a, *others):
+        key = a.name, *(getattr(other, "name", other) for other in others)
+        if key not in known:
+            known[key] = result_dtype(self, a, *others)
+        return known[key]
+
+    return lookup
+
+
 def _broadcast(broadcast):
     """broadcast_impl_value: there is nothing to do for two tensors of one shape."""
 
@@ -123,10 +142,12 @@ def _broadcast(broadcast):
 
 def hurry():
     """Changes the interpreter of this process, which compiles nothing."""
+    tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
     tl.block_type.__init__ = _block_types(tl.block_type.__init__)
     tl.tensor.__init__ = _tensors(tl.tensor.__init__)
     tl.dtype.__eq__ = _same(tl.dtype.__eq__)
     semantic = interpreter.TritonSemantic
+    semantic.computation_type_impl = _result_dtypes(semantic.computation_type_impl)
     semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
     interpreter._patch_lang = _Once(interpreter._patch_lang)
     interpreter._get_np_dtype = _dtypes(interpreter._get_np_dtype)
