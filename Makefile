@@ -47,8 +47,9 @@ test:
 	$(MAKE) --jobs=$(JOBS) lint types
 	$(MAKE) test-unit test-interpreter test-oldest
 
+# A process more than JOBS, for some of these tests wait: for children, locks and hearts.
 test-unit: env
-	$(COMPILED) $(PYTEST) -m "$(NO_DEVICE)" tests/unit tests/golden tests/compile
+	$(COMPILED) $(PYTEST) -n $$(($(JOBS) + 1)) -m "$(NO_DEVICE)" tests/unit tests/golden tests/compile
 
 test-interpreter: env
 	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter

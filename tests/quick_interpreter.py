@@ -3,8 +3,8 @@
 Of a test's time in the interpreter, a sixth went into patching triton.language again at every call
 of a device function, a quarter into finding out with a dozen of Triton's own operations whether a
 sum of integers overflows, which it then tells nobody, and a sixteenth into building one table of
-dtypes per operation. Here a sum that overflows is an error. Of what is left, a third went into types:
-each operation made its result's type, shape and number of elements anew.
+dtypes per operation. Here a sum that overflows is an error. Of what was left, a third went into
+types: each operation made its result's type, shape and number of elements anew.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _block_types(make):
 
     def init(self, element_ty, shape):
         sizes = tuple(getattr(size, "value", size) for size in shape)
-        key = (type(element_ty), element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        space = getattr(element_ty, "address_space", None)
+        key = (type(element_ty), element_ty.name, space, sizes)
         if key not in known:
             make(self, element_ty, shape)
             known[key] = self.__dict__
