@@ -55,7 +55,7 @@ test-interpreter: env
 	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter
 
 test-oldest: env
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/unit tests/golden tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
