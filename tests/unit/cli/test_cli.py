@@ -165,7 +165,9 @@ SMOKE = """
 
     from flexattn.cli import bench, demo_gpu
     from flexattn.cli.workloads import Workload
+    from tests.quick_interpreter import hurry
 
+    hurry()
     tiny = [
         Workload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
         Workload("decode", 1, 4, 2, 1, 71, 16),
