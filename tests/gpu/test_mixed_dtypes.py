@@ -24,8 +24,10 @@ def test_every_pair(wide, narrow, D, form):
     assert_accurate(q, k, v, score_mod=softcap(5.0), block_mask=mask, kernel_options=options)
 
 
-def test_without_options_and_with_head_dimensions_of_no_power():
-    q, k, v = inputs(1, 4, 4, 300, 300, 94, device="cuda")
+@pytest.mark.parametrize("D", [40, 66, 80, 94, 96, 112, 160])
+def test_without_options_and_with_head_dimensions_of_no_power(D):
+    """Of D 80 and 96 the first tile was wrong, of D 66 and 94 memory of others was read."""
+    q, k, v = inputs(1, 4, 4, 300, 300, D, device="cuda")
     eight = torch.float8_e4m3fn
     assert_accurate(q.half(), k.to(eight), v.to(eight))
     assert_accurate(q[:, :, :3].half(), k.to(eight), v.to(eight))
