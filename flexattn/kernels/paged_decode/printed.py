@@ -45,8 +45,8 @@ RULES: Rules[Case] = Rules(
     fit=(
         Rule(
             "combine",
-            "parts are awaited where tiles are dealt by heads or round",
-            lambda c: not c.awaits,
+            "parts are awaited where tiles are split by heads or round",
+            lambda case: not case.awaits,
         ),
         Rule(
             "combine",
