@@ -17,25 +17,6 @@ from flexattn.mods.expr import Expr, const, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
-__all__ = [
-    "FLOAT",
-    "ONE",
-    "RULES",
-    "Note",
-    "Place",
-    "Rise",
-    "RowSlope",
-    "Term",
-    "diagonal",
-    "masked",
-    "place",
-    "reciprocal",
-    "rise",
-    "row_slope",
-    "spread",
-    "times",
-]  # fmt: skip
-
 FLOAT = "float32"
 Place = Literal["row", "column", "row_slope", "diagonal", "rest"]
 # Told of each rule that is applied, and to what.

@@ -10,19 +10,9 @@ from flexattn.mods import rules
 from flexattn.mods.analysis.dependence import Variables, slope_of
 from flexattn.mods.expr import VARS, Expr, Mod, pretty, walk
 from flexattn.mods.rules import (
-    FLOAT,
-    ONE,
-    RULES,
-    Rise,
-    Term,
-    masked,
-    place,
-    rise,
     row_slope,
-    spread,
-    times,
 )
-from flexattn.mods.simplify import make
+from flexattn.mods.simplify import make, rebuilt
 
 ALL = frozenset(rules.RULES)
 SCORE = Expr("var", VARS["score"], (), "score")

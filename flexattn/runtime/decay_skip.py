@@ -23,8 +23,6 @@ from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
 from flexattn.settings import current, say_once
 
-__all__ = ["DecaySkip", "begin", "pays", "sources"]
-
 # Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
 # save: an estimate, which nothing has measured yet.
 LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
@@ -88,29 +86,6 @@ class DecaySkip:
         known = [memory().find(each, target) for each in sources]
         if not current().strict and any(each is not None and not each.built for each in known):
             return None
-        try:
-            return cls._of(problem, q, k, given, target, index)
-        except BuildError as error:
-            if current().strict or concerns_the_device(error):
-                raise
-            outcome = outcome_of(error)
-            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
-            for source in _rendered(problem.structure, target):
-                # Of two it is not known which: neither is compiled again.
-                memory().note(source, target, outcome, problem.describe())
-            return None
-
-    @classmethod
-    def _of(
-        cls,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        given: Sequence[str],
-        target: Device,
-        index: int,
-    ) -> DecaySkip:
-        structure = problem.structure
         rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
         q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)
         q_programs, k_programs = heads * q_parts, k.shape[0] * problem.Hkv * k_parts
@@ -118,7 +93,6 @@ class DecaySkip:
             "Hq": problem.Hq, "q_len": problem.q_len, "kv_len": problem.kv_len, "q_parts": q_parts,
             "k_parts": k_parts, "start": heads,
         }  # fmt: skip
-        passed = ["NORMS" if name == "DECAY_WINDOW" else name for name in given]
         layout = structure.layout
         of_norms = {
             **shared,
@@ -127,15 +101,30 @@ class DecaySkip:
             "Hkv": problem.Hkv,
             "q_programs": q_programs,
         }
-        of_reach = {
+        of_window = {
             **shared,
             "group": problem.Hq // problem.Hkv,
             "stride_kb": 0 if k.shape[0] == 1 else problem.Hkv,
             "k_start": heads + q_programs,
         }
-        kernel = builder().kernel(second, target, index)
-        window = kernel.prepare(heads, fixed, passed, spare=passed)
-        return cls(heads + q_programs + k_programs, norms, window)
+        passed = ["NORMS" if name == "DECAY_WINDOW" else name for name in given]
+        launchers = []
+        try:
+            for source, programs, fixed in zip(
+                sources, (q_programs + k_programs, heads), (of_norms, of_window), strict=True
+            ):
+                kernel = builder().kernel(source, target, index)
+                launchers.append(kernel.prepare(programs, fixed, passed, spare=passed))
+        except BuildError as error:
+            if current().strict or concerns_the_device(error):
+                raise
+            outcome = outcome_of(error)
+            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
+            for source in sources:
+                # Of two it is not known which: neither is compiled again.
+                memory().note(source, target, outcome, problem.describe())
+            return None
+        return cls(heads + q_programs + k_programs, *launchers)
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for what `run` writes."""

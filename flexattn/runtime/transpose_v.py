@@ -13,8 +13,6 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.hopper.transpose_v import BLOCK_N, KEYS
 from flexattn.runtime.build import Launcher, builder
 
-__all__ = ["TransposeV"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransposeV:

@@ -1,7 +1,6 @@
 """Keys too far behind to count: left out where that is proven, and nothing else changes."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch

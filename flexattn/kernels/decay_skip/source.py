@@ -15,8 +15,6 @@ from flexattn.mods.rules import FLOAT
 from flexattn.mods.simplify import make
 from flexattn.problem import Structure
 
-__all__ = ["render_norms", "render_window", "rows_of_part"]
-
 # Of a program that takes norms, and squared norms that are compared at once.
 ELEMENTS, PARTS = 8192, 256
 # A weight of 2^-VANISHES is 0 in float32, whose smallest number is 2^-149.

@@ -58,11 +58,11 @@ def shared_memory(c: Case) -> tuple[int, bool, int]:
     In bytes: Q, the stages of K and V, the output where it does not leave through Q's place, the
     barriers.
     """
-    q_tile = 64 * case.consumers * case.itemsize * case.qk_padded
-    keys = case.BLOCK_N * case.itemsize * case.num_stages * case.qk_padded
-    values = case.BLOCK_N * case.num_stages * case.v_itemsize * case.v_padded
+    q_tile = 64 * c.consumers * c.itemsize * c.qk_padded
+    keys = c.BLOCK_N * c.itemsize * c.num_stages * c.qk_padded
+    values = c.BLOCK_N * c.num_stages * c.v_itemsize * c.v_padded
     # What a mod reads for keys or diagonals, at most two words for each, is exchanged there.
-    exchanged = 8 * case.consumers * max(case.BLOCK_N, 64) if case.loads_keys else 0
+    exchanged = 8 * c.consumers * max(c.BLOCK_N, 64) if c.loads_keys else 0
     loaded = exchanged + keys + q_tile + values + 1024
     # An output of 256 columns leaves a persistent block in two halves.
     halved = c.persistent and c.qk_padded == 256 and c.v_padded == 256
@@ -107,11 +107,11 @@ def registers(c: Case) -> int:
         gathered = 0
     scored_registers = 8 if c.scored else 0
     parts = 16 if three else 0
-    lazy = 8 if case.lazy_rescale and (three or case.q_in_regs > 0) else 0
-    fp8_pv_loop = case.v_itemsize == 1 and case.mask_rows > 0
-    lazy_loop = case.lazy_rescale and case.persistent and case.q_in_regs > 0
+    lazy = 8 if c.lazy_rescale and (three or c.q_in_regs > 0) else 0
+    fp8_pv_loop = c.v_itemsize == 1 and c.mask_rows > 0
+    lazy_loop = c.lazy_rescale and c.persistent and c.q_in_regs > 0
     mainloop = 8 if fp8_pv_loop or lazy_loop else 0
-    beside = lazy + mainloop + parts + scored_registers + floor(3 * case.q_in_regs / 16)
+    beside = lazy + mainloop + parts + scored_registers + floor(3 * c.q_in_regs / 16)
     return beside + gathered + floor(accumulator + scores + weights) + 28
 
 
@@ -142,17 +142,17 @@ RULES: Rules[Case] = Rules(
             "register split",
             "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
             "{producer_regs} of 512 for the producer warps of {consumers} consumers",
-            lambda case: (
-                case.consumer_regs >= 24
-                and case.consumer_regs <= 240
-                and case.consumer_regs * case.consumers + case.producer_regs <= 512
-                and case.consumer_regs % 8 == 0
+            lambda c: (
+                c.consumer_regs >= 24
+                and c.consumer_regs <= 240
+                and c.consumer_regs * c.consumers + c.producer_regs <= 512
+                and c.consumer_regs % 8 == 0
             ),
         ),
         Rule(
             "ping pong",
             "ping_pong: it needs two consumers or more",
-            lambda case: not case.ping_pong or case.consumers >= 2,
+            lambda c: not c.ping_pong or c.consumers >= 2,
         ),
         Rule(
             "barriers",

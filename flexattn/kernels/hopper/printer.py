@@ -14,8 +14,6 @@ from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr
 from flexattn.problem import INDEX_RANGES, Captures, Structure
 
-__all__ = ["HOPPER", "MaskPieces", "print_mask", "print_score"]
-
 # Behind the name of what threads loaded for a key each and exchanged.
 _BY_KEY = "_by_key"
 

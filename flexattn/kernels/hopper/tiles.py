@@ -11,14 +11,6 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
 
-__all__ = [
-    "Tiles",
-    "output_and_stages",
-    "runs_of",
-    "tiles_of",
-    "value_bytes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Tiles:

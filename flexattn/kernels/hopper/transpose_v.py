@@ -7,8 +7,6 @@ from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.source import Source, make_source
 
-__all__ = ["BLOCK_N", "KEYS", "render_transpose_v"]
-
 TEMPLATE = "hopper/transpose_v.py.jinja"
 # Keys of one program; keys that are permuted among each other.
 BLOCK_N, KEYS = 128, 16

@@ -46,7 +46,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "combine",
             "parts are awaited where tiles are split by heads or round",
-            lambda case: not case.awaits,
+            lambda c: not c.awaits,
         ),
         Rule(
             "combine",

@@ -68,17 +68,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "arch",
             "warp-private kernels run on NVIDIA's sm_80 to sm_90",
-            lambda case: case.interpreted or (case.capability >= 80 and case.capability <= 90),
-        ),
-        Rule(
-            "rows",
-            "BLOCK_M={BLOCK_M} is 8 or 16",
-            lambda case: case.BLOCK_M in (8, 16),
-        ),
-        Rule(
-            "warps",
-            "num_warps is 1, 2, 4 or 8",
-            lambda case: case.num_warps in (1, 2, 4, 8),
+            lambda c: c.interpreted or (c.capability >= 80 and c.capability <= 90),
         ),
         Rule("rows", "BLOCK_M={BLOCK_M} is 8 or 16", lambda c: c.BLOCK_M in (8, 16)),
         Rule("warps", "num_warps is 1, 2, 4 or 8", lambda c: c.num_warps in (1, 2, 4, 8)),
@@ -113,7 +103,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "combine",
             "parts are awaited where tiles are split by heads or round",
-            lambda case: case.awaits,
+            lambda c: c.awaits,
         ),
         Rule(
             "dtype",

@@ -13,8 +13,6 @@ from flexattn.kernels.printers.triton_printer import buffer_names
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
 
-__all__ = ["PredicatedLoad", "Prefetched", "predicated_loads", "prefetched", "reads_last_keys"]
-
 # At most so many lines of memory are asked for along each dimension of a captured tensor.
 AHEAD = 16
 

@@ -12,9 +12,7 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
-from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.reads import predicated_loads, prefetched, reads_last_keys
-from flexattn.kernels.paged_decode.space import (
+from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     ITEMSIZE,
     LINE,
@@ -23,7 +21,11 @@ from flexattn.kernels.paged_decode.space import (
     ServingForm,
 )
 from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
+from flexattn.kernels.paged_decode.reads import (
+    predicated_loads,
+    prefetched,
+    reads_last_keys,
+)
 from flexattn.kernels.printers.mask_parts import MaskParts, whole
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.printers.score_printer import whole_score

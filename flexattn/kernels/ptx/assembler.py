@@ -18,11 +18,6 @@ from typing import Any, Literal, get_args
 
 from flexattn.settings import names_ptxas
 
-__all__ = [
-    "PTXAS", "Ptxas", "assembled_by", "assemblers", "effective", "for_split_tiles", "own_ptxas",
-    "preferred", "ptx_version", "triton_version",
-]  # fmt: skip
-
 # "": the one that Triton takes for the arch; else the file's name.
 Ptxas = Literal["", "ptxas", "ptxas-blackwell"]
 PTXAS: tuple[Ptxas, ...] = get_args(Ptxas)

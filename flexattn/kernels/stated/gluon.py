@@ -8,16 +8,6 @@ import sympy as sp
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-__all__ = [
-    "FIT",
-    "HOPPER",
-    "REGISTERS",
-    "SHAPE",
-    "SHARED_MEMORY",
-    "SYMBOLS",
-    "WORTH",
-]
-
 # A config's numbers, registers of a thread of its producer, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
@@ -74,7 +64,7 @@ keys = let("keys", num_stages * BLOCK_N * qk_padded * itemsize)
 values = let("values", num_stages * BLOCK_N * v_padded * v_itemsize)
 exchanged = let(
     "exchanged",
-    Piecewise((8 * consumers * Max(BLOCK_N, ROWS), loads_keys), (0, True)),
+    sp.Piecewise((8 * consumers * sp.Max(BLOCK_N, ROWS), loads_keys), (0, True)),
     "What a mod reads for keys or diagonals, at most two words for each, is exchanged there.",
 )
 loaded = let("loaded", q_tile + keys + values + exchanged + SHARED_SLACK)
@@ -143,17 +133,14 @@ lazy = let(
     "lazy",
     sp.Piecewise((LAZY_REGISTERS, sp.And(lazy_rescale, sp.Or(three, q_in_regs > 0))), (0, True)),
 )
-fp8_pv_walk = let("fp8_pv_walk", sp.And(FP8_PV, mask_rows > 0))
-lazy_walk = let("lazy_walk", sp.And(lazy_rescale, q_in_regs > 0, persistent))
-walk = let("walk", sp.Piecewise((WALK_REGISTERS, sp.Or(fp8_pv_walk, lazy_walk)), (0, True)))
-beside = let(
-    "beside", sp.floor(HELD_REGISTERS * q_in_regs) + parts + lazy + walk + scored_registers
+fp8_pv_loop = let("fp8_pv_loop", sp.And(FP8_PV, mask_rows > 0))
+lazy_loop = let("lazy_loop", sp.And(lazy_rescale, q_in_regs > 0, persistent))
+mainloop = let(
+    "mainloop",
+    sp.Piecewise((MAINLOOP_REGISTERS, sp.Or(fp8_pv_loop, lazy_loop)), (0, True)),
 )
-fp8_pv_loop = let("fp8_pv_loop", And(FP8_PV, mask_rows > 0))
-lazy_loop = let("lazy_loop", And(lazy_rescale, q_in_regs > 0, persistent))
-mainloop = let("mainloop", Piecewise((MAINLOOP_REGISTERS, Or(fp8_pv_loop, lazy_loop)), (0, True)))
 beside = let(
-    "beside", floor(HELD_REGISTERS * q_in_regs) + parts + lazy + mainloop + scored_registers
+    "beside", sp.floor(HELD_REGISTERS * q_in_regs) + parts + lazy + mainloop + scored_registers
 )
 
 REGISTERS = let.formula(
@@ -203,7 +190,7 @@ SHAPE: tuple[Inequality, ...] = (
     ),
     Inequality(
         "ping pong",
-        Or(Not(ping_pong), consumers >= 2),
+        sp.Or(sp.Not(ping_pong), consumers >= 2),
         "ping_pong: it needs two consumers or more",
     ),
     Inequality(

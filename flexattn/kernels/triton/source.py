@@ -103,7 +103,7 @@ def render(
     return rendering.make_source(
         name,
         device,
-        [title, f"config: {describe(config)}", *expressions(structure), *told],
+        [title, f"config: {describe(config)}", *rendering.expressions(structure), *told],
         context,
         found,
         config.num_warps,
