@@ -12,7 +12,7 @@ __all__ = ["LEGACY", "OURS_ALONE", "acts", "bare"]
 
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
-OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS")
+OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS", "DETERMINISTIC")
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "USE_TMA", "FLOAT32_PRECISION", "BACKEND",
     LEGACY, *OURS_ALONE,

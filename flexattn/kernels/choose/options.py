@@ -34,7 +34,7 @@ class Options:
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
     exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
     whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
-    Structure has them.
+    Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
     """
 
     kind: str | None = None
@@ -51,6 +51,7 @@ class Options:
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
     tf32: bool | None = None
+    deterministic: bool = False
 
     @property
     def overrides(self) -> bool:
@@ -108,6 +109,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_tanh(chosen.get("TANH", "auto")),
         tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
+        deterministic=bool(_boolean(chosen, "DETERMINISTIC")),
     )
 
 
