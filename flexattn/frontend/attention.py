@@ -143,14 +143,14 @@ def route_of(call: Call) -> tuple[Route, str]:
                 "use torch.autograd.grad, or backward()",
             )
         return "reference", f"{transformed} is differentiated by torch.func"
-    if wants := tangent(_differentiable(call)):
+    if dual := tangent(_differentiable(call)):
         if q.is_cuda:
             raise UnsupportedError(
-                f"{wants} has a tangent, as under torch.func.jvp",
+                f"{dual} has a tangent, as under torch.func.jvp",
                 "no kernel computes forward-mode derivatives; plain torch does on the CPU",
                 "differentiate in reverse mode: torch.func.vjp, or backward()",
             )
-        return "reference", f"{wants} has a tangent"
+        return "reference", f"{dual} has a tangent"
     if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
         if wants:
             return "reference", f"{wants} requires grad, and there is nothing to attend to"

@@ -28,7 +28,8 @@ def with_gradients(call: Call) -> Outputs:
     # lse is saved for the backward; nothing else is, beside inputs and output.
     planned = plan(call._replace(return_lse=False, return_aux=_with_lse(call)))
     captured = () if call.score is None else call.score.tensors
-    out, lse, maxima = _Attention.apply(  # type: ignore[no-untyped-call]
+    apply: Any = _Attention.apply
+    out, lse, maxima = apply(
         planned, Asked.of(call), call.q, call.k, call.v, call.sinks, *captured
     )
     return Outputs(out, lse if asked.lse else None, maxima)
@@ -44,7 +45,7 @@ class _Attention(torch.autograd.Function):
     """Of (plan, asked, q, k, v, sinks, *score_mod's tensors): out, lse and max_scores."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         planned: Plan,
         asked: Asked,
@@ -66,7 +67,7 @@ class _Attention(torch.autograd.Function):
         return outputs.out, outputs.lse, outputs.max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> Any:
         """Gradients in the order of forward's arguments."""
         if dout is None and dlse is None:
             return (None,) * (6 + ctx.captured)
@@ -82,11 +83,11 @@ class _Gradient(torch.autograd.Function):
     """The gradients of _Attention, whose own have no kernel."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, *arguments: Any) -> Any:
         return _gradients(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedError(
             "the gradients of flex_attention are differentiated again",
             "its backward has no backward",

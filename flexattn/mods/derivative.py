@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -146,6 +146,10 @@ class _Tidy:
     def __init__(self, own: Iterable[Expr]) -> None:
         self.own = frozenset(own)
         self.done: dict[Expr, _Scaled] = {}
+        self.rules: dict[str, Callable[..., _Scaled]] = {
+            "neg": self._neg, "mul": self._mul, "div": self._div, "add": self._add,
+            "sub": self._sub, "where": self._where,
+        }  # fmt: skip
 
     def __call__(self, expr: Expr) -> Expr:
         for node in walk(expr):
@@ -159,8 +163,7 @@ class _Tidy:
         if node in self.own or not is_float(node.dtype) or not node.args:
             return _Scaled(1.0, node)
         args = [self.done[arg] for arg in node.args]
-        rule = {"neg": self._neg, "mul": self._mul, "div": self._div, "add": self._add,
-                "sub": self._sub, "where": self._where}.get(node.op)  # fmt: skip
+        rule = self.rules.get(node.op)
         if rule is not None:
             return rule(node.dtype, *args)
         whole = [_whole(x, arg.dtype) for x, arg in zip(args, node.args, strict=True)]

@@ -1,4 +1,4 @@
-"""Backward: the launches of a call's gradients, prepared once for its shapes; then tensors in, run.
+"""Backward: the launches of a call's gradients, prepared once for its shapes; then tensors in.
 
 Every family of the kind "backward" is given the same: q, k, v, the gradient of the output, lse as
 the forward writes it, and delta, fp32 [B, Hq, q_len]: rowsum(out * its gradient) - lse's gradient.
@@ -26,10 +26,11 @@ from flexattn.problem import Problem
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import raw_stream, strides_like
+from flexattn.runtime.launch import box_of, raw_stream, strides_like
 
 __all__ = ["BackwardLaunch", "Gradients", "fits", "prepare_backward"]
 
+_TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = ("Q", "K", "V", "DO", "LSE", "DELTA", "DQ", "DK", "DV", "sm_scale")
 _DELTA_GIVEN = ("OUT", "DO", "LSE", "DLSE", "DELTA")
 
@@ -86,8 +87,8 @@ class BackwardLaunch:
     ) -> Gradients:
         """Allocate the gradients and launch on the current stream.
 
-        inputs: q, k and v. grads: of out, laid out as `fits` asks, and of lse. captured: the tensors of the
-        structure's slots.
+        inputs: q, k and v. grads: of out, laid out as `fits` asks, and of lse. captured: the
+        tensors of the structure's slots.
         """
         if self.gpu >= 0 and self.gpu != torch._C._cuda_getDevice():
             with torch.cuda.device(self.gpu):
@@ -98,7 +99,8 @@ class BackwardLaunch:
         dq, dk, dv = map(_like, inputs)
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
-        given = (*inputs, dout, lse, delta, dq, dk, dv, scale, *rest, *sums)
+        q, k, v = inputs
+        given = (q, k, v, dout, lse, delta, dq, dk, dv, scale, q, dout, k, v, *rest, *sums)
         self.attend.launch(stream, given)
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
@@ -159,13 +161,19 @@ def prepare_backward(
         rest += lists.read(runs)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
-    given = (*_GIVEN, *rest, *map(grad_name, structure.grads))
+    described = {each.name for each in choice.source.arguments if each.described}
+    boxes = {
+        name: box_of(x)
+        for name, x in zip(_TILES, (q, dout, k, v), strict=True)
+        if name in described
+    }
+    given = (*_GIVEN, *_TILES, *rest, *map(grad_name, structure.grads))
     return BackwardLaunch(
         choice,
         grid,
         index,
         _deltas(problem, target, index, out, dout),
-        kernel.prepare(grid.programs, fixed, given),
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=_TILES),
         runs,
         tuple(rest),
     )

@@ -27,14 +27,14 @@ class _Kept(NamedTuple):
 
 
 class BothLists(NamedTuple):
-    """A BlockMask's lists by query and by key, [B, H, blocks(, width)]; with runs in both, or none."""
+    """A BlockMask's lists by query and by key, [B, H, blocks(, width)]; runs in both, or none."""
 
     by_query: Lists
     by_key: Lists
 
     @classmethod
     def of(cls, mask: BlockMask) -> BothLists:
-        """The lists of a mask; those by key are made where it has none, once while none is written.
+        """The lists of a mask; those by key are made where it has none, and kept with it.
 
         Where a mask has runs, a number is read back once, which says whether its columns have.
         """
@@ -88,8 +88,9 @@ def _by_key(mask: BlockMask, by_query: Lists) -> Lists:
     if known_runs(mask) is not None and num.numel() and q_blocks and not _capturing(num):
         rows = rows_of(num, idx, full_num, full_idx, q_blocks)
         runs = rows.runs if bool(rows.joined) else None
-    lists = (None if each is None else as_list(each) for each in (num, idx, full_num, full_idx))
-    return Lists(*lists, runs)  # type: ignore[arg-type]
+    full = full_num, full_idx
+    found, places = (None if each is None else as_list(each) for each in full)
+    return Lists(as_list(num), as_list(idx), found, places, runs)
 
 
 def _transposed(num: Tensor, idx: Tensor, kv_blocks: int) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from math import gcd
 
-from flexattn.kernels.base.arguments import Argument, captured_arguments, pointer, strides_of
+from flexattn.kernels.base.arguments import (
+    Argument,
+    captured_arguments,
+    descriptor,
+    pointer,
+    strides_of,
+)
+from flexattn.kernels.base.config import pieces
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.problem import Structure
 
 __all__ = ["backward_arguments", "delta_arguments"]
@@ -18,7 +26,9 @@ _SIZES = (
 _LISTS = ("KV", "Q")
 
 
-def backward_arguments(structure: Structure, runs: bool) -> tuple[Argument, ...]:
+def backward_arguments(
+    structure: Structure, config: BackwardConfig, runs: bool
+) -> tuple[Argument, ...]:
     """Of the kernel that makes dQ, dK and dV; runs: it reads the runs of a mask's rows."""
     element = f"*{signature_type(structure.dtype)}"
     found = [pointer(tensor, structure) for tensor in "qkv"]
@@ -36,6 +46,7 @@ def backward_arguments(structure: Structure, runs: bool) -> tuple[Argument, ...]
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
     found += [Argument(grad_name(slot), "*fp32", 16) for slot in structure.grads]
+    found += [Argument(*each) for each in _tiles(structure, config)]
     return tuple(found)
 
 
@@ -48,6 +59,16 @@ def delta_arguments(structure: Structure, through_lse: bool) -> tuple[Argument, 
     found += [Argument("DELTA", "*fp32", 16)]
     found += _dense("o", "bhm", structure.head_dim_v) + _dense("do", "bhm", structure.head_dim_v)
     return (*found, Argument("Hq", "i32"), Argument("q_len", "i32"), Argument("rows", "i64"))
+
+
+def _tiles(structure: Structure, config: BackwardConfig) -> list[tuple[str, str]]:
+    """Descriptors of what is walked, and their types."""
+    if not config.use_tma:
+        return []
+    qk, v = (pieces(dim)[0][1] for dim in (structure.head_dim_qk, structure.head_dim_v))
+    rows, keys, dtype = config.BLOCK_M1, config.BLOCK_N2, structure.dtype
+    sizes = {"Q": (rows, qk), "DO": (rows, v), "K": (keys, qk), "V": (keys, v)}
+    return [descriptor(f"{name}_TILES", dtype, *size) for name, size in sizes.items()]
 
 
 def _dense(tensor: str, axes: str, head_dim: int) -> list[Argument]:

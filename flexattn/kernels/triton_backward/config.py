@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import Language, padded
+from flexattn.kernels.base.config import Language, padded, pieces
+from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.base.rule import Rule, Rules
 from flexattn.problem import Structure
 
@@ -21,7 +22,8 @@ class BackwardConfig:
     """Two halves of one launch, with torch's names for their tiles.
 
     BLOCK_N1 keys are held for dK and dV, and query rows walked BLOCK_M1 at a time; BLOCK_M2 rows
-    are held for dQ, and keys walked BLOCK_N2 at a time.
+    are held for dQ, and keys walked BLOCK_N2 at a time. use_tma: what is walked is read through
+    tensor descriptors, by the bulk copy engine.
     """
 
     BLOCK_M1: int
@@ -30,6 +32,7 @@ class BackwardConfig:
     BLOCK_N2: int
     num_warps: int = 4
     num_stages: int = 2
+    use_tma: bool = False
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"
@@ -63,6 +66,7 @@ class Case:
     max_registers: int
     threads: int
     wgmma: bool
+    tma: bool
     served: bool
     shared_memory: int = 0
     registers: int = 0
@@ -80,8 +84,14 @@ def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Cas
         device.max_registers,
         config.num_warps * device.warp_size,
         wgmma,
+        device.has_tma and tma_layout(structure) and _whole(structure),
         not structure.fp8 and not structure.kv_dtype,
     )
+
+
+def _whole(structure: Structure) -> bool:
+    """Whether each head dimension is one tile."""
+    return len(pieces(structure.head_dim_qk)) == len(pieces(structure.head_dim_v)) == 1
 
 
 def estimate(case: Case) -> None:
@@ -113,6 +123,11 @@ RULES: Rules[Case] = Rules(
             lambda c: c.config.num_warps in (1, 2, 4, 8, 16),
         ),
         Rule("stages", "num_stages is at least 1", lambda c: c.config.num_stages >= 1),
+        Rule(
+            "tma",
+            "tensor descriptors need sm_90, heads of one tile, and rows of 16 bytes as they lie",
+            lambda c: c.tma or not c.config.use_tma,
+        ),
         Rule("dtype", "inputs of one dtype of 16 or 32 bits have a backward", lambda c: c.served),
     ),
     fit=(

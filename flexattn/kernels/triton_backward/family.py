@@ -39,10 +39,8 @@ class _Backward(PlainFamily[BackwardConfig]):
         return fit_to_mask(config, structure)
 
     def options_of(self, config: BackwardConfig) -> dict[str, int | bool | str]:
-        numbers = {**dict(config.tiles), "num_warps": config.num_warps}
-        return {f"bwd_{name}": value for name, value in numbers.items()} | {
-            "bwd_num_stages": config.num_stages
-        }
+        names = (*dict(config.tiles), "num_warps", "num_stages")
+        return {f"bwd_{name}": getattr(config, name) for name in names}
 
     def grid(self, problem: Problem, config: BackwardConfig, device: Device) -> Geometry:
         return backward_grid(problem, config)
@@ -62,7 +60,8 @@ class _Backward(PlainFamily[BackwardConfig]):
         """64x128 128x64 w8 s2: of each half, the rows and the keys."""
         c = config
         tiles = f"{c.BLOCK_M1}x{c.BLOCK_N1} {c.BLOCK_M2}x{c.BLOCK_N2}"
-        return " ".join([f"{tiles} w{c.num_warps} s{c.num_stages}", *words(config)])
+        tma = ["tma"] * c.use_tma
+        return " ".join([f"{tiles} w{c.num_warps} s{c.num_stages}", *tma, *words(config)])
 
 
 BACKWARD = _Backward()

@@ -67,13 +67,14 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "element": triton_type(structure.dtype),
         "grads": structure.grads,
         **_products(structure, device),
+        "use_tma": config.use_tma,
     }
     return make_source(
         "triton_backward/backward.py.jinja",
         device,
         [title, f"config: {describe(config)}", *expressions(structure)],
         context,
-        backward_arguments(structure, reads_runs(structure, config)),
+        backward_arguments(structure, config, reads_runs(structure, config)),
         config.num_warps,
         config.num_stages,
     )
@@ -133,4 +134,4 @@ def _products(structure: Structure, device: Device) -> dict[str, object]:
     if structure.dtype == "float32":
         precision = "tf32x3" if structure.tf32 else "ieee"
     upcast = device.backend == "interpreter" and structure.dtype == "bfloat16"
-    return {"precision": precision, "upcast": upcast, "use_tma": False}
+    return {"precision": precision, "upcast": upcast}
