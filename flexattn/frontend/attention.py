@@ -13,6 +13,8 @@ from flexattn.errors import UnsupportedError
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import with_gradients
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
+from flexattn.frontend.derivative_check import agrees
+from flexattn.frontend.gradients import slots_of
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import functionals, tangent
@@ -155,10 +157,22 @@ def route_of(call: Call) -> tuple[Route, str]:
         if wants:
             return "reference", f"{wants} requires grad, and there is nothing to attend to"
         return "empty", "there is no query, or no key to attend to"
+    if wants and (why := _own_gradient(call)):
+        return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad, and {why}"
     trained = f"; {wants} requires grad" if wants else ""
     if q.is_cuda:
         return "kernel", f"tensors on a GPU{trained}"
     return "interpreter", f"FLEXATTN_INTERPRET=1{trained}"
+
+
+def _own_gradient(call: Call) -> str:
+    """Why a score_mod's gradient is not that of its expression, or nothing."""
+    if call.score is None:
+        return ""
+    sizes = (*call.q.shape[:3], call.k.shape[2])
+    if agrees(call.score_mod, call.score, slots_of(call.score), sizes):  # type: ignore[arg-type]
+        return ""
+    return "score_mod detaches something, or has an autograd Function with a gradient of its own"
 
 
 def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
@@ -210,7 +224,7 @@ def _laid_as(q: Tensor, out: Tensor) -> Tensor:
 
 
 def _torch(call: Call) -> Outputs:
-    """Training: torch's own flex_attention has a backward, this library has none yet."""
+    """What no backward here differentiates as autograd does: torch's own flex_attention."""
     from flexattn.frontend.training import torch_flex_attention
 
     asked = call.statistics

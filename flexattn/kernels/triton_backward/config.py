@@ -67,6 +67,7 @@ class Case:
     threads: int
     wgmma: bool
     tma: bool
+    hip: bool
     served: bool
     shared_memory: int = 0
     registers: int = 0
@@ -85,6 +86,7 @@ def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Cas
         config.num_warps * device.warp_size,
         wgmma,
         device.has_tma and tma_layout(structure) and _whole(structure),
+        device.backend == "hip",
         not structure.fp8 and not structure.kv_dtype,
     )
 
@@ -97,17 +99,28 @@ def _whole(structure: Structure) -> bool:
 def estimate(case: Case) -> None:
     """Write what a config takes into its case: of the half that takes more."""
     c, width = case.config, case.qk + case.v
-    stages = max(1, c.num_stages - 1)
-    held, walked = max((c.BLOCK_N1, c.BLOCK_M1), (c.BLOCK_M2, c.BLOCK_N2), key=sum)
-    rows = [c.BLOCK_N1 + stages * c.BLOCK_M1, c.BLOCK_M2 + stages * c.BLOCK_N2]
-    weights = max(c.BLOCK_N1 * c.BLOCK_M1, c.BLOCK_M2 * c.BLOCK_N2)
-    case.shared_memory = case.itemsize * (max(rows) * width + weights) + SHARED_SLACK
+    halves = (c.BLOCK_N1, c.BLOCK_M1), (c.BLOCK_M2, c.BLOCK_N2)
+    held, walked = max(halves, key=sum)
+    elements = max(_shared_elements(case, *half, width) for half in halves)
+    case.shared_memory = case.itemsize * elements + SHARED_SLACK
     keys = c.BLOCK_N1 * width + 2 * c.BLOCK_N1 * c.BLOCK_M1
     queries = c.BLOCK_M2 * case.qk + 2 * c.BLOCK_M2 * c.BLOCK_N2
     case.registers = REGISTER_SLACK + max(keys, queries) // case.threads
     if case.itemsize == 4:
         # Without matrix instructions operands lie in registers, too.
         case.registers += (held + walked) * max(case.qk, case.v) // case.threads // 4
+
+
+def _shared_elements(case: Case, held: int, walked: int, width: int) -> int:
+    """Elements that one half has in shared memory: tiles that are held and walked, and weights."""
+    stages = case.config.num_stages
+    if case.hip:  # what is held stays in registers
+        return max(1, stages - 1) * walked * width
+    if not case.wgmma:
+        return (held + max(1, stages - 1) * walked) * width + held * walked
+    # Weights stay with the warps that made them, where each has rows of its own.
+    apart = held < 16 * case.config.num_warps
+    return (held + stages * walked) * width + apart * held * walked
 
 
 def _powers(case: Case) -> bool:

@@ -16,17 +16,34 @@ _Table = tuple[tuple[int, tuple[BackwardConfig, ...]], ...]
 # By the widest head dimension; chosen so that loops compile without spills.
 _TABLES: dict[str, _Table] = {
     "sm_90": (
-        (64, (BackwardConfig(64, 128, 128, 64, 8, 2), BackwardConfig(64, 64, 64, 64, 4, 2))),
-        (128, (BackwardConfig(64, 128, 128, 64, 8, 2), BackwardConfig(64, 64, 64, 64, 4, 2))),
-        (256, (BackwardConfig(32, 64, 64, 32, 8, 2), BackwardConfig(32, 64, 64, 32, 8, 1))),
+        (
+            64,
+            (
+                BackwardConfig(64, 128, 128, 128, 8, 3, True),
+                BackwardConfig(64, 128, 128, 64, 8, 2),
+            ),
+        ),
+        (
+            128,
+            (
+                BackwardConfig(64, 128, 128, 64, 8, 2, True),
+                BackwardConfig(32, 128, 128, 32, 8, 2, True),
+                BackwardConfig(32, 128, 128, 32, 8, 2),
+                BackwardConfig(64, 64, 64, 64, 8, 2),
+            ),
+        ),
+        (
+            256,
+            (BackwardConfig(32, 32, 64, 32, 8, 2, True), BackwardConfig(32, 32, 64, 32, 8, 1)),
+        ),
     ),
     "small": (
         (64, (BackwardConfig(32, 64, 64, 32, 4, 2),)),
-        (128, (BackwardConfig(32, 64, 64, 32, 4, 2), BackwardConfig(32, 64, 64, 32, 8, 1))),
+        (128, (BackwardConfig(32, 64, 64, 32, 8, 2), BackwardConfig(16, 64, 64, 32, 4, 2))),
         (256, (BackwardConfig(16, 32, 32, 16, 4, 1), BackwardConfig(32, 32, 32, 32, 8, 1))),
     ),
     "hip": (
-        (64, (BackwardConfig(32, 64, 64, 32, 4, 1),)),
+        (64, (BackwardConfig(64, 64, 64, 64, 4, 1), BackwardConfig(32, 64, 64, 32, 4, 1))),
         (128, (BackwardConfig(32, 64, 64, 32, 4, 1), BackwardConfig(16, 64, 64, 16, 4, 1))),
         (256, (BackwardConfig(16, 32, 32, 16, 4, 1),)),
     ),
@@ -59,9 +76,11 @@ def axes(problem: Problem, device: Device, every: bool) -> Iterator[BackwardConf
     """What a search may try."""
     held = (32, 64, 128) if every else (64, 128)
     walked = (16, 32, 64, 128) if every else (32, 64)
-    stages = (1, 2, 3) if every else (1, 2)
+    stages = (1, 2, 3) if every else (2, 3)
+    stages = (1, 2) if device.backend == "hip" else stages
+    tma = (False, True) if device.has_tma else (False,)
     for n1, m2, m1, n2, warps, depth in product(held, held, walked, walked, (4, 8), stages):
-        yield BackwardConfig(m1, n1, m2, n2, warps, depth)
+        yield from (BackwardConfig(m1, n1, m2, n2, warps, depth, each) for each in tma)
 
 
 def _table(device: Device) -> _Table:

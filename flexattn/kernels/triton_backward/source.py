@@ -134,4 +134,4 @@ def _products(structure: Structure, device: Device) -> dict[str, object]:
     if structure.dtype == "float32":
         precision = "tf32x3" if structure.tf32 else "ieee"
     upcast = device.backend == "interpreter" and structure.dtype == "bfloat16"
-    return {"precision": precision, "upcast": upcast}
+    return {"precision": precision, "upcast": upcast, "natural": structure.dtype == "float32"}
