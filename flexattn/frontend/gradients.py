@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.device import detect
-from flexattn.errors import UnsupportedError
+from flexattn.device import Device, detect
+from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.frontend.call import Call
-from flexattn.kernels.choose.defaults import candidates
-from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives, loaded_floats
 from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
@@ -74,7 +75,15 @@ def check_gradients(call: Call) -> None:
         derivatives(asked.score.mod, asked.slots)
     if asked.slots:
         _check_deterministic(asked)
-    next(candidates(_problem_of(call, asked), detect(call.q.device)))
+    target, problem = detect(call.q.device), _problem_of(call, asked)
+    # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
+    config = _options(asked.options, problem, target).exact or default(problem, target)
+    if broken := reasons(config, problem.structure, target):
+        raise ConfigError(
+            f"kernel_options ask for {config}",
+            f"it cannot run here: {'; '.join(broken)}",
+            "leave the choice of the backward's numbers open",
+        )
 
 
 def _check_deterministic(asked: Asked) -> None:
@@ -98,7 +107,8 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
     """What the backward of an admitted call runs; it is built, and nothing is launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
     problem = _problem_of(call, Asked.of(call))
-    choice, _, _ = dispatcher().kernels(problem, target, index, _options(call.options))
+    options = _options(call.options, problem, target)
+    choice, _, _ = dispatcher().kernels(problem, target, index, options)
     return problem, choice
 
 
@@ -126,10 +136,11 @@ def plan_backward(
     launch = _launches.get(key)
     if launch is None:
         problem = _problem(asked, q, k, v, lists)
+        target = detect(q.device)
+        options = _options(asked.options, problem, target)
         launch = prepare_backward(
-            problem, detect(q.device), q.device, dispatcher(), _options(asked.options),
-            (q, k, v), out, dout, lists,
-        )  # fmt: skip
+            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
+        )
         _launches.put(key, launch)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
 
@@ -158,9 +169,12 @@ def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | N
     )
 
 
-def _options(given: Options) -> Options:
-    """Those of a call that mean its backward, too: not the tiles of its forward."""
-    return Options(tanh=given.tanh, tf32=given.tf32)
+def _options(given: Options, problem: Problem, target: Device) -> Options:
+    """Those of a call that mean its backward: numbers of a config, over the static default's."""
+    if not given.backward:
+        return NONE
+    config: Any = default(problem, target)
+    return Options(exact=replace(config, **dict(given.backward)))
 
 
 def _identity(bound: Bound | None) -> object:

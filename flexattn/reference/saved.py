@@ -1,7 +1,7 @@
 """The softmax of the reference run with a backward that rounds as kernels do.
 
 A kernel saves the output in its dtype and lse in float32, and makes the weights and delta of them
-anew. Autograd keeps the weights, and would set a budget that no such kernel can hold.
+anew, in base 2. Autograd keeps the weights, and would set a budget that no such kernel can hold.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from flexattn.reference.rounding import Rounding
 
 __all__ = ["saved_softmax"]
 
+_LOG2E = 1.0 / math.log(2.0)
+
 
 def saved_softmax(
     scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as they are, with gradients in scores [b, h, m, n] and v [b, kv heads, n, i].
+    """out, and lse as kernels make it, in base 2; both with gradients.
+
+    scores [b, h, m, n], v [b, kv heads, n, i].
 
     Method: FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4).
     """
@@ -34,9 +38,10 @@ class _Saved(torch.autograd.Function):
     def forward(
         ctx: Any, scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
     ) -> tuple[Tensor, Tensor]:
+        lse = lse * _LOG2E * math.log(2.0)
         ctx.save_for_backward(scores, v, rounding.store(out).to(out.dtype), lse)
         ctx.rounding = rounding
-        return out.clone(), lse.clone()
+        return out.clone(), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
@@ -44,7 +49,8 @@ class _Saved(torch.autograd.Function):
         b, heads, rows, keys = scores.shape
         kv_heads, width = v.shape[1], v.shape[-1]
         shared = heads * rows // kv_heads
-        p = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+        shift = torch.where(lse == -math.inf, 0.0, lse) * _LOG2E
+        p = torch.exp2(scores * _LOG2E - shift[..., None])
         grouped = dout.reshape(b, kv_heads, shared, width)
         dv = ctx.rounding.weights(p).reshape(b, kv_heads, shared, keys).mT @ grouped
         dp = (grouped @ v.mT).reshape(scores.shape)

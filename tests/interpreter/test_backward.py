@@ -172,7 +172,7 @@ def test_what_a_score_mod_captures(name):
 
 def test_tables_read_through_indices():
     """Buckets of distances, several loads of one table, and a table that is not contiguous."""
-    q, k, v = inputs(1, 2, 1, 37, 53)
+    q, k, v = inputs(1, 2, 1, 37, 53, dtype=torch.float16)
     buckets = (torch.arange(90) // 7) % 5
     table = torch.linspace(-1, 2, 20).reshape(2, 10)[:, ::2]
     assert_gradients(
@@ -200,9 +200,32 @@ def test_captured_tensors_of_two_dtypes():
         torch.testing.assert_close(one, other.to(x.dtype), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_sinks(dtype):
     q, k, v = inputs(2, 4, 2, 37, 53, dtype=DTYPES[dtype])
     logits = sinks(4)
     logits[0] = -torch.inf
     assert_gradients(q, k, v, mask_mod=MASKS["window"], sinks=logits)
+
+
+TILES = [(16, 64, 64, 16), (64, 16, 16, 64), (32, 32, 16, 64), (16, 16, 64, 64)]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_tiles(tiles):
+    """Held and walked tiles of other heights than the mask's blocks, in runs and in lists."""
+    options = dict(zip(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), tiles, strict=True))
+    q, k, v = inputs(1, 2, 1, 87, 103)
+    for name in ("window", "holes"):
+        assert_gradients(q, k, v, mask_mod=MASKS[name], block=64, kernel_options=options)
+    assert_gradients(q, k, v, kernel_options=options)
+
+
+def test_scores_below_the_softmaxs_range():
+    """Far keys' weights vanish; a score of -inf by the score_mod itself has no gradient."""
+    q, k, v = inputs(1, 2, 1, 45, 61)
+
+    def steep(s, b, h, q, k):
+        return torch.where(k <= q, s - 40.0 * (q - k), -torch.inf)
+
+    assert_gradients(q, k, v, make=lambda: steep)
