@@ -8,6 +8,7 @@ asks both at some positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,7 +70,41 @@ def _compare(
     weight = torch.where(sure, weight, 0.0)
     ours = _ours(bound, found.score, [(x.load, x.factor) for x in found.loads], slots, env, weight)
     theirs = _theirs(fn, [bound.tensors[slot] for slot in slots], env, weight)
-    return all(map(_close, ours, theirs))
+    return all(one.agrees(other) for one, other in zip(ours, theirs, strict=True))
+
+
+@dataclass(slots=True)
+class _Sum:
+    """A gradient at the places where something was added: dense, it may be as large as the scores.
+
+    places: of elements, in a flat tensor. rounding: of autograd, which adds up in the dtype.
+    """
+
+    places: list[Tensor]
+    grads: list[Tensor]
+    rounding: float
+
+    def add(self, places: Tensor, grads: Tensor) -> None:
+        """Add gradients at flat places."""
+        self.places.append(places)
+        self.grads.append(grads)
+
+    def agrees(self, other: Tensor) -> bool:
+        """Whether a dense gradient is the same there; what is no number in one says nothing."""
+        if not self.places or not other.numel():
+            return not bool((other != 0).any())
+        flat, inverse = torch.unique(torch.cat(self.places), return_inverse=True)
+        grads = torch.cat(self.grads)
+        one, size = (
+            torch.zeros(flat.shape, device=flat.device).index_add_(0, inverse, each)
+            for each in (grads, grads.abs())
+        )
+        theirs = other.flatten()[flat].float()
+        finite = one.isfinite() & theirs.isfinite()
+        one, theirs = torch.where(finite, one, 0.0), torch.where(finite, theirs, 0.0)
+        largest = torch.maximum(one.abs().max(), theirs.abs().max())
+        allowed = _TOLERANCE * largest + self.rounding * size
+        return bool(((one - theirs).abs() <= allowed).all())
 
 
 def _ours(
@@ -79,7 +114,7 @@ def _ours(
     slots: tuple[int, ...],
     env: dict[str, Tensor],
     weight: Tensor,
-) -> list[Tensor]:
+) -> list[_Sum]:
     scalars = dict(enumerate(bound.scalars))
     tensors = [tensor.detach() for tensor in bound.tensors]
 
@@ -90,19 +125,16 @@ def _ours(
     def given(expr: Expr) -> Tensor:
         return torch.where(weight == 0, 0.0, weight * value(expr).float())
 
-    sums = {slot: torch.zeros_like(tensors[slot], dtype=torch.float32) for slot in slots}
+    found = {slot: _Sum([], [], 4 * torch.finfo(tensors[slot].dtype).eps) for slot in slots}
     for load, factor in loads:
-        total = sums[int(load.value or 0)]
-        places = [
-            value(index).long().clamp(-size, max(size - 1, 0))
-            for index, size in zip(load.args, buffer_of(load, tensors).shape, strict=True)
-        ]
-        if places:
-            total.index_put_(tuple(places), given(factor), accumulate=True)
-        else:
-            total += given(factor).sum()
+        flat = torch.zeros(_POINTS, dtype=torch.int64, device=weight.device)
+        for index, size in zip(load.args, buffer_of(load, tensors).shape, strict=True):
+            place = value(index).long().clamp(-size, max(size - 1, 0))
+            flat = flat * size + torch.where(place < 0, place + size, place)
+        found[int(load.value or 0)].add(flat, given(factor))
     first = torch.zeros_like(weight) if score is None else given(score)
-    return [first, *(sums[slot] for slot in slots)]
+    here = torch.arange(_POINTS, device=weight.device)
+    return [_Sum([here], [first], 0.0), *found.values()]
 
 
 def _theirs(
@@ -112,16 +144,8 @@ def _theirs(
     with torch.enable_grad():
         values = at_points(fn, score, *(env[name] for name in ("b", "h", "q_idx", "kv_idx")))
         if not values.requires_grad:
-            return [torch.zeros_like(x, dtype=torch.float32) for x in (score, *tensors)]
+            return [torch.zeros_like(x) for x in (score, *tensors)]
         given = torch.where(weight == 0, 0.0, weight).to(values.dtype)
         found = torch.autograd.grad(values, [score, *tensors], given, allow_unused=True)
     pairs = zip((score, *tensors), found, strict=True)
-    return [(torch.zeros_like(x) if g is None else g).float() for x, g in pairs]
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    """Where both are numbers; what is none there says nothing of the rest."""
-    finite = one.isfinite() & other.isfinite()
-    one, other = torch.where(finite, one, 0.0), torch.where(finite, other, 0.0)
-    largest = torch.maximum(one.abs().max(), other.abs().max()) if one.numel() else one.sum()
-    return bool(((one - other).abs() <= _TOLERANCE * largest).all())
+    return [torch.zeros_like(x) if g is None else g for x, g in pairs]
