@@ -32,6 +32,7 @@ _TABLES: dict[str, _Table] = {
                 BackwardConfig(64, 64, 64, 64, 8, 2),
             ),
         ),
+        (192, (BackwardConfig(32, 64, 64, 64, 8, 2), BackwardConfig(32, 32, 64, 32, 8, 1))),
         (
             256,
             (BackwardConfig(32, 32, 64, 32, 8, 2, True), BackwardConfig(32, 32, 64, 32, 8, 1)),
@@ -53,12 +54,9 @@ _TABLES: dict[str, _Table] = {
         (256, (BackwardConfig(16, 16, 16, 16, 8, 1),)),
     ),
 }
+# Without matrix instructions what is multiplied lies in registers: beyond 64 wide tiles spill.
 _FLOAT32 = (BackwardConfig(32, 32, 32, 32, 8, 1), BackwardConfig(16, 32, 32, 16, 4, 1))
-_SMALLEST = (
-    BackwardConfig(16, 32, 32, 16, 4, 1),
-    BackwardConfig(16, 16, 16, 16, 4, 1),
-    BackwardConfig(16, 16, 16, 16, 8, 1),
-)
+_SMALLEST = (BackwardConfig(16, 16, 16, 16, 4, 1), BackwardConfig(16, 16, 16, 16, 8, 1))
 
 
 def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
@@ -66,10 +64,12 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
     structure = problem.structure
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     if structure.dtype == "float32":
-        yield from _FLOAT32
+        yield from _FLOAT32 if widest <= 64 else ()
+        yield from reversed(_SMALLEST)
     else:
         yield from next((found for limit, found in _table(device) if widest <= limit), ())
-    yield from _SMALLEST
+        yield BackwardConfig(16, 32, 32, 16, 4, 1)
+        yield from _SMALLEST
 
 
 def axes(problem: Problem, device: Device, every: bool) -> Iterator[BackwardConfig]:
