@@ -85,7 +85,8 @@ def _by_key(mask: BlockMask, by_query: Lists) -> Lists:
 
 def _transposed(num: Tensor, idx: Tensor, kv_blocks: int) -> tuple[Tensor, Tensor]:
     """Lists of the query blocks of each key block, in order."""
-    listed = dense_blocks(num, idx, kv_blocks).mT
+    # What follows keeps the order of its dimensions in memory, and kernels read lists dense.
+    listed = dense_blocks(num, idx, kv_blocks).mT.contiguous()
     order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
     return listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

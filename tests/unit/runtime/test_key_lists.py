@@ -31,6 +31,7 @@ def test_they_say_the_same_in_both_directions(mask_mod):
             for x, size in ((both.by_query, columns), (both.by_key, rows))
         )
         assert torch.equal(one, other.mT)
+    assert all(x is None or x.is_contiguous() for x in both.by_key)
     assert BothLists.of(mask).by_key.kv_num is both.by_key.kv_num
 
 
