@@ -293,3 +293,15 @@ def test_a_captured_tensor_that_is_computed():
     torch.testing.assert_close(
         found, torch.autograd.grad(plain, [weight])[0], rtol=1e-4, atol=1e-5
     )
+
+
+def test_gradients_of_lse_at_any_address():
+    """Kernels are told that rows of statistics begin at whole 16 bytes; a view need not."""
+    given = leaves()
+    out, lse = flex_attention(*given, return_lse=True)
+    wide = torch.linspace(-1, 1, lse.numel() + 1)
+    shifted = wide[1:].view(lse.shape)
+    assert shifted.is_contiguous() and shifted.data_ptr() % 16
+    found = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted], True)
+    plain = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted.clone()])
+    assert all(map(torch.equal, found, plain))

@@ -96,8 +96,9 @@ def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Cas
 
 
 def _whole(structure: Structure) -> bool:
-    """Whether each head dimension is one tile."""
-    return len(pieces(structure.head_dim_qk)) == len(pieces(structure.head_dim_v)) == 1
+    """Whether each head dimension is one tile, and dense rows of the output are whole 16 bytes."""
+    one = len(pieces(structure.head_dim_qk)) == len(pieces(structure.head_dim_v)) == 1
+    return one and structure.head_dim_v * structure.itemsize % 16 == 0
 
 
 def estimate(case: Case) -> None:
