@@ -73,7 +73,7 @@ def slots_of(score: Bound | None) -> tuple[int, ...]:
 def check_gradients(call: Call) -> None:
     """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
     asked = Asked.of(call)
-    if asked.slots:
+    if asked.score is not None and derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         _check_deterministic(asked)
     mask = call.block_mask
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)

@@ -14,7 +14,7 @@ from flexattn.kernels.printers.triton_printer import (
     buffer_names,
 )
 from flexattn.mods.analysis.dependence import along_diagonals
-from flexattn.mods.derivative import LoadDerivative, derivatives
+from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
 from flexattn.mods.expr import Expr, reads
 from flexattn.problem import Captures, Structure
 
@@ -113,7 +113,7 @@ def print_gradient(
     result = _as_tile(printer, captures.mod.expr, printed.result)
     factor = "0" if found.score is None else _factor(printer, found.score)
     scatters = tuple(
-        _Scatter(printer, i, each, diagonals).run() for i, each in enumerate(found.loads)
+        _Scatter(printer, i, each, diagonals).run(found) for i, each in enumerate(found.loads)
     )
     steps = [line for slot in sorted({int(each.load.value or 0) for each in found.loads})
              for line in _steps(slot, captures.mod.buffers[slot].rank)]  # fmt: skip
@@ -188,10 +188,14 @@ class _Scatter:
         if diagonals and self.row and self.key and _on_diagonals(each.load):
             self.along = _along_diagonals(printer, each.load, f"{self.base}_along{number}")
 
-    def run(self) -> Scatter:
+    def run(self, found: Derivatives) -> Scatter:
+        """The statements; found: of all loads."""
         each = f"ds * {self.factor}" if self.factor else "ds"
         # A derivative may be no number where a weight is 0.
         each = f"tl.where(p == 0.0, 0.0, {each})" if self.factor else each
+        if not found.summed((self.slot,)):
+            own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
+            return Scatter((), (f"{self.sum} = {each}", self._add(*own, by="store")), ())
         if self.along is not None:
             return self._over_diagonals(each, self.along)
         if self.row and self.key:
@@ -230,7 +234,7 @@ class _Scatter:
         ]
         return Scatter((), tuple(lines), ())
 
-    def _add(self, *kept: str) -> str:
+    def _add(self, *kept: str, by: str = "atomic_add") -> str:
         places = [
             index.text if dim == len(self.indices) - 1 else f"{index.text} * {self.base}_step{dim}"
             for dim, index in enumerate(self.indices)
@@ -238,4 +242,5 @@ class _Scatter:
         address = " + ".join([f"{self.base}_grad", *places])
         checks = [*self.inside, *kept]
         mask = f", mask={self.logical('and', checks)}" if checks else ""
-        return f'tl.atomic_add({address}, {self.sum}{mask}, sem="relaxed")'
+        relaxed = ', sem="relaxed"' if by == "atomic_add" else ""
+        return f"tl.{by}({address}, {self.sum}{mask}{relaxed})"
