@@ -177,12 +177,12 @@ class _Scatter:
     ) -> None:
         self.slot = int(each.load.value or 0)
         self.base = buffer_names("score", self.slot, 0)[0]
-        self.indices = [index for index, _ in printer.places[each.load]]
-        self.inside = [inside for _, inside in printer.places[each.load]]
-        self.row = any(index.row for index in self.indices)
-        self.key = any(index.key for index in self.indices)
+        self.places = printer.places[each.load]
+        self.row = any(index.row for index, _ in self.places)
+        self.key = any(index.key for index, _ in self.places)
         self.factor = _factor(printer, each.factor)
         self.logical = printer.logical
+        self.number = number
         self.sum = f"{self.base}_sum{number}"
         self.along = None
         if diagonals and self.row and self.key and _on_diagonals(each.load):
@@ -195,22 +195,22 @@ class _Scatter:
         each = f"tl.where(p == 0.0, 0.0, {each})" if self.factor else each
         if not found.summed((self.slot,)):
             own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
-            return Scatter((), (f"{self.sum} = {each}", self._add(*own, by="store")), ())
+            return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
         if self.along is not None:
             return self._over_diagonals(each, self.along)
+        some = f"({self.sum} != 0.0)"
         if self.row and self.key:
-            grad = f"{self.sum} = {each}"
-            return Scatter((), (grad, self._add(f"({self.sum} != 0.0)", "rows[:, None]")), ())
+            return Scatter((), (f"{self.sum} = {each}", *self._add(some, "rows[:, None]")), ())
         if self.key:
             kept = f"tl.where(rows[:, None], {each}, 0.0)"
             grad = f"{self.sum} = tl.sum({kept}, 0)[None, :]"
-            return Scatter((), (grad, self._add(f"({self.sum} != 0.0)")), ())
+            return Scatter((), (grad, *self._add(some)), ())
         before = f"{self.sum} = tl.zeros([BLOCK_M2, 1], tl.float32)"
         inside = f"{self.sum} += tl.sum({each}, 1)[:, None]"
         if self.row:
-            return Scatter((before,), (inside,), (self._add("rows[:, None]"),))
+            return Scatter((before,), (inside,), self._add("rows[:, None]"))
         total = f"{self.sum} = tl.sum(tl.where(rows[:, None], {self.sum}, 0.0))"
-        return Scatter((before,), (inside,), (total, self._add()))
+        return Scatter((before,), (inside,), (total, *self._add()))
 
     def _over_diagonals(self, each: str, along: _PlacePrinter) -> Scatter:
         """One addition for each diagonal of a tile, in place of one for each of its scores.
@@ -218,29 +218,34 @@ class _Scatter:
         Row i moved by i columns has element (i, j) in column c = (j - i) mod N: a column then
         holds the diagonals i - j = N t - c, for as many t as rows of M pass over N columns.
         """
-        self.indices = [index for index, _ in along.places[along.roots[0]]]
-        self.inside = [inside for _, inside in along.places[along.roots[0]]]
-        add = self._add(f"({self.sum} != 0.0)").replace(f", {self.sum},", f", {self.sum}_t,")
-        add = add.replace(f"({self.sum} != 0.0)", f"({self.sum}_t != 0.0)")
-        moved = "(lanes_n[None, :] + lanes_m[:, None])"
+        self.places = along.places[along.roots[0]]
+        moved, turned = f"{self.base}_moved{self.number}", f"{self.base}_turned{self.number}"
         lines = [
-            f"{self.sum} = tl.where(rows[:, None], {each}, 0.0)",
-            f"{self.sum} = tl.gather({self.sum}, {moved} % BLOCK_N2, 1)",
+            f"{moved} = lanes_n[None, :] + lanes_m[:, None]",
+            f"{turned} = tl.where(rows[:, None], {each}, 0.0)",
+            f"{turned} = tl.gather({turned}, {moved} % BLOCK_N2, 1)",
             "for turn in tl.static_range(0, (BLOCK_M2 + BLOCK_N2 - 2) // BLOCK_N2 + 1):",
-            f"    turned = {moved} // BLOCK_N2 == turn",
-            f"    {self.sum}_t = tl.sum(tl.where(turned, {self.sum}, 0.0), 0)",
-            "    diagonal_kv = start_n + lanes_n - turn * BLOCK_N2",
-            *(f"    {line}" for line in (*along.hoisted, *along.early, *along.body, add)),
         ]
-        return Scatter((), tuple(lines), ())
+        inner = [
+            f"{self.sum} = tl.sum(tl.where({moved} // BLOCK_N2 == turn, {turned}, 0.0), 0)",
+            "diagonal_kv = start_n + lanes_n - turn * BLOCK_N2",
+            *along.hoisted, *along.early, *along.body,
+            *self._add(f"({self.sum} != 0.0)"),
+        ]  # fmt: skip
+        return Scatter((), (*lines, *(f"    {line}" for line in inner)), ())
 
-    def _add(self, *kept: str, by: str = "atomic_add") -> str:
-        places = [
-            index.text if dim == len(self.indices) - 1 else f"{index.text} * {self.base}_step{dim}"
-            for dim, index in enumerate(self.indices)
+    def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:
+        """Statements that add the sum to the gradient where it is kept and inside."""
+        last = len(self.places) - 1
+        steps = [
+            index.text if dim == last else f"{index.text} * {self.base}_step{dim}"
+            for dim, (index, _) in enumerate(self.places)
         ]
-        address = " + ".join([f"{self.base}_grad", *places])
-        checks = [*self.inside, *kept]
-        mask = f", mask={self.logical('and', checks)}" if checks else ""
+        place, inside = (f"{self.base}_{what}{self.number}" for what in ("place", "inside"))
+        checks = [*(inside for _, inside in self.places), *kept]
+        lines = [f"{place} = {' + '.join([f'{self.base}_grad', *steps])}"]
+        if checks:
+            lines.append(f"{inside} = {self.logical('and', checks)}")
+        mask = f", mask={inside}" if checks else ""
         relaxed = ', sem="relaxed"' if by == "atomic_add" else ""
-        return f"tl.{by}({address}, {self.sum}{mask}{relaxed})"
+        return (*lines, f"tl.{by}({place}, {self.sum}{mask}{relaxed})")
