@@ -170,7 +170,8 @@ def _own_gradient(call: Call) -> str:
     if call.score is None:
         return ""
     sizes = (*call.q.shape[:3], call.k.shape[2])
-    if agrees(call.score_mod, call.score, slots_of(call.score), sizes):  # type: ignore[arg-type]
+    fn, slots = call.score_mod, slots_of(call.score)
+    if fn is None or agrees(fn, call.score, call.looks[0], slots, sizes):
         return ""
     return "score_mod detaches something, or has an autograd Function with a gradient of its own"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.mods import Bound, bind
+from flexattn.mods import Bound, Identity, bind
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr
 from flexattn.mods.outside import buffer_of, evaluated
@@ -31,16 +31,23 @@ _known: Lru[Any, bool] = Lru(256)
 
 
 def agrees(
-    fn: Callable[..., Any] | Bound, bound: Bound, slots: tuple[int, ...], sizes: Sequence[int]
+    fn: Callable[..., Any] | Bound,
+    bound: Bound,
+    identity: Identity | None,
+    slots: tuple[int, ...],
+    sizes: Sequence[int],
 ) -> bool:
     """Whether both give the same at random positions of sizes (B, Hq, q_len, kv_len).
 
-    slots: of the captured tensors that require grad. Asked once for a function's code and its
-    expression; raises what `derivatives` and the mod raise.
+    identity: the look at the function by which it was bound. slots: of the captured tensors that
+    require grad. Asked once for all that the look saw, and each time where it could not see all.
+    Raises what `derivatives` and the mod raise.
     """
     if isinstance(fn, Bound):
         return True  # what is bound already has no other gradient
-    key = (getattr(fn, "__code__", type(fn)), bound.mod.fingerprint, slots)
+    if identity is None or not identity.trusted:
+        return _compare(fn, bound, slots, sizes)
+    key = (*identity.key, bound.mod.fingerprint, slots)
     found = _known.get(key)
     if found is None:
         found = _compare(fn, bound, slots, sizes)

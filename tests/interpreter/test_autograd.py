@@ -324,3 +324,16 @@ def test_gradients_of_lse_at_any_address():
     found = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted], True)
     plain = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted.clone()])
     assert all(map(torch.equal, found, plain))
+
+
+def test_functions_of_one_code_and_one_expression_are_told_apart():
+    """Which of two functions a wrapper calls decides, and both compute the same."""
+
+    def wrapped(inner):
+        return lambda s, b, h, q, k: inner(s) * 2.0
+
+    given = leaves()
+    plain, detached = wrapped(lambda s: s + 1.0), wrapped(lambda s: s.detach() + 1.0)
+    assert explain(*given, plain).route == "interpreter"
+    assert explain(*given, detached).route == "reference"
+    assert explain(*given, plain).route == "interpreter"
