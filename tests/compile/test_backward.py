@@ -18,7 +18,7 @@ from flexattn.settings import override
 from tests.compile.devices import DEVICES
 from tests.problems import problem
 
-CASES = [("sm_90", 128), ("sm_90", 64), ("sm_80", 128), ("gfx942", 128)]
+CASES = [("sm_90", 128), ("sm_80", 128), ("gfx942", 128)]
 
 
 def served(wanted, device):
