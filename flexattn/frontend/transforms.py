@@ -38,6 +38,14 @@ def check_transforms(tensors: Sequence[Tensor | None]) -> None:
             tensor = functorch.get_unwrapped(tensor)
 
 
+def functionals(tensors: Iterable[Tensor | None]) -> str:
+    """Words for a tensor that torch.func differentiates, or nothing."""
+    for tensor in tensors:
+        if tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            return "a tensor of this call"
+    return ""
+
+
 def in_forward_mode() -> bool:
     """Whether tensors may have tangents, as within torch.func.jvp."""
     return forward_ad._current_level >= 0

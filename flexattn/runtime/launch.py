@@ -249,10 +249,10 @@ def prepare(
     transpose_v = None
     if (lays_out := family.values_kernel(structure, config, target)) is not None:
         transpose_v = TransposeV.of(lays_out, v, target, index)
-    values = _box(v)
+    values = box_of(v)
     if structure.fp8:
         values = _dense(v.shape if transpose_v is None else transpose_v.shape)
-    boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
+    boxes = {"Q": box_of(q), "K": box_of(k), "V": values, "OUT": Box(out_shape, out_strides)}
     names = {each.name: each for each in choice.source.arguments}
     boxes = {name: box for name, box in boxes.items() if names[name].described}
     combine, rows = None, problem.B * problem.Hq * problem.q_len
@@ -322,7 +322,7 @@ def _dense(shape: tuple[int, ...]) -> Box:
     return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
 
 
-def _box(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
     """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span += -span % (16 // tensor.element_size())

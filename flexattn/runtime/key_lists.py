@@ -1,0 +1,93 @@
+"""A BlockMask's lists in both directions, as a backward reads them; kept with the mask."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.problem.dense_blocks import dense_blocks
+from flexattn.problem.runs import rows_of, unwritten, versions
+from flexattn.runtime.launch import Lists
+
+_ATTRIBUTE = "_flexattn_by_key"
+
+
+class _Kept(NamedTuple):
+    """Lists by key, the lists by query that they are of, and how often these were written to."""
+
+    lists: Lists
+    sources: tuple[Tensor | None, ...]
+    versions: list[Any]
+
+
+class BothLists(NamedTuple):
+    """A BlockMask's lists by query and by key, [B, H, blocks(, width)]; runs in both, or none."""
+
+    by_query: Lists
+    by_key: Lists
+
+    @classmethod
+    def of(cls, mask: BlockMask) -> BothLists:
+        """The lists of a mask; those by key are made of those by query, and kept with the mask.
+
+        What a forward reads decides: a mask's own lists by key may be missing, or older than what
+        was written into the others. Where a mask has runs, a number is read back once, which says
+        whether its columns have.
+        """
+        by_query = Lists.of(mask)
+        sources = (
+            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        )  # fmt: skip
+        given = [each for each in sources if each is not None]
+        kept: _Kept | None = getattr(mask, _ATTRIBUTE, None)
+        if (
+            kept is None
+            or not all(map(is_, sources, kept.sources))
+            or not unwritten(kept.versions)
+        ):
+            # What was made in inference mode does not tell when it is written to.
+            tells = not any(each.is_inference() for each in given)
+            kept = _Kept(_by_key(mask, by_query), sources, versions(given) if tells else [])
+            if tells and not _capturing(by_query.kv_num):
+                setattr(mask, _ATTRIBUTE, kept)
+        by_key = kept.lists
+        if by_query.runs is None or by_key.runs is None:
+            return cls(by_query._replace(runs=None), by_key._replace(runs=None))
+        return cls(by_query, by_key)
+
+    def read(self, runs: bool) -> dict[str, Tensor]:
+        """The tensors that a kernel takes, by its names for them."""
+        found: dict[str, Tensor] = {}
+        for name, lists in (("KV", self.by_query), ("Q", self.by_key)):
+            for key, tensor in lists.read(runs).items():
+                listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
+                found[f"{name}_RUNS" if runs else listed] = tensor
+        return found
+
+
+def _by_key(mask: BlockMask, by_query: Lists) -> Lists:
+    kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    num, idx = _transposed(by_query.kv_num, by_query.kv_idx, kv_blocks)
+    full_num = full_idx = runs = None
+    if by_query.full_num is not None and by_query.full_idx is not None:
+        full_num, full_idx = _transposed(by_query.full_num, by_query.full_idx, kv_blocks)
+    if by_query.runs is not None and num.numel() and not _capturing(num):
+        rows = rows_of(num, idx, full_num, full_idx, by_query.kv_num.shape[-1])
+        runs = rows.runs if bool(rows.joined) else None
+    return Lists(num, idx, full_num, full_idx, runs)
+
+
+def _transposed(num: Tensor, idx: Tensor, kv_blocks: int) -> tuple[Tensor, Tensor]:
+    """Lists of the query blocks of each key block, in order."""
+    # What follows keeps the order of its dimensions in memory, and kernels read lists dense.
+    listed = dense_blocks(num, idx, kv_blocks).mT.contiguous()
+    order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
+    return listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
