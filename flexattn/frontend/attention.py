@@ -73,9 +73,9 @@ def flex_attention(
         return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        from flexattn.frontend.graph_break import outside
+        from flexattn.frontend.compiled.node import traced
 
-        return outside(_answer, given)  # type: ignore[no-any-return]
+        return traced(_answer, Call(*given))
     return _answer(given)
 
 
@@ -98,9 +98,7 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
     # What is new is traced, rendered, compiled and loaded.
     with without_collections():
         call = admit(given)
-        route, why = route_of(call)
-        if current().check and route != "empty":
-            call.check_reads()
+        route, why = _checked_route(call)
         if route not in PLANLESS:
             key = key if as_given(given, call) else None
             planned = plan(call, None if key is None else key[0])
@@ -108,6 +106,23 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
             outputs = planned.run(rest)
             remember(key, given, planned, rest)
             return outputs
+    return _planless(route, why, call)
+
+
+def run_admitted(call: Call) -> Outputs:
+    """What an admitted call gives; nothing of it is remembered but its launch."""
+    route, why = _checked_route(call)
+    return _planless(route, why, call) if route in PLANLESS else plan(call).run()
+
+
+def _checked_route(call: Call) -> tuple[Route, str]:
+    route, why = route_of(call)
+    if current().check and route != "empty":
+        call.check_reads()
+    return route, why
+
+
+def _planless(route: Route, why: str, call: Call) -> Outputs:
     if route == "reference":
         return _reference(call)
     if route == "torch":

@@ -1,0 +1,206 @@
+"""flexattn::attend: the op that stands for a call in compiled code, and runs it as eager does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.attention import run_admitted
+from flexattn.frontend.call import Call
+from flexattn.frontend.compiled.spec import Spec, parsed
+from flexattn.kernels.choose import options
+from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.mods import Bound
+from flexattn.mods.graph import GraphMod
+from flexattn.problem import checks, out_dtype
+from flexattn.problem.mask_class import keep_class, known_class, mask_class
+from flexattn.problem.runs import keep_runs, known_runs
+from flexattn.runtime.launch import strides_like
+
+__all__ = ["NAME", "attend"]
+
+NAME = "flexattn::attend"
+_SCHEMA = (
+    "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+# Where a dispatch mode is on, as in Inductor's first run of an op, its body is called without the
+# keys of torch.vmap, by which plain torch maps the mods.
+_KEYS = reduce(
+    or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in (
+            "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode",
+            "FuncTorchDynamicLayerBackMode",
+        )
+    ),
+)  # fmt: skip
+_POSITIONS = ("b", "h", "q_idx", "kv_idx")
+_library = torch.library.Library("flexattn", "DEF")
+_library.define(_SCHEMA)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Sequence[Tensor],
+    score: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    score_integers: Sequence[int],
+    mask_integers: Sequence[int],
+    spec: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev].
+
+    lists: of blocks, none, two or four as a BlockMask has them by query. score, mask: what the
+    mods capture, in the order of their graphs, with the integers beside it. spec: what `printed`
+    gave. Returns out, lse and max_scores (float32, natural log); what is not asked is empty.
+    Raises what an eager call raises when it is launched.
+    """
+    said = parsed(spec)
+    with torch.no_grad(), _vmap():
+        call = _call(q, k, v, lists, said, scale)
+        if said.score is not None:
+            call = call._replace(**_score(_on(q, said.score, score, score_integers)))
+        if said.mask is not None and said.block is not None:
+            bound = _on(q, said.mask, mask, mask_integers)
+            block_mask = _block_mask(said, lists, (q.shape[2], k.shape[2]), bound)
+            checks.check_block_mask(block_mask, q, k)
+            call = call._replace(mask=bound, block_mask=block_mask)
+        found = run_admitted(call)
+    nothing = partial(q.new_empty, 0, dtype=torch.float32)
+    lse, maxima = found.lse, found.max_scores
+    return found.out, nothing() if lse is None else lse, nothing() if maxima is None else maxima
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, lists: Any, score: Any, mask: Any, score_integers: Any,
+    mask_integers: Any, spec: str, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    said, rows = parsed(spec), q.shape[:3]
+    shape = (*rows, v.shape[3])
+    out = q.new_empty_strided(shape, strides_like(q, shape), dtype=out_dtype(q.dtype))
+    lse, maxima = (
+        q.new_empty(rows if asked else (0,), dtype=torch.float32)
+        for asked in (said.lse, said.max_scores)
+    )
+    return out, lse, maxima
+
+
+_library.impl("attend", attend, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=_library)
+
+
+def _vmap() -> AbstractContextManager[None]:
+    """Lets torch.vmap work inside of the op."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    guard: Any = torch._C._ForceDispatchKeyGuard
+    return guard(included, excluded - _KEYS)  # type: ignore[no-any-return]
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], said: Spec, scale: float
+) -> Call:
+    """The call without its mods, as `admit` would make it."""
+    checks.check_tensors(q, k, v, enable_gqa=True)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    given = said.options or None
+    return Call(
+        q, k, v, scale=checks.check_scale(scale, q.shape[3]), enable_gqa=True,
+        kernel_options=given, return_aux=AuxRequest(said.lse, said.max_scores),
+        options=options.parse(given),
+    )  # fmt: skip
+
+
+def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
+    """The bound mod, its tensors on q's device with negative bits resolved."""
+    bound = mod.bound(tensors, integers)
+    there = tuple([
+        x.resolve_neg() if x.device == q.device else x.to(q.device).resolve_neg()
+        for x in bound.tensors
+    ])  # fmt: skip
+    return bound._replace(tensors=there)
+
+
+def _score(bound: Bound) -> dict[str, Any]:
+    # An identity is no score_mod, as where none was given.
+    if bound.mod.expr.op == "var":
+        return {}
+
+    def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
+        env = {"score": score, **dict(zip(_POSITIONS, positions, strict=True))}
+        wide = score.dtype == torch.float64
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
+
+    return {"score": bound, "score_mod": score_mod}
+
+
+def _block_mask(
+    said: Spec, lists: Sequence[Tensor], lengths: tuple[int, int], bound: Bound
+) -> BlockMask:
+    """The mask of lists; what was found in them before is kept with it."""
+
+    def mask_mod(*positions: Tensor) -> Tensor:
+        env = dict(zip(_POSITIONS, positions, strict=True))
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
+
+    assert said.block is not None
+    mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, lengths)
+    _remember_look(mask, lists, said.looks)
+    return mask
+
+
+class _Look(NamedTuple):
+    """What was found in lists, while they are the same ones and nobody wrote to them."""
+
+    lists: tuple[weakref.ref[Tensor], ...]
+    written: tuple[tuple[int, int], ...]
+    name: str
+    runs: Tensor | None
+
+
+_looks: dict[int, _Look] = {}
+
+
+def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> None:
+    """Give a mask the class and the runs of its lists, which reading them would take a wait.
+
+    Code that Inductor generates writes into memory that no version counts, and a captured CUDA
+    graph into its inputs: such lists keep the class "unknown", and are read as lists.
+    """
+    if not looks or any(each.is_inference() for each in lists):
+        keep_class(mask)
+        return
+    key, written = id(lists[0]), tuple((x._version, x.data_ptr()) for x in lists)
+    found = _looks.get(key)
+    if found is None or found.written != written or not _same(found, lists):
+        mask_class(mask)
+        name = known_class(mask)
+        if name is not None:
+            first = weakref.ref(lists[0], lambda _: _looks.pop(key, None))
+            rest = tuple(map(weakref.ref, lists[1:]))
+            _looks[key] = _Look((first, *rest), written, name, known_runs(mask))
+        return
+    keep_class(mask, found.name)
+    if found.runs is not None:
+        keep_runs(mask, found.runs)
+
+
+def _same(found: _Look, lists: Sequence[Tensor]) -> bool:
+    return len(found.lists) == len(lists) and all(
+        reference() is each for reference, each in zip(found.lists, lists, strict=True)
+    )

@@ -1,0 +1,60 @@
+"""Which calls become a node of a compiled graph, and why the others break it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+from flexattn.frontend.call import Call
+from flexattn.problem import FP8
+
+__all__ = ["asked", "breaks"]
+
+# The block of a mask that torch makes of no mask: it fits every length, whatever it says.
+_LARGEST = 2**30
+
+
+def breaks(call: Call) -> str:
+    """Why a call runs outside of a graph, in words; nothing where it is a node of it.
+
+    Dynamo reads this function: it asks for nothing but types, sizes, dtypes and devices.
+    """
+    q, k, v = call.q, call.k, call.v
+    for each in (q, k, v):
+        if not isinstance(each, Tensor) or each.dim() != 4:
+            return "query, key and value are no tensors of four dimensions"
+    descales = call.q_descale, call.k_descale, call.v_descale
+    if q.dtype in FP8 or any(each is not None for each in descales):
+        return "torch's node has no place for float8 queries and their factors"
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return "torch's node has no place for keys narrower than queries"
+    if call.scale is not None and not isinstance(call.scale, (int, float)):
+        return "torch's node takes a scale that is a Python number"
+    if call.return_lse and call.return_aux is not None:
+        return "return_lse and return_aux are both given"
+    mask = call.block_mask
+    if mask is not None and (not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= _LARGEST):
+        return "block_mask is no BlockMask, or torch's mask of no mask"
+    if q.device.type != "cuda":
+        if q.requires_grad or k.requires_grad or v.requires_grad:
+            return "torch's node has no backward on the CPU"
+        if asked(call).max_scores:
+            return "torch's node has no max_scores on the CPU"
+    return ""
+
+
+def asked(call: Call) -> AuxRequest:
+    """The statistics that a call asks for."""
+    if call.return_aux is not None:
+        return call.return_aux
+    return AuxRequest(lse=call.return_lse)
+
+
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs in autocast's dtype, where it is on."""
+    where = q.device.type
+    if not torch.is_autocast_enabled(where) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(where)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
