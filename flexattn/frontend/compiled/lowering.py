@@ -12,7 +12,6 @@ from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 
-from flexattn.errors import FlexAttnError
 from flexattn.frontend.compiled.mark import BARE
 from flexattn.frontend.compiled.op import NAME
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
@@ -40,27 +39,26 @@ def lower(
     """
     options = {name: _number(value) for name, value in options.items()}
     parse(options)
+    node = V.graph.current_node
     try:
         lists, mask, block = (), None, None
         if BARE not in kernel_options:
             lists = tuple(each for each in block_mask[_LISTS] if each is not None)
             block = tuple(map(V.graph.sizevars.guard_int, block_mask[_BLOCK]))
-            mask = _read(block_mask[_GRAPH], "mask", mask_captures)
+            mask = _read(block_mask[_GRAPH], "mask", mask_captures, node.args[8])
         if query.get_device().type not in _DEVICES:
             raise Refusal(f"is called on {query.get_device()}")
         spec = Spec(
-            _read(subgraph, "score", score_captures), mask, block,  # type: ignore[arg-type]
+            _read(subgraph, "score", score_captures, node.args[7]), mask, block,  # type: ignore[arg-type]
             kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False),
             options, _kept(lists),
         )  # fmt: skip
         text = printed(spec)
         parsed(text)
-    except (Refusal, FlexAttnError, NotImplementedError) as why:
-        say_once(
-            f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}"
-        )
+    # Whatever cannot be read here, torch can compile.
+    except Exception as why:
+        say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
-    node = V.graph.current_node
     query, key, value = map(_as_traced, (query, key, value), node.args)
     tensors = [[x for x in each if _is_tensor(x)] for each in (score_captures, mask_captures)]
     integers = [[x for x in each if not _is_tensor(x)] for each in (score_captures, mask_captures)]
@@ -78,21 +76,22 @@ def _op() -> Any:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def _read(subgraph: Any, kind: str, captures: Sequence[Any]) -> GraphMod:
-    return read_graph(subgraph.graph_module, kind, [_captured(each) for each in captures])
+def _read(subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any]) -> GraphMod:
+    found = [_captured(each, node) for each, node in zip(captures, nodes, strict=True)]
+    return read_graph(subgraph.graph_module, kind, found)
 
 
-def _captured(given: Any) -> Captured | None:
+def _captured(given: Any, node: Any) -> Captured | None:
     """What is known of a captured tensor; None for an integer, which Inductor has as a symbol."""
     if not _is_tensor(given):
         if not isinstance(given, (int, sympy.Expr)) or getattr(given, "is_integer", True) is False:
             raise Refusal(f"captures {given}, a number that changes from call to call")
         return None
-    sizes = given.get_size()
-    fixed = all(isinstance(size, (int, sympy.Integer)) for size in sizes)
-    hints = tuple(V.graph.sizevars.size_hint(size) for size in sizes)
-    dtype = str(given.get_dtype()).removeprefix("torch.")
-    return Captured(hints, dtype, fixed, given.get_device().type == "cpu")
+    value = node.meta["val"]
+    fixed = all(isinstance(size, int) for size in value.shape)
+    shape = tuple(size if isinstance(size, int) else size.node.hint for size in value.shape)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Captured(shape, dtype, fixed, value.device.type == "cpu")
 
 
 def _is_tensor(given: Any) -> bool:

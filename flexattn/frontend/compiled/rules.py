@@ -24,6 +24,8 @@ def breaks(call: Call) -> str:
     for each in (q, k, v):
         if not isinstance(each, Tensor) or each.dim() != 4:
             return "query, key and value are no tensors of four dimensions"
+    if q.size(2) == 0:
+        return "there is no query"
     descales = call.q_descale, call.k_descale, call.v_descale
     if q.dtype in FP8 or any(each is not None for each in descales):
         return "torch's node has no place for float8 queries and their factors"
