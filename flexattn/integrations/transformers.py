@@ -44,9 +44,8 @@ def register(name: str = NAME) -> None:
             "it gives a mask q_length and q_offset, as releases from 5.23 on do",
             "pip install 'flexattn[transformers]'",
         )
-    # A compiled model breaks its graph here: what a layer calls is compiled already.
-    AttentionInterface.register(name, torch.compiler.disable(attend))
-    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
 
 
 def make_mask(
@@ -93,7 +92,8 @@ def make_mask(
 
     mask_mod = placed if padding is None else and_masks(placed, padded)
     mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
-    mask.__class__ = _Mask
+    if not torch.compiler.is_dynamo_compiling():  # a mask that is made in a graph stays there
+        mask.__class__ = _Mask
     return mask
 
 
@@ -157,9 +157,11 @@ def _padding(mask: Tensor | None, length: int) -> Tensor | None:
     """The padding mask up to `length` keys, or None where it is known to remove nothing."""
     if mask is None:
         return None
-    # Asking waits for the GPU, which a graph that is being captured does not allow.
-    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and bool(mask.all()):
+    # Asking waits for the GPU, which no graph can hold.
+    graphed = torch.compiler.is_dynamo_compiling() or (
+        mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if not graphed and bool(mask.all()):
         return None
     missing = length - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
