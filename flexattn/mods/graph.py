@@ -125,8 +125,10 @@ def _is_number(node: Node, captured: Captured) -> bool:
 
 
 def _reads_value(node: Node) -> bool:
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "aten" and (
-        op_name(node.target) == _READ
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "aten"
+        and (op_name(node.target) == _READ)
     )
 
 

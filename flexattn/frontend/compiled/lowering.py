@@ -39,17 +39,17 @@ def lower(
     """
     options = {name: _number(value) for name, value in options.items()}
     parse(options)
-    node = V.graph.current_node
+    inputs: Any = V.graph.current_node.args
     try:
         lists, mask, block = (), None, None
         if BARE not in kernel_options:
             lists = tuple(each for each in block_mask[_LISTS] if each is not None)
             block = tuple(map(V.graph.sizevars.guard_int, block_mask[_BLOCK]))
-            mask = _read(block_mask[_GRAPH], "mask", mask_captures, node.args[8])
+            mask = _read(block_mask[_GRAPH], "mask", mask_captures, inputs[8])
         if query.get_device().type not in _DEVICES:
             raise Refusal(f"is called on {query.get_device()}")
         spec = Spec(
-            _read(subgraph, "score", score_captures, node.args[7]), mask, block,  # type: ignore[arg-type]
+            _read(subgraph, "score", score_captures, inputs[7]), mask, block,  # type: ignore[arg-type]
             kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False),
             options, _kept(lists),
         )  # fmt: skip
@@ -59,7 +59,7 @@ def lower(
     except Exception as why:
         say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
-    query, key, value = map(_as_traced, (query, key, value), node.args)
+    query, key, value = map(_as_traced, (query, key, value), inputs)
     tensors = [[x for x in each if _is_tensor(x)] for each in (score_captures, mask_captures)]
     integers = [[x for x in each if not _is_tensor(x)] for each in (score_captures, mask_captures)]
     if mask is None:
@@ -114,7 +114,7 @@ def _kept(lists: Sequence[Any]) -> bool:
 
 
 def _as_traced(given: Any, node: torch.fx.Node) -> Any:
-    """An input in the order of dimensions that it had when it was traced, which eager calls see."""
+    """An input in the order of dimensions that it has in eager mode, as it was traced."""
     strides = node.meta["val"].stride()
     return ir.ExternKernel.require_stride_order(given, ir.get_stride_order(strides))
 

@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    flex_attention,
+    noop_mask,
+)
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import asked, breaks, in_autocast
+from flexattn.frontend.compiled.rules import LARGEST, asked, breaks, in_autocast
 from flexattn.frontend.compiled.seam import open_seam
 from flexattn.frontend.graph_break import outside
 from flexattn.kernels.choose import options
@@ -29,10 +35,11 @@ __all__ = ["traced"]
 _MOVED = open_seam()
 
 
-def traced(answer: Callable[..., Any], given: Call) -> Any:
+def traced(answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """A call's results in a graph that is being traced; `answer` gives them outside of one."""
+    given = Call(*arguments)
     if _MOVED or breaks(given):
-        return outside(answer, given)
+        return outside(answer, arguments)
     want, sinks, mask = asked(given), given.sinks, given.block_mask
     q, k, v = in_autocast(given.q, given.k, given.v)
     if k.size(0) != q.size(0):
@@ -40,8 +47,9 @@ def traced(answer: Callable[..., Any], given: Call) -> Any:
     score_mod = given.score_mod
     if score_mod is not None and q.dtype != torch.float64:
         score_mod = _in_float32(score_mod)
-    out, aux = flex_attention(
-        q, k, v, score_mod, _with_lists_by_key(mask),
+    attend: Any = flex_attention  # whose options are typed without keys of others
+    out, aux = attend(
+        q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
         None if given.scale is None else float(given.scale), given.enable_gqa,
         kernel_options=_marked(given.kernel_options, mask is None),
         return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
@@ -77,7 +85,15 @@ def _in_float32(score_mod: ScoreMod) -> ScoreMod:
     return wide
 
 
-def _with_lists_by_key(mask: BlockMask | None) -> BlockMask | None:
+def _of_all(q: Tensor) -> BlockMask:
+    """The mask that torch would make of no mask, in fewer operations."""
+    one = torch.ones([1, 1, 1], dtype=torch.int32, device=q.device)
+    first = torch.zeros([1, 1, 1, 1], dtype=torch.int32, device=q.device)
+    lists = one, first, None, None
+    return BlockMask((1, 1), *lists, *lists, (LARGEST, LARGEST), noop_mask)
+
+
+def _with_lists_by_key(mask: BlockMask) -> BlockMask:
     """A mask whose lists by key are there where torch's backward may read them.
 
     They are made in the graph: lists that were kept with the mask would be another mask to the
@@ -88,7 +104,10 @@ def _with_lists_by_key(mask: BlockMask | None) -> BlockMask | None:
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     if torch.is_grad_enabled():
         return BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths
+            *lists,
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=mask.mask_mod,
+            seq_lengths=mask.seq_lengths,
         )
     return BlockMask(
         mask.seq_lengths, *lists, None, None, None, None, mask.BLOCK_SIZE, mask.mask_mod

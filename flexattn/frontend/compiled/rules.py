@@ -9,10 +9,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
 
-__all__ = ["asked", "breaks"]
+__all__ = ["LARGEST", "asked", "breaks"]
 
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
-_LARGEST = 2**30
+LARGEST = 2**30
 
 
 def breaks(call: Call) -> str:
@@ -36,7 +36,7 @@ def breaks(call: Call) -> str:
     if call.return_lse and call.return_aux is not None:
         return "return_lse and return_aux are both given"
     mask = call.block_mask
-    if mask is not None and (not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= _LARGEST):
+    if mask is not None and (not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= LARGEST):
         return "block_mask is no BlockMask, or torch's mask of no mask"
     if q.device.type != "cuda":
         if q.requires_grad or k.requires_grad or v.requires_grad:

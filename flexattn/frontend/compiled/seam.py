@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache, wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ _OPTIONS = _TAKES.index("kernel_options")
 
 @lru_cache(maxsize=1)
 def open_seam() -> str:
-    """Put our lowerings in front of torch's, once; says why not where this torch has moved them."""
+    """Put our lowerings in front of torch's, once; returns why not where torch has moved them."""
     try:
-        import torch._inductor.kernel.flex
+        import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings
 
         from flexattn.frontend.compiled.lowering import lower
