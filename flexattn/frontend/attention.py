@@ -75,13 +75,14 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         from flexattn.frontend.compiled.node import traced
 
-        return traced(_answer, given)  # type: ignore[no-any-return]
-    return _answer(given)
+        return traced(given)  # type: ignore[no-any-return]
+    return answer(given)
 
 
-def _answer(
+def answer(
     arguments: tuple[Any, ...],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = key_of(given)
     outputs = recall(key, given) or _serve(key, given)

@@ -7,11 +7,12 @@ change, and the old kernel would go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
@@ -21,6 +22,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import LARGEST, asked, breaks, in_autocast
@@ -35,8 +37,12 @@ __all__ = ["traced"]
 _MOVED = open_seam()
 
 
-def traced(answer: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """A call's results in a graph that is being traced; `answer` gives them outside of one."""
+# Where Dynamo gives a call up it runs it, and would compile each function of ours by itself.
+set_code_exec_strategy(answer.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
+def traced(arguments: tuple[Any, ...]) -> Any:
+    """A call's results in a graph that is being traced."""
     given = Call(*arguments)
     if _MOVED or breaks(given):
         return outside(answer, arguments)
