@@ -26,8 +26,9 @@ def compiling(monkeypatch, backend="inductor"):
         return torch.compile(fn, backend=counter, fullgraph=True, **options)
 
     torch._dynamo.reset()
-    # Compiling torch's headers ahead takes longer than the few functions of a test.
-    with config.patch(cpp_cache_precompile_headers=False), fresh_inductor_cache():
+    # What takes g++ long: headers that are compiled ahead, and a trial of each vector extension.
+    quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with config.patch(quick), fresh_inductor_cache():
         yield SimpleNamespace(compile=compiled, counter=counter, called=called)
     torch._dynamo.reset()
 

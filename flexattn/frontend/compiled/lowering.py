@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler, lowerings
@@ -84,7 +83,8 @@ def _read(subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any
 def _captured(given: Any, node: Any) -> Captured | None:
     """What is known of a captured tensor; None for an integer, which Inductor has as a symbol."""
     if not _is_tensor(given):
-        if not isinstance(given, (int, sympy.Expr)) or getattr(given, "is_integer", True) is False:
+        # An int, or a symbol of sympy's.
+        if not isinstance(given, int) and getattr(given, "is_integer", False) is not True:
             raise Refusal(f"captures {given}, a number that changes from call to call")
         return None
     value = node.meta["val"]
@@ -99,7 +99,9 @@ def _is_tensor(given: Any) -> bool:
 
 
 def _number(given: Any) -> Any:
-    return V.graph.sizevars.guard_int(given) if isinstance(given, sympy.Expr) else given
+    """An option, whose value the graph is made for."""
+    plain = given is None or isinstance(given, (bool, int, float, str))
+    return given if plain else V.graph.sizevars.guard_int(given)
 
 
 def _kept(lists: Sequence[Any]) -> bool:

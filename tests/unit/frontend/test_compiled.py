@@ -13,11 +13,14 @@ import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import InputError
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled import lowering, mark, node, rules, seam, spec
+from flexattn.frontend.compiled import lowering, mark, node, op, rules, seam, spec
 from flexattn.kernels.choose.options import parse
 from flexattn.mods import bind
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.refusal import Refusal
+from flexattn.problem import mask_class
+from flexattn.problem.mask_class import known_class
+from flexattn.problem.runs import known_runs
 from flexattn.settings import say_once
 from tests.compiled import compiling, nodes
 from tests.support import block_mask, inputs, run, sinks
@@ -409,6 +412,77 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
     assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}] * 2
     # Another's node passes as it is.
     assert seam._ours(stock, None)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
+
+
+class Listed:
+    """A mask of two rows of blocks in tensors of our own, and what the op made of it."""
+
+    def __init__(self, monkeypatch):
+        self.lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+        self.lists = [x.to(torch.int32) for x in self.lists]
+        self.found = []
+        made = op._block_mask
+
+        def kept(*given):
+            mask = made(*given)
+            self.found.append((known_class(mask), known_runs(mask)))
+            return mask
+
+        monkeypatch.setattr(op, "_block_mask", kept)
+
+    def call(self, looks=True):
+        bound = bind(causal, "mask")
+        said = spec.Spec(None, GraphMod(bound.mod, ()), (16, 16), False, False, {}, looks)
+        q, k, v = inputs(1, 2, 2, 32, 32, 16)
+        given = (q, k, v, self.lists, [], [], [], [], spec.printed(said), 0.25)
+        return torch.ops.flexattn.attend(*given)[0]
+
+
+def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
+    """A look waits for the device; so it is kept with the tensors, as an eager call keeps it."""
+    mask, looks = Listed(monkeypatch), []
+    look = mask_class.look
+    monkeypatch.setattr(mask_class, "look", lambda *given: looks.append(given) or look(*given))
+    whole = [mask.call() for _ in range(3)]
+    assert len(looks) == 1 and torch.equal(whole[0], whole[2])
+    assert all(name != "unknown" and runs is not None for name, runs in mask.found)
+    assert torch.equal(mask.found[0][1], mask.found[2][1])
+    mask.lists[0].fill_(1)
+    fewer = mask.call()
+    assert len(looks) == 2 and not torch.equal(fewer, whole[0])
+    assert not torch.equal(mask.found[3][1], mask.found[0][1])
+    known = len(op._looks)
+    del mask.lists, looks[:]
+    assert len(op._looks) == known - 1
+
+
+def test_lists_that_generated_code_writes_are_never_looked_at(monkeypatch):
+    """No version counts its writes: runs that were found before would be another mask's."""
+    mask = Listed(monkeypatch)
+    mask.call(looks=False)
+    assert mask.found == [("unknown", None)]
+
+
+class Read(BaseException):
+    """Ends a compile where a node was read."""
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_only_lists_that_a_graph_is_given_are_looked_at(inductor, monkeypatch, given):
+    """A mask that is made in the graph lies in memory that Inductor hands on to the next one."""
+    sizes = (causal, None, None, 40, 40, "cpu", 16)
+
+    def layer(q, k, v, mask):
+        mask = flexattn.create_block_mask(*sizes) if mask is None else mask
+        return flexattn.flex_attention(q, k, v, block_mask=mask)
+
+    def read(said):
+        raise Read(said.looks)
+
+    monkeypatch.setattr(lowering, "printed", read)
+    mask = flexattn.create_block_mask(*sizes) if given else None
+    with pytest.raises(Read, match=str(given)), torch.no_grad():
+        inductor.compile(layer)(*inputs(1, 2, 2, 40, 40, 16), mask)
 
 
 def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, caplog):
