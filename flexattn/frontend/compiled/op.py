@@ -165,7 +165,7 @@ def _block_mask(
 
 
 class _Look(NamedTuple):
-    """What was found in lists, while they are the same ones and nobody wrote to them."""
+    """What was found in lists, and how often they had been written to."""
 
     lists: tuple[weakref.ref[Tensor], ...]
     written: tuple[tuple[int, int], ...]
@@ -179,15 +179,16 @@ _looks: dict[int, _Look] = {}
 def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> None:
     """Give a mask the class and the runs of its lists, which reading them would take a wait.
 
-    Code that Inductor generates writes into memory that no version counts, and a captured CUDA
-    graph into its inputs: such lists keep the class "unknown", and are read as lists.
+    As with an eager call's mask one look serves for as long as the lists live, and what is written
+    into them later leaves them without runs. Code that Inductor generates writes into memory that
+    no version counts, and a captured CUDA graph into its inputs: such lists are not looked at.
     """
     if not looks or any(each.is_inference() for each in lists):
         keep_class(mask)
         return
-    key, written = id(lists[0]), tuple((x._version, x.data_ptr()) for x in lists)
+    key, written = id(lists[0]), tuple([(x._version, x.data_ptr()) for x in lists])
     found = _looks.get(key)
-    if found is None or found.written != written or not _same(found, lists):
+    if found is None or not _same(found, lists):
         mask_class(mask)
         name = known_class(mask)
         if name is not None:
@@ -196,7 +197,7 @@ def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> Non
             _looks[key] = _Look((first, *rest), written, name, known_runs(mask))
         return
     keep_class(mask, found.name)
-    if found.runs is not None:
+    if found.runs is not None and found.written == written:
         keep_runs(mask, found.runs)
 
 
