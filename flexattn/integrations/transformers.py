@@ -215,7 +215,9 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
 def _score_mod(cap: float | None, biases: list[Tensor]) -> Callable[..., Tensor] | None:
     """Soft-capping, then what is added: None where there is neither."""
     if not biases:
-        return None if cap is None else _capped(cap)
+        # Dynamo sees through a cache, and warns of it.
+        make = catalogue.softcap if torch.compiler.is_dynamo_compiling() else _capped
+        return None if cap is None else make(cap)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:
