@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.nn.attention.flex_attention import (
     AuxOutput,
     AuxRequest,
@@ -26,7 +24,7 @@ from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import LARGEST, asked, breaks, in_autocast
-from flexattn.frontend.compiled.seam import open_seam
+from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.graph_break import outside
 from flexattn.kernels.choose import options
 from flexattn.problem.sinks import add_sinks
@@ -37,8 +35,7 @@ __all__ = ["traced"]
 _MOVED = open_seam()
 
 
-# Where Dynamo gives a call up it runs it, and would compile each function of ours by itself.
-set_code_exec_strategy(answer.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+keep_out(answer.__code__)
 
 
 def traced(arguments: tuple[Any, ...]) -> Any:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.attention import run_admitted
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.spec import Spec, parsed
-from flexattn.kernels.choose import options
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
@@ -71,16 +70,16 @@ def attend(
     Raises what an eager call raises when it is launched.
     """
     said = parsed(spec)
+    checks.check_tensors(q, k, v, enable_gqa=True)
     with torch.no_grad(), _vmap():
-        call = _call(q, k, v, lists, said, scale)
-        if said.score is not None:
-            call = call._replace(**_score(_on(q, said.score, score, score_integers)))
-        if said.mask is not None and said.block is not None:
-            bound = _on(q, said.mask, mask, mask_integers)
-            block_mask = _block_mask(said, lists, (q.shape[2], k.shape[2]), bound)
-            checks.check_block_mask(block_mask, q, k)
-            call = call._replace(mask=bound, block_mask=block_mask)
-        found = run_admitted(call)
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        bound, score_mod = _score(said, q, score, score_integers)
+        kept, block_mask = _mask(said, q, k, lists, mask, mask_integers)
+        found = run_admitted(Call(
+            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True,
+            kernel_options=said.options, return_aux=said.statistics, score=bound, mask=kept,
+            options=said.chosen,
+        ))  # fmt: skip
     nothing = partial(q.new_empty, 0, dtype=torch.float32)
     lse, maxima = found.lse, found.max_scores
     return found.out, nothing() if lse is None else lse, nothing() if maxima is None else maxima
@@ -112,56 +111,52 @@ def _vmap() -> AbstractContextManager[None]:
     return guard(included, excluded - _KEYS)  # type: ignore[no-any-return]
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, lists: Sequence[Tensor], said: Spec, scale: float
-) -> Call:
-    """The call without its mods, as `admit` would make it."""
-    checks.check_tensors(q, k, v, enable_gqa=True)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    given = said.options or None
-    return Call(
-        q, k, v, scale=checks.check_scale(scale, q.shape[3]), enable_gqa=True,
-        kernel_options=given, return_aux=AuxRequest(said.lse, said.max_scores),
-        options=options.parse(given),
-    )  # fmt: skip
-
-
-def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
-    """The bound mod, its tensors on q's device with negative bits resolved."""
-    bound = mod.bound(tensors, integers)
-    there = tuple([
-        x.resolve_neg() if x.device == q.device else x.to(q.device).resolve_neg()
-        for x in bound.tensors
-    ])  # fmt: skip
-    return bound._replace(tensors=there)
-
-
-def _score(bound: Bound) -> dict[str, Any]:
-    # An identity is no score_mod, as where none was given.
-    if bound.mod.expr.op == "var":
-        return {}
+def _score(
+    said: Spec, q: Tensor, tensors: Sequence[Tensor], integers: Sequence[int]
+) -> tuple[Bound | None, ScoreMod | None]:
+    """The score_mod as kernels and as plain torch take it; an identity is none."""
+    if said.score is None or said.score.mod.expr.op == "var":
+        return None, None
+    bound = _on(q, said.score, tensors, integers)
 
     def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
         env = {"score": score, **dict(zip(_POSITIONS, positions, strict=True))}
         wide = score.dtype == torch.float64
         return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
 
-    return {"score": bound, "score_mod": score_mod}
+    return bound, score_mod
 
 
-def _block_mask(
-    said: Spec, lists: Sequence[Tensor], lengths: tuple[int, int], bound: Bound
-) -> BlockMask:
-    """The mask of lists; what was found in them before is kept with it."""
+def _mask(
+    said: Spec,
+    q: Tensor,
+    k: Tensor,
+    lists: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+) -> tuple[Bound | None, BlockMask | None]:
+    """The mask_mod as kernels take it, and the BlockMask; what was found in it before is kept."""
+    if said.mask is None or said.block is None:
+        return None, None
+    bound = _on(q, said.mask, tensors, integers)
 
     def mask_mod(*positions: Tensor) -> Tensor:
         env = dict(zip(_POSITIONS, positions, strict=True))
         return evaluate(bound.mod, env, bound.tensors, bound.scalars)
 
-    assert said.block is not None
-    mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, lengths)
+    mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
+    checks.check_block_mask(mask, q, k)
     _remember_look(mask, lists, said.looks)
-    return mask
+    return bound, mask
+
+
+def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
+    """The bound mod, its tensors on q's device with negative bits resolved."""
+    bound = mod.bound(tensors, integers)
+    if all(x.device == q.device and not x.is_neg() for x in bound.tensors):
+        return bound
+    there = tuple(x.to(q.device).resolve_neg() for x in bound.tensors)
+    return bound._replace(tensors=there)
 
 
 class _Look(NamedTuple):

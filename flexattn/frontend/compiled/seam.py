@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, wraps
 from importlib import import_module
+from types import CodeType
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from flexattn.frontend.compiled.mark import MARK, split
 from flexattn.settings import say_once
 
-__all__ = ["NODE", "open_seam"]
+__all__ = ["BACKWARD", "NODE", "keep_out", "open_seam"]
 
 NODE, BACKWARD = "flex_attention", "flex_attention_backward"
 # What torch's lowering takes, in 2.11 and 2.13.
@@ -45,6 +47,20 @@ def open_seam() -> str:
     lowerings[node] = _ours(stock, lower)
     lowerings[backward] = _unmarked(stock_backward)
     return ""
+
+
+def keep_out(code: CodeType) -> None:
+    """Keep Dynamo out of a function and of all that it calls, where no graph holds the call.
+
+    Where Dynamo gives a call up it runs it, and would compile each function of ours by itself.
+    """
+    with suppress(
+        ImportError, AttributeError, TypeError
+    ):  # it would take time, and change nothing
+        types: Any = import_module("torch._dynamo.types")
+        frames: Any = import_module("torch._dynamo.eval_frame")
+        skip = types.FrameAction.SKIP
+        frames.set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))
 
 
 def _ours(stock: Callable[..., Any], lower: Callable[..., Any]) -> Callable[..., Any]:

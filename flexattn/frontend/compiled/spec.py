@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from torch.nn.attention.flex_attention import AuxRequest
+
 from flexattn.errors import CacheError
+from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.graph import GraphMod
 
@@ -21,9 +24,9 @@ class Spec:
     """What one node computes.
 
     score, mask: its mods. block: query rows and keys of a block of its mask, None without one.
-    lse, max_scores: whether they are asked. options: kernel_options as they were given. looks:
-    whether its mask's lists are tensors that torch alone writes, so that what was found in them
-    holds until their version counts on.
+    lse, max_scores: whether they are asked. options: kernel_options as they were given, chosen:
+    as they were read. looks: whether its mask's lists are tensors that torch alone writes, so
+    that their versions count what is written.
     """
 
     score: GraphMod | None
@@ -33,6 +36,12 @@ class Spec:
     max_scores: bool
     options: dict[str, Any]
     looks: bool
+    chosen: Options = NONE
+
+    @property
+    def statistics(self) -> AuxRequest:
+        """What comes out beside the attention itself."""
+        return AuxRequest(self.lse, self.max_scores)
 
 
 def printed(spec: Spec) -> str:
@@ -58,7 +67,7 @@ def parsed(text: str) -> Spec:
     block = data["block"]
     return Spec(
         _mod(data["score"]), _mod(data["mask"]), None if block is None else (block[0], block[1]),
-        data["lse"], data["max_scores"], data["options"], data["looks"],
+        data["lse"], data["max_scores"], data["options"], data["looks"], parse(data["options"]),
     )  # fmt: skip
 
 

@@ -421,14 +421,14 @@ class Listed:
         self.lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
         self.lists = [x.to(torch.int32) for x in self.lists]
         self.found = []
-        made = op._block_mask
+        made = op._mask
 
         def kept(*given):
-            mask = made(*given)
+            bound, mask = made(*given)
             self.found.append((known_class(mask), known_runs(mask)))
-            return mask
+            return bound, mask
 
-        monkeypatch.setattr(op, "_block_mask", kept)
+        monkeypatch.setattr(op, "_mask", kept)
 
     def call(self, looks=True):
         bound = bind(causal, "mask")
