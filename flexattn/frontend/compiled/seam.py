@@ -54,9 +54,8 @@ def keep_out(code: CodeType) -> None:
 
     Where Dynamo gives a call up it runs it, and would compile each function of ours by itself.
     """
-    with suppress(
-        ImportError, AttributeError, TypeError
-    ):  # it would take time, and change nothing
+    # A torch that has moved these traces more than it must, and computes the same.
+    with suppress(ImportError, AttributeError, TypeError):
         types: Any = import_module("torch._dynamo.types")
         frames: Any = import_module("torch._dynamo.eval_frame")
         skip = types.FrameAction.SKIP
