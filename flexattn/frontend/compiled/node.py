@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import (
 )
 
 from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import LARGEST, asked, breaks, in_autocast
+from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.graph_break import outside
 from flexattn.kernels.choose import options
@@ -44,7 +45,7 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     if _MOVED or breaks(given):
         return outside(answer, arguments)
     want, sinks, mask = asked(given), given.sinks, given.block_mask
-    q, k, v = in_autocast(given.q, given.k, given.v)
+    q, k, v = autocast(given.q, given.k, given.v)
     if k.size(0) != q.size(0):
         k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
     score_mod = given.score_mod

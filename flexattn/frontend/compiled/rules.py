@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
@@ -51,12 +50,3 @@ def asked(call: Call) -> AuxRequest:
     if call.return_aux is not None:
         return call.return_aux
     return AuxRequest(lse=call.return_lse)
-
-
-def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs in autocast's dtype, where it is on."""
-    where = q.device.type
-    if not torch.is_autocast_enabled(where) or q.dtype == torch.float64:
-        return q, k, v
-    dtype = torch.get_autocast_dtype(where)
-    return q.to(dtype), k.to(dtype), v.to(dtype)

@@ -23,7 +23,7 @@ from flexattn.problem.mask_class import known_class
 from flexattn.problem.runs import known_runs
 from flexattn.settings import say_once
 from tests.compiled import compiling, nodes
-from tests.support import block_mask, inputs, run, sinks
+from tests.support import block_mask, heads_inside, inputs, run, sinks
 
 LAYERS = 3
 
@@ -90,6 +90,9 @@ CALLS = {
     "float64 and captured tensors": lambda: (
         *inputs(1, 2, 2, 9, 9, 16, dtype=torch.float64),
         {"score_mod": partial(biased, torch.randn(2, 80))},
+    ),
+    "heads inside of rows": lambda: (
+        *(heads_inside(x) for x in inputs(2, 9, 9, 2, 11, 16)), {}
     ),
     "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
     "options of our own": lambda: (
