@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
+from flexattn.problem.checks import mixes
 
 __all__ = ["LARGEST", "asked", "breaks"]
 
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
+# Whether torch's node takes keys narrower than queries, as from 2.13 on.
+_TAKES_NARROWER = "allow_lowp_kv" in signature(
+    getattr(torch_flex, "_validate_sdpa_input", lambda: None)
+).parameters  # fmt: skip
 
 
 def breaks(call: Call) -> str:
@@ -28,8 +36,11 @@ def breaks(call: Call) -> str:
     descales = call.q_descale, call.k_descale, call.v_descale
     if q.dtype in FP8 or any(each is not None for each in descales):
         return "torch's node has no place for float8 queries and their factors"
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        return "torch's node has no place for keys narrower than queries"
+    narrower = k.dtype != q.dtype or v.dtype != q.dtype
+    if narrower and not (_TAKES_NARROWER and k.dtype == v.dtype and mixes(q, k)):
+        return "torch's node has no place for keys and values of these dtypes"
+    if narrower and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "keys narrower than queries have no backward"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "torch's node takes a scale that is a Python number"
     if call.return_lse and call.return_aux is not None:

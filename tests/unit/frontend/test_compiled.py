@@ -83,6 +83,11 @@ def biased(table, score, b, h, q_idx, kv_idx):
     return torch.tanh(score) + table[h, q_idx - kv_idx + 40]
 
 
+def eight_bits():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
+
+
 CALLS = {
     "plain": lambda: (*inputs(1, 2, 2, 5, 9, 16), {}),
     "a mask and GQA": masked,
@@ -94,7 +99,9 @@ CALLS = {
     "heads inside of rows": lambda: (
         *(heads_inside(x) for x in inputs(2, 9, 9, 2, 11, 16)), {}
     ),
+    "one query": lambda: (*inputs(2, 4, 2, 1, 19, 16), {"enable_gqa": True}),
     "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
+    "keys in eight bits": eight_bits,
     "options of our own": lambda: (
         *inputs(1, 2, 2, 5, 9, 16), {"kernel_options": {"BACKEND": "GLUON", "SPLIT_KV": 2}}
     ),
@@ -104,6 +111,8 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, name):
     """Bit for bit the same, whatever Inductor does around it; no call of torch's own kernel."""
+    if CALLS[name] is eight_bits and not rules._TAKES_NARROWER:
+        pytest.skip("torch's node takes keys narrower than queries from 2.13 on")
     q, k, v, call = CALLS[name]()
 
     def layer(q, k, v):
@@ -326,13 +335,9 @@ def causal_score(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx >= kv_idx, score, -1e4)
 
 
-def eight_bits():
-    q, k, v = inputs(1, 2, 2, 9, 9, 16)
-    return {"query": q, "key": k.to(torch.float8_e4m3fn), "value": v.to(torch.float8_e4m3fn)}
-
-
 def all_in_eight_bits():
-    return {name: x.to(torch.float8_e4m3fn) for name, x in eight_bits().items()}
+    given = zip(("query", "key", "value"), inputs(1, 2, 2, 9, 9, 16), strict=True)
+    return {name: x.to(torch.float8_e4m3fn) for name, x in given}
 
 
 def maxima():
@@ -340,7 +345,7 @@ def maxima():
     return {"query": q, "key": k, "value": v, "return_aux": AuxRequest(max_scores=True)}
 
 
-BREAKS = {"narrower": eight_bits, "float8": all_in_eight_bits, "max_scores": maxima}
+BREAKS = {"float8": all_in_eight_bits, "max_scores": maxima}
 
 
 @pytest.mark.parametrize("name", BREAKS)
