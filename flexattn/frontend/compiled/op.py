@@ -178,10 +178,13 @@ def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> Non
     into them later leaves them without runs. Code that Inductor generates writes into memory that
     no version counts, and a captured CUDA graph into its inputs: such lists are not looked at.
     """
-    if not looks or any(each.is_inference() for each in lists):
+    if not looks:
         keep_class(mask)
         return
-    key, written = id(lists[0]), tuple([(x._version, x.data_ptr()) for x in lists])
+    # Tensors of inference mode do not count, and have no runs.
+    counts = [0 if x.is_inference() else x._version for x in lists]
+    written = tuple(zip(counts, [x.data_ptr() for x in lists], strict=True))
+    key = id(lists[0])
     found = _looks.get(key)
     if found is None or not _same(found, lists):
         mask_class(mask)

@@ -464,6 +464,15 @@ def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     assert len(op._looks) == known - 1
 
 
+def test_lists_of_inference_mode_have_a_class_and_no_runs(monkeypatch):
+    """They do not tell when they are written to."""
+    with torch.inference_mode():
+        mask = Listed(monkeypatch)
+        assert torch.equal(mask.call(), mask.call())
+    assert mask.found[0] == mask.found[1] and mask.found[0][0] != "unknown"
+    assert mask.found[0][1] is None
+
+
 def test_lists_that_generated_code_writes_are_never_looked_at(monkeypatch):
     """No version counts its writes: runs that were found before would be another mask's."""
     mask = Listed(monkeypatch)
