@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
-
-from flexattn import __version__
 
 __all__ = ["BARE", "MARK", "VERSION", "own", "split"]
 
 MARK = "FLEXATTN"
 # Set where a call has no mask: torch makes one of a single block for it.
 BARE = f"{MARK}_WITHOUT_MASK"
-# A part of the key of Inductor's cache, which keeps what a lowering of ours made of a graph.
-VERSION = f"{__version__} 1"
 _OWN = f"{MARK}_OPTION_"
+
+
+def _version() -> str:
+    """A hash of what reads graphs: Inductor's cache keeps what a lowering of ours made of one."""
+    package = Path(__file__).parents[2]
+    folders = package / "mods", package / "frontend" / "compiled"
+    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
+# The mark's value, by which it is a part of that cache's key.
+VERSION = _version()
 
 
 def own(name: str) -> str:

@@ -34,8 +34,6 @@ __all__ = ["traced"]
 
 # A torch whose lowering has moved: calls break the graph, as they would without a node.
 _MOVED = open_seam()
-
-
 keep_out(answer.__code__)
 
 

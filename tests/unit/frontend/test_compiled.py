@@ -527,6 +527,18 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
     assert "torch's own kernel serves" in caplog.text and "of tomorrow" in caplog.text
 
 
+def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypatch, tmp_path):
+    """The mark is a part of Inductor's key, and a hash of what reads graphs."""
+    assert mark.VERSION == mark._version() and len(mark.VERSION) == 16
+    folder = tmp_path / "frontend" / "compiled"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(mark, "__file__", str(folder / "mark.py"))
+    (tmp_path / "mods").mkdir()
+    before = mark._version()
+    (tmp_path / "mods" / "graph.py").write_text("changed = True")
+    assert mark._version() != before
+
+
 def test_a_node_prints_as_one_string_and_back():
     bound = bind(lambda score, b, h, q_idx, kv_idx: score * 1e-30 + q_idx, "score")
     mod = GraphMod(bound.mod, (("integer", 0),))
