@@ -6,7 +6,6 @@ what these have, and nothing of bench.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
 import json
@@ -34,7 +33,7 @@ OLDER = {
     "flexattn.records.environment": ("flexattn.cache.environment",),
     "flexattn.records.key": ("flexattn.cache.key",),
     "flexattn.records.store": ("flexattn.cache.store",),
-    "flexattn.runtime.reach": ("flexattn.reach",),
+    "flexattn.runtime.decay_skip": ("flexattn.runtime.reach", "flexattn.reach"),
 }  # fmt: skip
 
 
@@ -58,7 +57,7 @@ decode_record = _import("flexattn.records.codec").decode_record
 environment = _import("flexattn.records.environment").environment
 key_of = _import("flexattn.records.key").key_of
 Store = _import("flexattn.records.store").Store
-reach = _import("flexattn.runtime.reach")
+decay_skip = _import("flexattn.runtime.decay_skip")
 
 # Older trees have none.
 REGISTRY = "flexattn.kernels.choose.registry"
@@ -67,7 +66,7 @@ AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
 
 def main(root: Path, former: dict[str, str]) -> dict[str, Any]:
-    """For each record: its kind's hash here, a digest of its kernels, or why there is none.
+    """For each record: its kind's hash here and its kernels, or why there are none.
 
     former: what names of records were in older trees.
     """
@@ -85,7 +84,7 @@ def main(root: Path, former: dict[str, str]) -> dict[str, Any]:
             task = next(each for each in tasks[where] if key_of(each.problem) == record.key)
             kind = record.key.kind
             here = environment(kind, device).template
-            found[name] = {"template": here, "kernels": _digest(task.problem, record, device)}
+            found[name] = {"template": here, "kernels": _kernels(task.problem, record, device)}
         except StopIteration:
             found[name] = {"why": "no row of a preset has its title and its key"}
         except Exception as error:  # of any revision: what cannot be rendered is not carried over
@@ -113,8 +112,8 @@ def _task(row: Any, device: Any) -> Any:
     return plan_task(row, device) if row.served else task_of(row, device, torch.device("cpu"))
 
 
-def _digest(problem: Any, record: Any, device: Any) -> str:
-    """Of all that is compiled and how, without headers and comments."""
+def _kernels(problem: Any, record: Any, device: Any) -> dict[str, Any]:
+    """All that is compiled, without headers, and the modules that it is compiled by."""
     config = record.config
     if record.key.kind == "serving":
         sources = [serving.render_serving(problem.form, config, device, "")]
@@ -123,11 +122,12 @@ def _digest(problem: Any, record: Any, device: Any) -> str:
     else:
         structure = problem.structure
         sources = _rendered(structure, config, device)
-        sources += reach.sources(structure, config, device)
-    parts = [json.dumps([_facts(each) for each in sources])]
-    if any(each.language == "gluon" for each in sources):
-        parts += map(_module, AFTER)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        sources += decay_skip.sources(structure, config, device)
+    gluon = any(each.language == "gluon" for each in sources)
+    return {
+        "sources": [_facts(each) for each in sources],
+        "after": [_module(each) for each in AFTER] if gluon else [],
+    }
 
 
 def _rendered(structure: Any, config: Any, device: Any) -> list[Any]:
@@ -145,32 +145,20 @@ def _rendered(structure: Any, config: Any, device: Any) -> list[Any]:
     return found
 
 
-def _facts(source: Any) -> list[Any]:
-    arguments = [[each.name, each.type, each.divisible_by] for each in source.arguments]
-    text = ast.dump(_unnamed(source.text[source.text.index("import triton") :]))
-    how = [source.num_warps, source.num_stages, source.language, source.registers]
-    return [text, arguments, *how]
+def _facts(source: Any) -> dict[str, Any]:
+    return {
+        "text": source.text[source.text.index("import triton") :],
+        "arguments": [[each.name, each.type, each.divisible_by] for each in source.arguments],
+        "how": [source.num_warps, source.num_stages, source.language, source.registers],
+    }
 
 
 def _module(name: str) -> str:
-    """A module's syntax tree without docstrings; nothing where there is no such module."""
+    """A module's text; nothing where there is no such module."""
     spec = importlib.util.find_spec(place) if (place := found_here(name)) else None
     if spec is None or spec.origin is None:
         return ""
-    return ast.dump(_unnamed(Path(spec.origin).read_text(encoding="utf-8")))
-
-
-def _unnamed(text: str) -> ast.Module:
-    """Python's tree without docstrings and the folders that imports name: files may move."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            node.module = (node.module or "").rpartition(".")[2]
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
-            node.body = node.body[1:]
-    return tree
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@
 
 A record holds in the environment it was measured in, whose hash covers all that renders. OLD is a
 revision in which the records are hits, as `HEAD`, or a branch before its merge. Both trees render
-each record's kernel for the preset's problem that has its key; where text, arguments and all that
-is compiled with them are equal, the record moves to this tree's environment and is otherwise as it
-was measured. Others stay, as hints, and are named: measure them again. Needs no GPU.
+each record's kernel for the preset's problem that has its key; where programs, arguments and all
+that is compiled with them are equal, the record moves to this tree's environment and is otherwise
+as it was measured. A program may have its own names changed, one for one (bench/same_programs.py).
+Others stay, as hints, and are named: measure them again. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import json
 import os
@@ -25,11 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.same_programs import canonical, without_docstrings
 from flexattn.records.codec import decode_record
 from flexattn.records.former import FORMER_CLASSES, FORMER_FIELDS
 from flexattn.records.store import Store
 
-__all__ = ["FORMER", "carry", "main", "verdict"]
+__all__ = ["FORMER", "carry", "main", "programs", "verdict"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("carry_child.py")
@@ -40,6 +43,8 @@ FORMER = {
     for names in (FORMER_CLASSES, *FORMER_FIELDS.values())
     for before, now in names.items()
 }
+# What a kernel's arguments were named in older trees, whose launchers bind them by those names.
+FORMER_ARGUMENTS = {"REACH": "DECAY_WINDOW", "num_units": "num_work_tiles"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,9 +93,25 @@ def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, 
         return THERE, template
     if template != old["template"]:
         return "a hint in the old tree already", template
-    if old["kernels"] != new["kernels"]:
+    if programs(old["kernels"]) != programs(new["kernels"]):
         return "another kernel", template
     return CARRIED, new["template"]
+
+
+def programs(kernels: dict[str, Any]) -> dict[str, Any]:
+    """A record's kernels by what their names leave of them, as bench.carry_child found them."""
+    sources = [
+        {
+            **each,
+            "text": canonical(each["text"], FORMER_ARGUMENTS),
+            "arguments": [
+                [FORMER_ARGUMENTS.get(name, name), *facts] for name, *facts in each["arguments"]
+            ],
+        }
+        for each in kernels["sources"]
+    ]
+    after = [ast.dump(without_docstrings(each)) for each in kernels["after"]]
+    return {"sources": sources, "after": after}
 
 
 def _move(root: Path, path: Path, template: str) -> None:

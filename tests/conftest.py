@@ -1,5 +1,6 @@
 """What every folder of tests shares."""
 
+import gc
 import os
 from contextlib import suppress
 
@@ -25,6 +26,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--accept-golden", action="store_true", help="write the rendered kernels as the goldens"
     )
+
+
+def pytest_collection_finish():
+    """A tenth of the time went into looking for garbage among modules and collected tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture

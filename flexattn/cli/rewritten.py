@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexattn.kernels.base.features import reaches
+from flexattn.kernels.base.features import decays
 from flexattn.mods.expr import pretty
 from flexattn.mods.rules import ONE, RULES
 from flexattn.problem import Structure
@@ -15,7 +15,7 @@ _PLACES = {
     "inner": "times the score, inside: one number before the loop",
     "outer": "times that, outside: one number before the loop",
     "row": "for each row, after the loop",
-    "tilt": "for each row, after the loop, times q_idx - q_start",
+    "row_slope": "for each row, after the loop, times q_idx - q_start",
     "column": "for each key of a tile, where q_idx is q_start, the tile's first row",
     "diagonal": "for each diagonal of a tile",
     "rest": "for each score",
@@ -34,9 +34,11 @@ def rewrites(structure: Structure) -> list[Rewrite]:
         {"what": "rule", "name": step.rule, "says": RULES[step.rule], "to": step.to}
         for step in terms.steps
     ]
-    if terms.rise is not None and reaches(structure):
+    if terms.rise is not None and decays(structure):
         text = pretty(terms.rise.step).replace("\n", "; ")
-        found.append({"what": "rule", "name": "reach", "says": RULES["reach"], "to": text})
+        found.append(
+            {"what": "rule", "name": "decay_skip", "says": RULES["decay_skip"], "to": text}
+        )
     for name, place in _PLACES.items():
         expr = getattr(terms, name)
         if expr is not None and expr is not ONE:

@@ -25,8 +25,8 @@ from flexattn.problem import Captures, Problem
 from flexattn.records.store import Store
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Kernel, path_of, unloaded
+from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import chosen
-from flexattn.runtime.reach import sources
 from flexattn.runtime.source_store import Sources
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress

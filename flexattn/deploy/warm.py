@@ -37,8 +37,8 @@ def warm(
     from flexattn.kernels.choose.options import NONE
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
+    from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
-    from flexattn.runtime.reach import sources
     from flexattn.tune.tasks import mods_of, task_from
     from flexattn.tune.workload import parse, read
 

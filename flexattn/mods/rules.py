@@ -18,12 +18,26 @@ from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
 __all__ = [
-    "FLOAT", "ONE", "RULES", "Note", "Place", "Rise", "Term", "Tilted", "diagonal", "masked",
-    "place", "reciprocal", "rise", "spread", "tilt", "times",
+    "FLOAT",
+    "ONE",
+    "RULES",
+    "Note",
+    "Place",
+    "Rise",
+    "RowSlope",
+    "Term",
+    "diagonal",
+    "masked",
+    "place",
+    "reciprocal",
+    "rise",
+    "row_slope",
+    "spread",
+    "times",
 ]  # fmt: skip
 
 FLOAT = "float32"
-Place = Literal["row", "column", "tilt", "diagonal", "rest"]
+Place = Literal["row", "column", "row_slope", "diagonal", "rest"]
 # Told of each rule that is applied, and to what.
 Note = Callable[[str, Expr], None]
 ONE = const(1.0, FLOAT)
@@ -34,10 +48,10 @@ RULES = {
     "reciprocal": "x / c is x * (1 / c)",
     "distribute": "c * (x + y) is c * x + c * y, where x or y has the score",
     "row": "what a row adds to all its scores leaves the loop and returns in lse and max_scores",
-    "tilt": "a term linear in q_idx is its value at the tile's first row, and a slope of the row",
+    "row_slope": "a term linear in q_idx is its value at a tile's first row, and a slope by row",
     "column": "what depends on kv_idx alone is computed once per key of a tile",
     "diagonal": "what depends on q_idx - kv_idx alone is computed once per diagonal of a tile",
-    "reach": "tiles of keys whose weights are proven to vanish in float32 are not visited",
+    "decay_skip": "tiles of keys whose weights are proven to vanish in float32 are not visited",
 }
 _COSTLY = frozenset(("load", *(op.name for op in OPS.values() if op.slow or op.result == "float")))
 
@@ -51,7 +65,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Tilted:
+class RowSlope:
     """A term as its value where q_idx is the tile's first row, and slope * (q_idx - that row)."""
 
     column: Expr
@@ -170,13 +184,13 @@ def place(term: Expr, allowed: frozenset[str], reads: Variables) -> Place:
         return "row" if "row" in allowed else "rest"
     if "q_idx" not in read:
         return "column" if "column" in allowed else "rest"
-    if {"tilt", "row", "column"} <= allowed and tilt(term, reads) is not None:
-        return "tilt"
+    if {"row_slope", "row", "column"} <= allowed and row_slope(term, reads) is not None:
+        return "row_slope"
     return "diagonal" if "diagonal" in allowed and diagonal(term, reads) else "rest"
 
 
-def tilt(term: Expr, reads: Variables) -> Tilted | None:
-    """Rule "tilt": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
+def row_slope(term: Expr, reads: Variables) -> RowSlope | None:
+    """Rule "row_slope": t(q, k) = t(r, k) + s (q - r), where s reads no position and r is any row.
 
     For a t that is affine in q. The first part is a value for each key, the second is constant
     over a row, so softmax does not see it: exp(x + c) / sum exp(y + c) = exp(x) / sum exp(y). With
@@ -186,11 +200,11 @@ def tilt(term: Expr, reads: Variables) -> Tilted | None:
     rule is for 16-bit inputs alone. A slope of an infinity or NaN makes its rows NaN.
     """
     slope = slope_of(term, "q_idx", reads)
-    return None if slope is None else Tilted(term, make("cast", FLOAT, (slope,)))
+    return None if slope is None else RowSlope(term, make("cast", FLOAT, (slope,)))
 
 
 def rise(terms: Iterable[Expr], reads: Variables) -> Rise | None:
-    """Rule "reach": how much more each key adds to its row's score than the key before it.
+    """Rule "decay_skip": how much more each key adds to its row's score than the key before it.
 
     Where it is above 0, as ALiBi's slope is, keys far behind one that the row keeps count nothing.
     In base 2 let s(r, k) = c (q_r . k_k) + d k + f(r) with d > 0, and a be a key that row r keeps.

@@ -17,8 +17,8 @@ from flexattn.mods.rules import (
     masked,
     place,
     rise,
+    row_slope,
     spread,
-    tilt,
     times,
 )
 from flexattn.mods.simplify import make
@@ -39,12 +39,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A score_mod as outer * core(inner * score) + row + tilt * (q_idx - r) + column + ....
+    """A score_mod as outer * core(inner * score) + row + row_slope * (q_idx - r) + column + ....
 
     r is any row; the kernels take the first of a tile. core reads `score`, which stands for
     inner * score, and may read all else; None: the score is not read. inner, outer: read neither
-    the score nor a key. row: reads no key. tilt: reads no position. column: reads no score, and
-    q_idx stands for r in it. diagonal: the same along a diagonal. rest: all other terms.
+    the score nor a key. row: reads no key. row_slope: reads no position. column: reads no score,
+    and q_idx stands for r in it. diagonal: the same along a diagonal. rest: all other terms.
     keep: a bool that reads no score; where it is false the score is -inf. None: no such term.
     """
 
@@ -52,7 +52,7 @@ class Terms:
     inner: Expr = ONE
     outer: Expr = ONE
     row: Expr | None = None
-    tilt: Expr | None = None
+    row_slope: Expr | None = None
     column: Expr | None = None
     diagonal: Expr | None = None
     rest: Expr | None = None
@@ -67,7 +67,7 @@ class Terms:
     @property
     def leaves_loop(self) -> bool:
         """Whether rows get something back after the loop over keys."""
-        return self.row is not None or self.tilt is not None
+        return self.row is not None or self.row_slope is not None
 
     @property
     def added(self) -> tuple[Expr, ...]:
@@ -139,7 +139,7 @@ class _Split:
         parts = self.parts
         return Terms(
             core, inner, outer,
-            parts.get("row"), parts.get("tilt"), parts.get("column"), parts.get("diagonal"),
+            parts.get("row"), parts.get("row_slope"), parts.get("column"), parts.get("diagonal"),
             parts.get("rest"), keep, tuple(self.steps),
         )  # fmt: skip
 
@@ -148,12 +148,12 @@ class _Split:
         where = place(term, self.allowed, self.reads)
         if where != "rest":
             self._applied(where, term)
-        tilted = tilt(term, self.reads) if where == "tilt" else None
-        if tilted is None:
+        sloped = row_slope(term, self.reads) if where == "row_slope" else None
+        if sloped is None:
             self._sum(where, term)
         else:
-            self._sum("tilt", tilted.slope)
-            self._sum("column", tilted.column)
+            self._sum("row_slope", sloped.slope)
+            self._sum("column", sloped.column)
 
     def _sum(self, name: str, term: Expr) -> None:
         known = self.parts.get(name)

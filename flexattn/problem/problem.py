@@ -135,9 +135,9 @@ class Structure:
         if self.score is None:
             return None
         # A row of decode's tile is a head of its own: no diagonal and no key has one value.
-        barred = {"diagonal", "tilt"} if self.kind == "decode" else set()
+        barred = {"diagonal", "row_slope"} if self.kind == "decode" else set()
         if self.dtype == "float32":
-            barred.add("tilt")
+            barred.add("row_slope")
         return split(self.score.mod, ALL - barred - set(self.rules_off))
 
     @property

@@ -47,7 +47,7 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.triton.source", "kernels.decay_skip.source"),
         (
             HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
-            "decay_skip/reach.py.jinja",
+            "decay_skip/window.py.jinja",
         ),
     ),
     "decode": Renderer(
@@ -62,8 +62,8 @@ RENDERERS: dict[str, Renderer] = {
     ),
     # Beside those of prefill, on devices that have the instructions.
     "hopper": Renderer(
-        ("kernels.hopper.source", "kernels.hopper.narrow_values"),
-        ("hopper/prefill.py.jinja", "hopper/narrow_values.py.jinja"),
+        ("kernels.hopper.source", "kernels.hopper.transpose_v"),
+        ("hopper/prefill.py.jinja", "hopper/transpose_v.py.jinja"),
     ),
     # Beside those of prefill and decode, on devices whose compiler takes hints.
     "amd": Renderer(("kernels.triton.amd",), ()),

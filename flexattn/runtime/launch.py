@@ -23,16 +23,16 @@ from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
+from flexattn.runtime.decay_skip import DecaySkip, pays
+from flexattn.runtime.decay_skip import begin as begin_decay_skip
 from flexattn.runtime.dispatch import Choice, Dispatcher
-from flexattn.runtime.narrow_values import NarrowValues
-from flexattn.runtime.reach import Reach, pays
-from flexattn.runtime.reach import begin as begin_reach
+from flexattn.runtime.transpose_v import TransposeV
 
 # What a call passes to its launches, by the names that kernels have for it; the mask's lists and
 # what the mods capture follow. None stands for what no kernel of this call takes.
 _GIVEN = (
     "Q", "K", "V", "OUT", "LSE", "MAX", "WORKSPACE", "COUNTER", "sm_scale", "SINKS", "Q_DESCALE",
-    "K_DESCALE", "V_DESCALE", "REACH",
+    "K_DESCALE", "V_DESCALE", "DECAY_WINDOW",
 )  # fmt: skip
 
 
@@ -101,9 +101,9 @@ class Launch:
     gpu: the device's index, -1 where it is none. dtype, out_shape, out_strides: of the output.
     combine: decode's second kernel, where there are splits to merge. workspace: floats that the
     splits leave for it. runs: the kernel reads a mask's runs, not its lists. rest: the names of
-    the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter. narrow:
-    what V of fp8 passes before it. reach: finds which keys are too far to count, where the call is
-    long enough for that.
+    the arguments that `rest_of` gives. counts: its blocks take their tiles from a counter.
+    transpose_v: the kernel that V of fp8 passes first. decay_skip: the kernels that find which
+    keys are too far to count, where the call is long enough for that.
     """
 
     choice: Choice
@@ -119,8 +119,8 @@ class Launch:
     runs: bool
     rest: tuple[str, ...]
     counts: bool = False
-    narrow: NarrowValues | None = None
-    reach: Reach | None = None
+    transpose_v: TransposeV | None = None
+    decay_skip: DecaySkip | None = None
 
     @property
     def problem(self) -> Problem:
@@ -161,27 +161,27 @@ class Launch:
                 return self.run(q, k, v, scale, rest, sinks, descales)
         stream = raw_stream(gpu) if gpu >= 0 else -1
         out = torch.empty_strided(shape, self.out_strides, dtype=self.dtype, device=device)
-        lse = maxima = workspace = zero = reaches = None
+        lse = maxima = workspace = zero = window = None
         if structure.lse:
             lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
         if structure.max_scores:
             maxima = torch.empty(shape[:3], dtype=torch.float32, device=device)
-        if self.narrow is not None:
-            v = self.narrow.run(v, stream)
+        if self.transpose_v is not None:
+            v = self.transpose_v.run(v, stream)
         elif structure.fp8:
             v = v.to(self.dtype, memory_format=torch.contiguous_format)
         if self.workspace:
             workspace = torch.empty(self.workspace, dtype=torch.float32, device=device)
         if self.counts:
             zero = counter(device, stream)
-        if self.reach is not None:
-            reaches = self.reach.empty(device)
+        if self.decay_skip is not None:
+            window = self.decay_skip.empty(device)
         # In the order of _GIVEN, then of `rest`.
         given = (
-            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, reaches, *rest
+            q, k, v, out, lse, maxima, workspace, zero, scale, sinks, *descales, window, *rest
         )  # fmt: skip
-        if self.reach is not None:
-            self.reach.run(given, stream)
+        if self.decay_skip is not None:
+            self.decay_skip.run(given, stream)
         self.attend.launch(stream, given)
         if self.combine is not None:
             self.combine.launch(stream, given)
@@ -213,7 +213,7 @@ def prepare(
 ) -> Launch:
     """Choose and build the kernel for a problem and compute what its shapes and strides decide."""
     index = device.index if device.type == "cuda" else -1
-    begin_reach(problem.structure, target, index)
+    begin_decay_skip(problem.structure, target, index)
     choice, kernel, merger = dispatcher.kernels(problem, target, index, options)
     config, structure = choice.config, problem.structure
     family = family_of(config)
@@ -237,20 +237,20 @@ def prepare(
         rest += lists.read(runs)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
-    given, reach = (*_GIVEN, *rest), None
+    given, decay_skip = (*_GIVEN, *rest), None
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
         # kernels are built for every length, so that a longer call compiles nothing.
-        reach = Reach.of(problem, q, k, given, target, index)
-        reach = reach if pays(problem) else None
-        if reach is None:
-            fixed["REACH"] = 0
-    narrow = None
+        decay_skip = DecaySkip.of(problem, q, k, given, target, index)
+        decay_skip = decay_skip if pays(problem) else None
+        if decay_skip is None:
+            fixed["DECAY_WINDOW"] = 0
+    transpose_v = None
     if (lays_out := family.values_kernel(structure, config, target)) is not None:
-        narrow = NarrowValues.of(lays_out, v, target, index)
+        transpose_v = TransposeV.of(lays_out, v, target, index)
     values = _box(v)
     if structure.fp8:
-        values = _dense(v.shape if narrow is None else narrow.shape)
+        values = _dense(v.shape if transpose_v is None else transpose_v.shape)
     boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
     names = {each.name: each for each in choice.source.arguments}
     boxes = {name: box for name, box in boxes.items() if names[name].described}
@@ -272,8 +272,8 @@ def prepare(
         runs,
         tuple(rest),
         "COUNTER" in names,
-        narrow,
-        reach,
+        transpose_v,
+        decay_skip,
     )
 
 

@@ -11,9 +11,9 @@ from flexattn.device import named
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.kernels.choose.options import NONE, Options
-from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.narrow_values import render_narrow_values
+from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.triton.source import render_combine
 from flexattn.measure.task import Task
 from flexattn.mods import bind
@@ -95,14 +95,14 @@ def test_what_values_of_eight_bits_pass_first_is_there_too(quiet, monkeypatch):
         lambda asked, at, none, build: chosen(asked, at, Options(exact=narrow), build),
     )
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 2
-    assert Binaries(quiet).find(render_narrow_values(64, device), device) is not None
+    assert Binaries(quiet).find(render_transpose_v(64, device), device) is not None
 
 
 def test_what_finds_keys_too_far_to_count_is_there_too(quiet):
     device = named("nvidia-h200")
     wanted = task(device, score_mod=alibi(32, "cpu"))
     assert export([wanted], device, quiet, outputs=[(False, False)]).kernels == 3
-    for render in (render_norms, render_reach):
+    for render in (render_norms, render_window):
         assert Binaries(quiet).find(render(wanted.problem.structure, device), device) is not None
 
 

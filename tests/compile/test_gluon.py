@@ -159,7 +159,7 @@ def test_weights_of_eight_bits_are_an_operand_as_they_are():
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("mods", ["noop", "window_softcap"])
 @pytest.mark.parametrize("D", [64, 96, 128])
-def test_every_narrow_config_offered(D, mods):
+def test_every_fp8_pv_config_offered(D, mods):
     wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
     offered = [each for each in space(wanted, H200) if isinstance(each, HopperPrefillConfig)]
     found = [each for each in offered if each.fp8_pv]
@@ -175,7 +175,7 @@ def test_both_dtypes(dtype):
 
 
 @pytest.mark.parametrize("mods", [{}, {"mask_mod": causal, "runs": True}], ids=["full", "causal"])
-def test_merged_consumers_are_compiled_once_and_wait_without_meeting(mods):
+def test_merged_consumers_are_compiled_once_and_wait_without_a_barrier(mods):
     """A program each compiled in twice or three times the time."""
     wanted = problem("prefill", 64, **mods)
     start = replace(default(wanted, H200, "gluon"), ping_pong=False, BLOCK_N=64)
@@ -225,7 +225,7 @@ def test_what_a_program_shares_is_not_told_apart_by_a_meeting_that_was_taken_out
         assert met or not re.search(r"\bst\.shared|\bstmatrix", line), line
 
 
-HANDED = {
+EXCHANGED = {
     "diagonals": {"score_mod": relative_bias(torch.zeros(32, 16384), 8191)},
     "words": {"mask_mod": document(torch.zeros(8192, dtype=torch.int32)), "runs": True},
     "two words": {"mask_mod": document(torch.zeros(8192, dtype=torch.int64)), "runs": True},
@@ -263,18 +263,18 @@ def exchanged(ttgir):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("case", HANDED)
-def test_what_threads_hand_each_other_has_a_place_for_each_consumer(case, D):
-    """And no wait is without the meeting that keeps one hand-over from the next."""
-    wanted = problem("prefill", D, **HANDED[case])
+@pytest.mark.parametrize("case", EXCHANGED)
+def test_what_threads_exchange_has_a_buffer_for_each_consumer(case, D):
+    """And no wait lacks the barrier that keeps one exchange from the next."""
+    wanted = problem("prefill", D, **EXCHANGED[case])
     source = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test")
-    assert "handed.index(consumer)" in source.text and ALONE not in source.text
+    assert "exchange.index(consumer)" in source.text and ALONE not in source.text
     assert not exchanged(compile_source(source, H200).asm["ttgir"])
 
 
 @pytest.mark.parametrize("tile_scheduler", ["dynamic", "grid"])
 @pytest.mark.parametrize("mods", ["noop", "causal", "lists", "relative_causal"])
-def test_heads_that_share_a_tile(mods, tile_scheduler):
+def test_pack_gqa(mods, tile_scheduler):
     """Each consumer has a head of its own, and spills no more than any may."""
     wanted = problem("prefill", **MODS[mods])
     config = replace(default(wanted, H200, "gluon"), pack_gqa=True, tile_scheduler=tile_scheduler)
@@ -312,7 +312,7 @@ def test_the_compiler_gives_consumers_no_place_of_its_own(case):
         return
 
 
-def test_a_tile_jumps_over_maxima_that_did_not_rise():
+def test_a_tile_branches_past_the_row_max_where_no_row_rose():
     """Per tile and program: one vote before looking for maxima, one before each 64 rescaled."""
     wanted = problem("prefill", 128)
     config = default(wanted, H200, "gluon")

@@ -20,8 +20,8 @@ LISTED = HopperPrefillConfig(2, 128, 2, 240, tile_scheduler="dynamic", order="se
 
 
 def lowest(text):
-    """The lowest barrier that the template gave to a tile, to Q or to a consumer's turn."""
-    given = re.findall(r"(?m)^FREE_\w+ = gl\.constexpr\((\d+)\)$", text)
+    """The lowest barrier that the template uses: for empty stages, or for warp_scheduler_sync."""
+    given = re.findall(r"(?m)^[KVQ]_EMPTY = gl\.constexpr\((\d+)\)$", text)
     return min(map(int, given + re.findall(r"add\.u32 turn, \$1, (\d+);", text)))
 
 
@@ -40,7 +40,7 @@ def test_compiler_and_template_take_different_barriers(config, mods):
 
 
 def test_release_waits_for_nobody():
-    """Consumers give tiles back without a barrier of their warpgroup: bar.arrive, not mbarrier."""
+    """Consumers release stages without a barrier of their warpgroup: bar.arrive, not mbarrier."""
     source = render(
         problem("prefill", 128).structure, HopperPrefillConfig(2, 128, 2, 240), H200, ""
     )

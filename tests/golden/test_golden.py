@@ -22,7 +22,7 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
-from flexattn.kernels.decay_skip.source import render_norms, render_reach
+from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.join import render_join
 from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
@@ -86,7 +86,9 @@ GOLDENS = {
     "prefill_runs_alibi": lambda: kernel(
         TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True, lse=False
     ),
-    "reach_alibi": lambda: render_reach(problem(score_mod=alibi(32, "cpu")).structure, DEVICE),
+    "decay_window_alibi": lambda: render_window(
+        problem(score_mod=alibi(32, "cpu")).structure, DEVICE
+    ),
     "norms_96": lambda: render_norms(problem(D=96, score_mod=alibi(32, "cpu")).structure, DEVICE),
     "decode_runs_prefix": lambda: kernel(
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True

@@ -9,6 +9,7 @@ import flexattn
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import InputError, ModError
 from flexattn.runtime.build import builder
+from flexattn.settings import override
 from tests.support import KINDS, assert_accurate, assert_judged, block_mask, inputs, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -142,9 +143,10 @@ def test_an_index_out_of_range_reads_no_other_memory(kind):
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + table[kv_idx * 1000 - 300_000]
 
-    out = flexattn.flex_attention(
-        q, k, v, score_mod=score_mod, enable_gqa=True, kernel_options=KINDS[kind]
-    )
+    with override(check=False):
+        out = flexattn.flex_attention(
+            q, k, v, score_mod=score_mod, enable_gqa=True, kernel_options=KINDS[kind]
+        )
     assert out.isfinite().all()
 
 

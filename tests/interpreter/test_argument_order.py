@@ -13,12 +13,11 @@ from flexattn.frontend import guards as repeat
 from flexattn.frontend import plan
 from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
-from flexattn.runtime import build, dispatch, reach
+from flexattn.runtime import build, decay_skip, dispatch
 from flexattn.serving import ServingConfig, decode, merge
 from flexattn.util.lru import Lru
 from tests.interpreter import test_block_mask as block_masks
-from tests.interpreter import test_narrow_values as narrow
-from tests.interpreter import test_reach as reaches
+from tests.interpreter import test_decay_skip, test_transpose_v
 from tests.interpreter import test_serving_calls as calls
 from tests.interpreter import test_serving_cascades as cascades
 from tests.support import KINDS, assert_accurate, block_mask, inputs, sinks
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.interpreter
 
 def clear():
     """Forget every kernel and launch, those that other tests made too."""
-    for each in (dispatch._rendered, dispatch.dispatcher, reach._rendered, build.builder):
+    for each in (dispatch._rendered, dispatch.dispatcher, decay_skip._rendered, build.builder):
         each.cache_clear()
     merge._launcher.cache_clear()
     for table in (plan._launches, repeat._seen, block_kernels._sources, decode._plans):
@@ -75,11 +74,13 @@ LAST = ServingConfig(16, 16, 4, 2, 2, 1, "last")
 CASES = {
     "prefill": (lambda: attention("prefill"), {"triton/prefill.py.jinja"}),
     "decode": (lambda: attention("decode"), {"triton/decode.py.jinja", "triton/combine.py.jinja"}),
-    "reach": (
-        reaches.test_the_reach_of_each_head_by_hand,
-        {"decay_skip/norms.py.jinja", "decay_skip/reach.py.jinja"},
+    "decay_skip": (
+        test_decay_skip.test_the_decay_window_of_each_head_by_hand,
+        {"decay_skip/norms.py.jinja", "decay_skip/window.py.jinja"},
     ),
-    "fp8": (lambda: narrow.test_any_strides("heads_last"), {"hopper/narrow_values.py.jinja"}),
+    "fp8": (
+        lambda: test_transpose_v.test_any_strides("heads_last"), {"hopper/transpose_v.py.jinja"}
+    ),
     "block mask": (
         lambda: block_masks.test_every_mask("document"), {"block_mask/block_mask.py.jinja"}
     ),

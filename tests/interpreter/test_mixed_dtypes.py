@@ -30,6 +30,16 @@ def test_every_pair(wide, narrow, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_eight_bits_without_alignment(kind):
+    """NaN behind the last key and the last column: nothing of it is read."""
+    memory = torch.full((2, 1, 2, 43, 27), torch.nan).to(E4M3)
+    q, k, v = tensors(torch.float16, E4M3, 1, 2, 2, 19 if kind == "prefill" else 3, 41, 26)
+    memory[..., :41, :26] = torch.stack((k, v))
+    k, v = memory[..., :41, :26]
+    assert_accurate(q, k, v, block_mask=block_mask(causal, q, k, 32), kernel_options=KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_is_that_of_wide_keys(kind):
     """The same numbers in the same order: only what is read from memory is narrower."""
     q, k, v = tensors(torch.float16, E4M3, 1, 4, 2, 17, 33, 16)

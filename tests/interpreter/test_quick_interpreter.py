@@ -38,3 +38,52 @@ def test_dtypes_are_numpys(dtype):
     assert size == max(1, dtype.primitive_bitwidth // 8)
     assert interpreter._get_np_dtype(tl.block_type(dtype, [4])) == interpreter._get_np_dtype(dtype)
     assert interpreter._get_np_dtype(tl.pointer_type(dtype)) == np.uint64
+
+
+@pytest.mark.parametrize("dtype", [tl.int32, tl.float16, tl.pointer_type(tl.float16)])
+def test_types_of_blocks_are_told_apart(dtype):
+    """They share what they hold with equal ones alone."""
+    made = [tl.block_type(dtype, shape) for shape in ([4], [4, 1], [tl.constexpr(4)], [8])]
+    assert [made[0] == each for each in made] == [True, False, True, False]
+    assert [str(each) for each in made[::2]] == [f"<{made[0].shape}, {dtype}>"] * 2
+    assert [list(each.shape) for each in made] == [[4], [4, 1], [4], [8]]
+    assert [each.numel for each in made] == [4, 4, 4, 8]
+    others = (tl.float32, tl.pointer_type(dtype), tl.pointer_type(dtype, const=True))
+    assert not any(made[0] == tl.block_type(other, [4]) for other in others)
+    for wrong, error in (([], TypeError), ([3], ValueError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                tl.block_type(dtype, wrong)
+
+
+@triton.jit
+def _products(X, OUT):
+    at = tl.arange(0, 4)
+    row = tl.load(X + at)
+    square = row[:, None] * row[None, :] + (row * 2)[None, :] + 0.5
+    tl.store(OUT + at[:, None] * 4 + at[None, :], square)
+
+
+def test_shapes_of_operands_that_differ_are_made_one():
+    x = torch.tensor([1.0, -2.0, 3.0, 0.25])
+    out = torch.full((4, 4), torch.nan)
+    _products[(1,)](x, out)
+    assert torch.equal(out, x[:, None] * x + 2 * x + 0.5)
+
+
+@triton.jit
+def _promoted(WHOLE, HALF, OUT):
+    at = tl.arange(0, 2)
+    whole, half = tl.load(WHOLE + at), tl.load(HALF + at)
+    tl.store(OUT + at, whole / 4)
+    tl.store(OUT + 2 + at, whole + half)
+    tl.store(OUT + 4 + at, whole // 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_dtypes_of_operands_that_differ_are_made_one(dtype):
+    """One table of result dtypes serves all operations; whether one divides is in its key."""
+    whole, half = torch.tensor([6, 9], dtype=dtype), torch.tensor([0.5, 0.25], dtype=torch.half)
+    out = torch.full((6,), torch.nan)
+    _promoted[(1,)](whole, half, out)
+    assert out.tolist() == [1.5, 2.25, 6.5, 9.25, 1.0, 2.0]

@@ -1,4 +1,4 @@
-"""Serving kernels whose warps walk alone, interpreted: every cache, mod, and way to merge."""
+"""Warp-private serving kernels, interpreted: every cache, mod, and way to merge."""
 
 from dataclasses import replace
 

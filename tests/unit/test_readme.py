@@ -72,6 +72,20 @@ def test_make_targets_exist():
     assert {"demo", "test", "test-compile", "test-gpu"} <= named <= set(targets)
 
 
+def test_the_oldest_triton_gets_every_folder_with_its_mark():
+    """make test-oldest names folders: to collect all of tests/unit took seconds for nothing."""
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^test-oldest:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+    folders = [ROOT / name for name in re.findall(r"\btests/[\w/]+", recipe)]
+    marked = [
+        path for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"mark\.oldest", path.read_text())
+    ]  # fmt: skip
+    assert len(marked) > 20
+    for path in marked:
+        assert any(path.is_relative_to(folder) for folder in folders), path
+
+
 def test_command_lines_are_understood(tmp_path, monkeypatch):
     (tmp_path / "my_module.py").write_text(
         "def my_mask(b, h, q_idx, kv_idx):\n    return q_idx > 3\n"

@@ -51,7 +51,7 @@ def attention_arguments(
     found += [Argument(name, "i32") for name in ("Hq", "group", "q_len", "kv_len", "num_tiles")]
     found += [*sizes, Argument("sm_scale", "fp32"), *sinks(structure), *_descales(structure)]
     if skips_far(structure, config):
-        found.append(Argument("REACH", "*fp32", 4))
+        found.append(Argument("DECAY_WINDOW", "*fp32", 4))
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)

@@ -13,7 +13,7 @@ Language = Literal["triton", "gluon"]
 class Config(Protocol):
     """One variant of one template, as a frozen dataclass of numbers; its family has the class.
 
-    BLOCK_M, BLOCK_N: query rows of a tile, and keys that it walks at a time. heads: query heads
+    BLOCK_M, BLOCK_N: query rows of a tile, and keys of one step of its loop. heads: query heads
     that a tile holds apart, each with BLOCK_M rows. language: what its template is written in.
     """
 

@@ -36,14 +36,14 @@ def multiplies_ramp(structure: Structure, device: Device) -> bool:
     return structure.terms is not None and structure.terms.step is not None
 
 
-def reaches(structure: Structure) -> bool:
-    """Whether keys may be proven too far behind to count: rule "reach" of mods/rules.py.
+def decays(structure: Structure) -> bool:
+    """Whether keys may be proven too far behind to count: rule "decay_skip" of mods/rules.py.
 
     The key that all rows of a tile are known to keep is the last one of all where there is no
     mask, and else the last one of the run's full blocks, which every row of theirs keeps whatever
     mask_mod is.
     """
-    if structure.kind != "prefill" or structure.fp8 or "reach" in structure.rules_off:
+    if structure.kind != "prefill" or structure.fp8 or "decay_skip" in structure.rules_off:
         return False
     if structure.sparsity is not None and not structure.sparsity.runs:
         return False
@@ -58,7 +58,7 @@ def skips_far(structure: Structure, config: Config) -> bool:
     if config.heads > 1:
         return False
     walks = structure.sparsity is None or walks_runs(structure, config)
-    return walks and reaches(structure)
+    return walks and decays(structure)
 
 
 def loads_tiles(structure: Structure, unit: Unit | None = None) -> bool:

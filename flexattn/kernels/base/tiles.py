@@ -13,15 +13,15 @@ __all__ = ["Geometry", "check_power", "power_above", "tile_for", "tiles_per_q", 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The grid of a launch: programs, row tiles, units, and splits of the keys (1 for prefill).
+    """The grid of a launch: programs, row tiles, work tiles, and splits of the keys (1: prefill).
 
-    num_tiles: of one head, or of heads that share their tiles. num_units: row tiles of all heads
-    and batches, of which a program takes one or more.
+    num_tiles: of one head, or of heads that share their tiles. num_work_tiles: row tiles of all
+    heads and batches, of which a program takes one or more.
     """
 
     programs: int
     num_tiles: int
-    num_units: int
+    num_work_tiles: int
     num_splits: int = 1
 
 

@@ -1,4 +1,4 @@
-"""Source of the kernels that find how far behind a key may be to count: rule "reach"."""
+"""Source of the kernels that find the decay window of each head: rule "decay_skip"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexattn.mods.rules import FLOAT
 from flexattn.mods.simplify import make
 from flexattn.problem import Structure
 
-__all__ = ["render_norms", "render_reach", "rows_of_part"]
+__all__ = ["render_norms", "render_window", "rows_of_part"]
 
 # Of a program that takes norms, and squared norms that are compared at once.
 ELEMENTS, PARTS = 8192, 256
@@ -34,7 +34,7 @@ def rows_of_part(head_dim: int) -> int:
 
 
 def render_norms(structure: Structure, device: Device) -> Source:
-    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.reach.Reach."""
+    """The kernel that finds the longest rows of q and of k; see flexattn.runtime.decay_skip."""
     head_dim = structure.head_dim_qk
     settings = {
         "ROWS": rows_of_part(head_dim),
@@ -54,7 +54,7 @@ def render_norms(structure: Structure, device: Device) -> Source:
     return make_source("decay_skip/norms.py.jinja", device, header, context, tuple(found), 4, 1)
 
 
-def render_reach(structure: Structure, device: Device) -> Source:
+def render_window(structure: Structure, device: Device) -> Source:
     """The kernel that makes of norms and slopes how many keys may count, float32 [B, Hq]."""
     terms, captures = structure.terms, structure.score
     assert terms is not None and terms.rise is not None and captures is not None
@@ -89,8 +89,8 @@ def render_reach(structure: Structure, device: Device) -> Source:
         "step": printed[0].result,
         "span": printed[1].result,
     }
-    header = [f"reach of a score_mod for {device.arch}"]
-    return make_source("decay_skip/reach.py.jinja", device, header, context, tuple(found), 4, 1)
+    header = [f"decay window of a score_mod for {device.arch}"]
+    return make_source("decay_skip/window.py.jinja", device, header, context, tuple(found), 4, 1)
 
 
 def _width(head_dim: int) -> int:

@@ -10,15 +10,15 @@ from flexattn.problem import Structure
 __all__ = ["arguments", "consumer_arguments", "producer_arguments"]
 
 _LOADED = tuple(f"stride_{tensor}{axis}" for tensor in "qkv" for axis in "bhmnd")
-_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "REACH")
-_LOCATION = ("num_tiles", "num_units", "Hq", "group")
+_LISTS = ("RUNS", "KV_", "FULL_", "stride_mask", "COUNTER", "DECAY_WINDOW")
+_LOCATION = ("num_tiles", "num_work_tiles", "Hq", "group")
 
 
 def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argument, ...]:
     """Arguments of the kernel, in order.
 
-    num_units counts the row tiles of all heads; COUNTER, where blocks take them as they come, is
-    one number, 0 before every launch.
+    num_work_tiles counts the row tiles of all heads; COUNTER is the dynamic tile scheduler's, one
+    number, 0 before every launch.
     """
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
@@ -32,17 +32,20 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
         descriptor("OUT", out, CONSUMER_ROWS, tiles.out_width),
     )
     counts = config.tile_scheduler == "dynamic"
-    sizes = (Argument("num_units", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
+    sizes = (Argument("num_work_tiles", "i32"), *(Argument("COUNTER", "*i32", 4),) * counts)
     return attention_arguments(structure, config, dict(described), sizes=sizes)
 
 
-def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> list[str]:
+def consumer_arguments(
+    found: tuple[Argument, ...], work_tile_in_smem: bool, fp8: bool
+) -> list[str]:
     """What the consumers take from the kernel beside the output and shared memory.
 
-    noted: the loading warp tells them where their unit lies. fp8: they read a head's factors.
+    work_tile_in_smem: the producer writes their work tile into shared memory. fp8: they read a
+    head's factors.
     """
-    told = () if not noted else ("num_",) if fp8 else ("num_", "group")
-    left = ("OUT", *_LOADED, *_LISTS, *told, "stride_o")
+    scheduler = ("num_",) if fp8 else ("num_", "group")
+    left = ("OUT", *_LOADED, *_LISTS, *scheduler * work_tile_in_smem, "stride_o")
     return [
         argument.name
         for argument in found
@@ -51,7 +54,7 @@ def consumer_arguments(found: tuple[Argument, ...], noted: bool, fp8: bool) -> l
 
 
 def producer_arguments(found: tuple[Argument, ...], masked: bool) -> list[str]:
-    """What the loading warp takes from the kernel beside descriptors and shared memory.
+    """What the producer takes from the kernel beside descriptors and shared memory.
 
     masked: it computes something of the mask_mod.
     """

@@ -26,7 +26,7 @@ TILE_SCHEDULERS: tuple[TileScheduler, ...] = get_args(TileScheduler)
 
 # A consumer is a warpgroup, one wgmma of which multiplies 64 rows.
 CONSUMER_ROWS, WARPS = 64, 4
-# Registers of a consumer's thread, and of a thread of the loading warpgroup, as setmaxnreg gives
+# Registers of a consumer's thread, and of a thread of the producer warpgroup, as setmaxnreg gives
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
@@ -34,18 +34,18 @@ _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
 
 @dataclass(frozen=True, slots=True)
 class HopperPrefillConfig:
-    """Consumer warpgroups of 64 query rows each walk the keys BLOCK_N at a time; one warp loads.
+    """Consumer warpgroups of 64 query rows loop over tiles of BLOCK_N keys; a producer warp loads.
 
     consumers: warpgroups that multiply, 1 to 3, beside the one whose warp loads by TMA.
     BLOCK_N: keys of a tile, a power of two from 16 to 256.
     num_stages: tiles of K, and of V, in shared memory at once, 1 to 8; the loads run that far
     ahead.
     consumer_regs: registers of a consumer's thread, as setmaxnreg gives them; a multiple of 8 from
-    24 to 240. The loading warpgroup keeps `producer_regs`.
+    24 to 240. The producer warpgroup keeps `producer_regs`.
     ping_pong: whether the consumers alternate on the tensor cores, by named barriers; default
     False. One consumer's softmax then runs beside the other's products (FlashAttention-3).
-    ping_pong_softmax: whether a turn ends behind the exponentials of its scores, not behind its
-    products; default False. It counts beside ping_pong, where cross_tile_pipeline is off:
+    ping_pong_softmax: whether a consumer's turn ends after the exponentials of its scores, not
+    its products; default False. It counts beside ping_pong, where cross_tile_pipeline is off:
     softmaxes of many steps are then 2 to 6 % faster on an H200.
     tile_scheduler: who takes which tile of rows; default "grid", a block a tile. "static": one
     block an SM, with every num_sms-th tile; "dynamic": one block an SM, which takes the next tile
@@ -122,5 +122,5 @@ class HopperPrefillConfig:
 
     @property
     def producer_regs(self) -> int:
-        """Registers of a thread of the loading warpgroup."""
+        """Registers of a thread of the producer warpgroup."""
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

@@ -20,8 +20,8 @@ from flexattn.kernels.hopper import printed, space
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
-from flexattn.kernels.hopper.narrow_values import render_narrow_values
 from flexattn.kernels.hopper.source import render
+from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
 from flexattn.problem import Kind, Problem, Structure
 
@@ -114,13 +114,13 @@ class _Prefill(PlainFamily[HopperPrefillConfig]):
     def values_kernel(
         self, structure: Structure, config: HopperPrefillConfig, device: Device
     ) -> Source | None:
-        """What turns V of fp8 round, where it stays in 8 bits."""
-        return render_narrow_values(structure.head_dim_v, device) if config.fp8_pv else None
+        """The kernel that transposes V of fp8, where it stays in 8 bits."""
+        return render_transpose_v(structure.head_dim_v, device) if config.fp8_pv else None
 
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry
     ) -> dict[str, Any]:
-        return {"num_units": grid.num_units}
+        return {"num_work_tiles": grid.num_work_tiles}
 
     def short(self, config: HopperPrefillConfig) -> str:
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.

@@ -6,10 +6,10 @@ their number alone, so a kernel that asks for this pass is written with one cons
 a comment of its inline assembly how many there are. The pass makes its PTX that of all:
 
 * the first `consumers` warpgroups enter the consumer's code, each with the thread numbers 0 to 127
-  and a hardware barrier of its own; the loading warps see the numbers that they were compiled for;
+  and a hardware barrier of its own; the producer warps see the numbers they were compiled for;
 * the block has the threads and the registers of all of them;
 * between two waits at one mbarrier Triton makes all warps of a partition meet, so that none is a
-  phase ahead. Where the loading warp fills a buffer again only when every thread has released it,
+  phase ahead. Where the producer fills a buffer again only when every thread has released it,
   none can be: there the kernel says so, and the meeting before that wait is taken out.
 
 What the compiler places in shared memory by itself has one place for all consumers: such a kernel
@@ -86,7 +86,7 @@ def merged(ptx: str) -> str:
     ptx = _without_meetings(ptx)
     ptx = _found(_MEETING, rf"\1%meeting, {THREADS};", ptx)
     ptx = _found(_EVERY_WARP, rf"\g<1>{EVERY_WARP};", ptx)
-    # A block starts with as many registers for each thread. When work starts, the loading warps
+    # A block starts with as many registers for each thread. When work starts, the producer warps
     # give some of theirs and the consumers take them; all end with what they have.
     ptx = _once(_THREADS, f".reqntid {threads}", ptx)
     ptx = _once(_REGISTERS, f".maxnreg {REGISTERS // threads // 8 * 8}", ptx)
@@ -134,7 +134,7 @@ def _enter(ptx: str, consumers: int) -> str:
         ptx = _behind(split["consume"], consume, ptx)
     ptx = _behind(split["load"] or split["load_behind"], load, ptx)
     # What a warp is to do is written where it was behind one consumer's. Computed anew, its number
-    # takes none of the loading warp's registers.
+    # takes none of the producer's registers.
     told = re.compile(rf"^(\tadd\.s32 \t%r\d+, %r\d+, ){warp};$", re.MULTILINE)
     return _once(
         told,

@@ -61,9 +61,9 @@ def shared_memory(case: Case) -> tuple[int, bool, int]:
     q_tile = 64 * case.consumers * case.itemsize * case.qk_padded
     keys = case.BLOCK_N * case.itemsize * case.num_stages * case.qk_padded
     values = case.BLOCK_N * case.num_stages * case.v_itemsize * case.v_padded
-    # What a mod reads for keys or diagonals, at most two words for each, is handed on there.
-    handed_on = 8 * case.consumers * max(case.BLOCK_N, 64) if case.loads_keys else 0
-    loaded = handed_on + keys + q_tile + values + 1024
+    # What a mod reads for keys or diagonals, at most two words for each, is exchanged there.
+    exchanged = 8 * case.consumers * max(case.BLOCK_N, 64) if case.loads_keys else 0
+    loaded = exchanged + keys + q_tile + values + 1024
     # An output of 256 columns leaves a persistent block in two halves.
     halved = case.persistent and case.qk_padded == 256 and case.v_padded == 256
     out_rows = 32 * case.consumers if halved else 64 * case.consumers
@@ -108,10 +108,10 @@ def registers(case: Case) -> int:
     scored_registers = 8 if case.scored else 0
     parts = 16 if three else 0
     lazy = 8 if case.lazy_rescale and (three or case.q_in_regs > 0) else 0
-    fp8_pv_walk = case.v_itemsize == 1 and case.mask_rows > 0
-    lazy_walk = case.lazy_rescale and case.persistent and case.q_in_regs > 0
-    walk = 8 if fp8_pv_walk or lazy_walk else 0
-    beside = lazy + parts + scored_registers + walk + floor(3 * case.q_in_regs / 16)
+    fp8_pv_loop = case.v_itemsize == 1 and case.mask_rows > 0
+    lazy_loop = case.lazy_rescale and case.persistent and case.q_in_regs > 0
+    mainloop = 8 if fp8_pv_loop or lazy_loop else 0
+    beside = lazy + mainloop + parts + scored_registers + floor(3 * case.q_in_regs / 16)
     return beside + gathered + floor(accumulator + scores + weights) + 28
 
 
@@ -141,7 +141,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "register split",
             "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
-            "{producer_regs} of 512 for the loading warps of {consumers} consumers",
+            "{producer_regs} of 512 for the producer warps of {consumers} consumers",
             lambda case: (
                 case.consumer_regs >= 24
                 and case.consumer_regs <= 240
@@ -151,7 +151,7 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "ping pong",
-            "ping_pong: one consumer has nobody to take turns with",
+            "ping_pong: it needs two consumers or more",
             lambda case: not case.ping_pong or case.consumers >= 2,
         ),
         Rule(

@@ -16,7 +16,7 @@ from flexattn.problem import INDEX_RANGES, Captures, Structure
 
 __all__ = ["HOPPER", "MaskPieces", "print_mask", "print_score"]
 
-# Behind the name of what each thread read for a key of its own, told to all of them.
+# Behind the name of what threads loaded for a key each and exchanged.
 _BY_KEY = "_by_key"
 
 # Tiles are those of one consumer; a selection behind a condition stays there.
@@ -28,11 +28,11 @@ HOPPER = Dialect(
     tile=Tensor("[ROWS, BLOCK_N]", "MMA_S"),
     key=Tensor("[1, BLOCK_N]", "MMA_S"),
     row=Tensor("[ROWS]", "BY_ROW"),
-    diagonal=Tensor("[STRIP]", "IN_A_LINE"),
+    diagonal=Tensor("[STRIP]", "BLOCKED_1D"),
     over_rows="BY_ROW",
     over_keys="BY_KEY",
-    over_diagonals="IN_A_LINE",
-    guarded="stay({0})",
+    over_diagonals="BLOCKED_1D",
+    guarded="keep_branch({0})",
 )
 
 
@@ -43,10 +43,10 @@ class MaskPieces:
     low, high: the first key of each row, and one past the last, as columns of int32; None where
     nothing is known. rest: what is asked of keys between them; None where that is nothing.
     first_high, last_low: high of the first row, and low of the last: no other row's high is lower,
-    and no other's low is higher. ahead: names of what rest computes on the keys alone, each thread
-    for a key of its own, which is then told to all of them; empty where rest reads more than that.
-    rest.early is on key_in_line then.
-    under: high of first_row, for the loading warp, where the mask keeps all keys below it.
+    and no other's low is higher. exchanged: names of what rest computes of the keys alone, each
+    thread for one key, which it then gives to all threads through shared memory; empty where rest
+    reads more than that. rest.early is on key_of_thread then.
+    under: high of first_row, for the producer, where the mask keeps all keys below it.
     """
 
     rest: Printed | None
@@ -54,7 +54,7 @@ class MaskPieces:
     high: Printed | None = None
     last_low: Printed | None = None
     first_high: Printed | None = None
-    ahead: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
     under: Printed | None = None
 
     @property
@@ -67,12 +67,14 @@ class MaskPieces:
     def holds(self) -> bool:
         """Whether more than one bound is held over the loop, or what is asked of single keys."""
         asked = () if self.rest is None else self.rest.lines
-        return self.low is not None or self.ahead != () or any("kv_idx" in line for line in asked)
+        return (
+            self.low is not None or self.exchanged != () or any("kv_idx" in line for line in asked)
+        )
 
     @property
-    def in_line(self) -> tuple[str, ...]:
-        """Statements of what is ahead, on key_in_line."""
-        return self.rest.early if self.rest is not None and self.ahead else ()
+    def exchanged_lines(self) -> tuple[str, ...]:
+        """Statements of what is exchanged, on key_of_thread."""
+        return self.rest.early if self.rest is not None and self.exchanged else ()
 
     @property
     def hoisted(self) -> tuple[str, ...]:
@@ -114,13 +116,13 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
         pieces = replace(pieces, under=piece("under", span.high, of_run))
     if once or not form.rest_loads_keys_alone:
         return pieces
-    ahead = piece("mask", span.rest, View(kv_idx="key_in_line"))
+    by_thread = piece("mask", span.rest, View(kv_idx="key_of_thread"))
     later = piece("mask", span.rest, View(early=_BY_KEY))
-    assert ahead is not None and later is not None
+    assert by_thread is not None and later is not None
     read = "\n".join((*later.body, later.result))
-    made = dict.fromkeys(line.split(" = ")[0] for line in ahead.early)
+    made = dict.fromkeys(line.split(" = ")[0] for line in by_thread.early)
     names = tuple(name for name in made if f"{name}{_BY_KEY}" in read)
-    return replace(pieces, rest=replace(later, early=ahead.early), ahead=names)
+    return replace(pieces, rest=replace(later, early=by_thread.early), exchanged=names)
 
 
 def print_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
@@ -129,5 +131,5 @@ def print_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> Pri
     lazy_rescale: the softmax is the one that does what it can of it by itself.
     """
     traits = replace(traits, dialect=HOPPER)
-    found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, hands=True)
+    found = triton_score(structure, traits, even_columns=True, fuses=lazy_rescale, exchanges=True)
     return replace(found, limits=None)

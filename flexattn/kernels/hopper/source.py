@@ -1,4 +1,4 @@
-"""Source of the Hopper kernel: what its template is told of a structure and a config."""
+"""Source of the Hopper kernel: its template's context, from a structure and a config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, HopperPrefillCo
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
-    output_and_slots,
+    output_and_stages,
     runs_of,
     tiles_of,
     value_bytes,
@@ -41,17 +41,17 @@ __all__ = ["render"]
 TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
-# A barrier for each tile of K and of V, of Q, and for each consumer's turn.
+# One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
 HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
 MOST_RESCALED = 64
 THREADS = 32 * WARPS
-# Weights of a thread's tile that it takes before the values of the tile before are summed.
-AHEAD = 32
-# Powers of two by which weights of e4m3 are larger than those of a maximum of 1: what is below
-# 2^-17 of it is lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled.
-# Raised by 6, rows of which one key weighs as much as all others missed the gate.
-RAISED = 7.0
+# Weights of a thread's tile whose exp2 is taken before the wait for the P V of the tile before.
+EARLY_EXP2 = 32
+# Weights of e4m3 are 2^MAX_OFFSET larger than those of a maximum of 1: what is below 2^-17 of it
+# is lost, not 2^-10, and a maximum may rise 3.5 times before a row is rescaled. With an offset of
+# 6, rows of which one key weighs as much as all others missed the gate.
+MAX_OFFSET = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def render(
     sparsity = structure.sparsity
     runs = runs_of(structure, config)
     persistent = config.tile_scheduler != "grid"
-    apart, slots = output_and_slots(structure, config, device)
-    reach = skips_far(structure, config)
-    noted = config.tile_scheduler != "grid" or sparsity is not None or reach
+    separate_o_smem, q_stages = output_and_stages(structure, config, device)
+    decay_skip = skips_far(structure, config)
+    work_tile_in_smem = persistent or sparsity is not None or decay_skip
     fold_scale = structure.positive_scale if score is None else score.folded
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
@@ -97,47 +97,51 @@ def render(
             "SPARSE_KV": sparsity.kv_block,
             "TILES_PER_KV": sparsity.kv_block // config.BLOCK_N,
         }
-    if reach:
+    if decay_skip:
         settings["ALL_KEYS"] = float(ALL_KEYS)
     if score is not None and score.strip:
         settings["STRIP"] = 1 << (CONSUMER_ROWS + config.BLOCK_N - 1).bit_length()
     if config.q_in_regs:
-        settings["Q_HELD"] = config.q_in_regs
+        settings["Q_IN_REGS"] = config.q_in_regs
     if config.fp8_pv:
-        settings["RAISED"] = RAISED
+        settings["MAX_OFFSET"] = MAX_OFFSET
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
     if config.order == "sections":
-        settings["SECTION"] = max(1, config.l2_swizzle // config.heads)
-    free_v = HARDWARE_BARRIERS - config.num_stages
-    settings |= {
-        "FREE_V": free_v,
-        "FREE_K": free_v - config.num_stages,
-        "FREE_Q": free_v - config.num_stages - slots,
-    }
-    # Consumers that walk different tiles end a unit at different ones, and what is kept of Q in
-    # registers is that of the unit at hand. In a chain the first values are waited for before the
-    # first keys are given back: with one stage they would not come.
-    pipelined = config.cross_tile_pipeline and slots > 1 and runs < 2 and config.num_stages > 1
+        settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
+    v_empty = HARDWARE_BARRIERS - config.num_stages
+    k_empty = v_empty - config.num_stages
+    q_empty = k_empty - q_stages
+    settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
+    # Consumers with runs of their own end a work tile at different KV tiles, and q_in_regs holds
+    # the Q of one work tile. Across work tiles the first V is waited for before the first K is
+    # released: with one stage it would not come.
+    pipelined = config.cross_tile_pipeline and q_stages > 1 and runs < 2 and config.num_stages > 1
     pipelined = pipelined and tiles.v_width <= 128 and not config.q_in_regs and not config.fp8_pv
     hoisted = [line for each in used for line in each.hoisted]
-    # What a unit reads for each of its rows costs 14 % where it comes with the unit before
-    # (8 documents, 8k, H200).
+    # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
+    # before (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
     per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS
     strip = int(str(settings.get("STRIP", 0)))
-    handed = max(strip, config.BLOCK_N if mask is not None and mask.ahead else 0)
+    by_key = mask is not None and mask.exchanged != ()
+    exchange_width = max(strip, config.BLOCK_N if by_key else 0)
     half = "bf16" if structure.out_dtype == "bfloat16" else "f16"
     fused = "" if score is None else score.fused
-    # Beside 128 columns two consumers have registers left for what passes while values are summed.
+    # Beside 128 columns two consumers have registers left for exponents during P V.
     wide = lazy and config.consumers == 2 and tiles.qk_padded == tiles.v_width == per_thread * 2
-    ahead = 0 if not wide or fused == "capped" else AHEAD if score is None else AHEAD // 2
-    # The names on the left are the template's, whose words are older than the config's.
+    early_exp2 = EARLY_EXP2 if score is None else EARLY_EXP2 // 2
+    if not wide or fused == "softcap":
+        early_exp2 = 0
     context = {
         **mods,
         **values(config),
         "hoisted": hoisted,
-        # Nor what of an fp8 unit depends on its heads' factors.
+        # Knobs that this structure or another knob rules out are off in the template.
+        "lazy_rescale": lazy,
+        "cross_tile_pipeline": pipelined,
+        "ping_pong_softmax": config.ping_pong_softmax and not pipelined,
+        # Scores of fp8 depend on factors of the heads.
         "hoists_early": pipelined and bool(used) and not by_row and not structure.fp8,
         "score": score,
         "mask": mask,
@@ -146,35 +150,29 @@ def render(
         "out_chunks": tiles.out_chunks,
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
-        "schedule": config.tile_scheduler,
         "persistent": persistent,
-        "own_output": apart,
-        "q_slots": slots,
-        "chained": pipelined,
-        "released_early": persistent and apart and not pipelined,
-        "long_turns": config.ping_pong_softmax and not pipelined,
-        "free_threads": 128 * config.consumers + 32,
+        "separate_o_smem": separate_o_smem,
+        "q_stages": q_stages,
+        "q_released_early": persistent and separate_o_smem and not pipelined,
+        "barrier_threads": 128 * config.consumers + 32,
         "merge_consumers": config.merges,
-        "registers": config.consumer_regs,
-        "packed": config.pack_gqa,
-        "turn": free_v - config.num_stages - slots - config.consumers,
-        "alone": merge_consumers.ALONE,
+        "warp_scheduler_barrier": q_empty - config.consumers,
+        "skip_sync_mark": merge_consumers.ALONE,
         "announcement": merge_consumers.announcement(config.consumers, config.consumer_regs),
-        "noted": noted,
-        "handed": handed,
+        "work_tile_in_smem": work_tile_in_smem,
+        "exchange_width": exchange_width,
         "block_keys": config.BLOCK_N,
         "sizes": [2 << i for i in range((config.BLOCK_N // 8).bit_length() - 1)],
         "listed": sparsity is not None and not runs,
         "runs": runs,
-        "reach": reach,
-        "producer_registers": config.producer_regs,
-        "watched": lazy,
+        "decay_skip": decay_skip,
+        "producer_regs": config.producer_regs,
         "fused": fused,
-        "exposed_early": fused == "capped" or wide,
-        "ahead": ahead,
+        "exponents_early": fused == "softcap" or wide,
+        "early_exp2": early_exp2,
         # All at once where registers are left for scores and exponents side by side.
         "parts": 1 if wide and (mask is None or not mask.holds) else 2,
-        "out": per_thread * (2 if ahead else 1),
+        "out": per_thread * (2 if early_exp2 else 1),
         "coefficients": COEFFICIENTS,
         "limit": LIMIT,
         "float_bits": float_bits,
@@ -182,19 +180,17 @@ def render(
         "per_thread": per_thread,
         "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
         "half": half,
-        "q_registers": config.q_in_regs,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
         "v_itemsize": value_bytes(structure, config),
         "fp8": structure.fp8,
-        "narrow": config.fp8_pv,
-        "raised": RAISED,
+        "max_offset": MAX_OFFSET,
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "consumer_arguments": consumer_arguments(found, noted, structure.fp8),
+        "consumer_arguments": consumer_arguments(found, work_tile_in_smem, structure.fp8),
         "producer_arguments": producer_arguments(
-            found, reach and mask is not None and mask.under is not None
+            found, decay_skip and mask is not None and mask.under is not None
         ),
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]

@@ -77,7 +77,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
     for each in table:
         if each.consumers > 2 and _moves(structure):
-            continue  # each walks a part of its own of a run, and then begins no rows early
+            continue  # each has a part of a run of its own, which rules out the pipeline
         if structure.fp8:
             each = replace(each, q_in_regs=0)
         # What is held from before the scores are there takes registers that they need.
@@ -97,8 +97,8 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before. Two consumers
             # end no later, in fp8 sooner, where it takes the next that is left.
-            dealt = found.consumers > 2 and not structure.fp8
-            found = replace(found, tile_scheduler="static" if dealt else "dynamic")
+            many = found.consumers > 2 and not structure.fp8
+            found = replace(found, tile_scheduler="static" if many else "dynamic")
         turns = found.consumers > 1 and (diagonal or _takes_turns(structure, widest))
         found = replace(found, ping_pong=turns)
         # Softmaxes of many steps, or whose threads meet, are 2 to 6 % faster where they alternate
@@ -148,11 +148,11 @@ def _takes_turns(structure: Structure, widest: int) -> bool:
 
 
 def _forms(structure: Structure, scheduler: TileScheduler) -> tuple[bool, ...]:
-    """Whether one loop walks the tiles of all units, the faster form first where both can run.
+    """Values of cross_tile_pipeline, the faster one first where both can run.
 
-    One loop is 6 % faster where every unit walks all keys and has products 128 wide. A mask makes
-    units short, and their ends, which then stand in the loop, many; what a score_mod holds, it
-    holds there from unit to unit. Apart, those end 2 to 12 % earlier.
+    It is 6 % faster where every work tile has all keys and products are 128 wide. A mask makes
+    work tiles short, and their epilogues, which are then in the loop, many; what a score_mod
+    holds in registers it holds from one to the next. Without it those are 2 to 12 % faster.
     """
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     if scheduler == "grid" or widest > 128:

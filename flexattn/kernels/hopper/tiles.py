@@ -13,7 +13,7 @@ from flexattn.problem import ITEMSIZE, Structure
 
 __all__ = [
     "Tiles",
-    "output_and_slots",
+    "output_and_stages",
     "runs_of",
     "tiles_of",
     "value_bytes",
@@ -71,7 +71,7 @@ def runs_of(structure: Structure, config: HopperPrefillConfig) -> int:
     return 1 if sparsity.q_block % config.BLOCK_M == 0 else config.consumers
 
 
-def output_and_slots(
+def output_and_stages(
     structure: Structure, config: HopperPrefillConfig, device: Device
 ) -> tuple[bool, int]:
     """Whether the output has tiles of its own, and how many tiles of Q are held.

@@ -29,12 +29,12 @@ def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict
     return {
         "vector": vector,
         "words_of": ", ".join(f"v{c}" for c in range(vector)),
-        "poll": _poll(vector, loads),
+        "poll_asm": _poll(vector, loads),
         "poll_constraints": ",".join(
             ["=&r"] * ((vector + 1) * loads) + ["l"] * (2 * loads) + ["r"] * loads
         ),
         "poll_pack": loads,
-        "left": (
+        "store_asm": (
             "{ .reg .pred wanted, own, first; .reg .b32 thread;",
             f"setp.ne.s32 wanted, ${vector + 4}, 0;",
             "mov.u32 thread, %tid.x;",
@@ -45,7 +45,7 @@ def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict
             f"@first st.relaxed.gpu.global.b32 [$2], ${vector + 3};",
             "mov.u32 $0, 0; }",
         ),
-        "left_constraints": ",".join(["=r", "l", "l", *["r"] * (vector + 2)]),
+        "store_constraints": ",".join(["=r", "l", "l", *["r"] * (vector + 2)]),
     }
 
 

@@ -81,7 +81,7 @@ class ServingForm:
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """BLOCK_M packed rows walk the keys BLOCK_N at a time.
+    """BLOCK_M packed rows loop over the keys, BLOCK_N at a time.
 
     BLOCK_M: query rows of a tile: the query heads of a KV head x query positions.
     BLOCK_N: keys of a tile.
@@ -96,7 +96,7 @@ class ServingConfig:
     those of one request go round the programs, which then need not know its length.
     combine: who merges the parts of a row that several programs worked on. With "even": "last",
     the default, the program that finishes last, or "launch", a second kernel (of a cascade's
-    prefix: the one that ends it). With the others "await": the program that has the unit's end
+    prefix: the one that ends it). With the others "await": the program that has the tile's end
     waits for the words of those before it.
     """
 
@@ -121,7 +121,7 @@ class ServingConfig:
 
     @property
     def left(self) -> int:
-        """Partial results that a program may leave: where it merges its last unit itself, one."""
+        """Partial results that a program may leave: one where it merges its last itself."""
         return 1 if self.combine == "await" else 2
 
     def programs(self, device: Device) -> int:

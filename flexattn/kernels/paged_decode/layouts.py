@@ -1,4 +1,4 @@
-"""Where each thread's registers lie in the tiles of a serving kernel whose warps walk alone."""
+"""Register layouts of the warp-private serving kernel: which thread has which elements."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["WARPS", "serving_layouts", "warp_sizes"]
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
 WARPS = Dialect(
     gluon=True,
-    tile=Tensor("[WARPS, OWN, BLOCK_M]", "MMA"),
-    key=Tensor("[WARPS, OWN, 1]", "MMA"),
+    tile=Tensor("[WARPS, KEYS_PER_WARP, BLOCK_M]", "MMA"),
+    key=Tensor("[WARPS, KEYS_PER_WARP, 1]", "MMA"),
 )
 # Vectors of parts that a thread awaits at a time.
 AWAITED = 16
@@ -92,7 +92,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         "in_word": in_word,
         "k_side": k_side,
         "v_side": v_side,
-        "deal_round": config.split_policy == "round",
+        "round_robin": config.split_policy == "round",
         "rows_beyond": config.BLOCK_M > _merge_rows(form, config),
         **await_context(
             _vector(form, config),
@@ -106,16 +106,16 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
 def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict[str, int]:
     """Constants of that kernel alone, and those that it has another value for.
 
-    SHARERS: programs of a head. STEP: from a program's tile of a unit to its next.
+    STEP: from a program's KV tile of a work tile to its next.
     """
-    sharers = config.programs(device) // form.kv_heads
+    programs = config.programs(device) // form.kv_heads
     return {
         "HEAD_DIM": form.head_dim_qk,
         "WARPS": config.num_warps,
-        "OWN": config.keys_per_warp,
-        "IN": _inside(form, config),
-        "SHARERS": sharers,
-        "STEP": sharers if config.split_policy == "round" else 1,
+        "KEYS_PER_WARP": config.keys_per_warp,
+        "CONTIGUOUS_KEYS": _inside(form, config),
+        "PROGRAMS_PER_HEAD": programs,
+        "STEP": programs if config.split_policy == "round" else 1,
         "MERGE_ROWS": _merge_rows(form, config),
         "MERGE_PARTS": _parts(form, config),
         "VECTOR": _vector(form, config),
@@ -141,7 +141,7 @@ def _rows_held(form: ServingForm, config: ServingConfig) -> int:
 
 
 def _parts(form: ServingForm, config: ServingConfig) -> int:
-    """Parts of a unit that are awaited at a time."""
+    """Parts of a work tile that are polled at a time."""
     return max(1, AWAITED // _rows_held(form, config))
 
 

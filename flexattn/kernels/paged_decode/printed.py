@@ -45,7 +45,7 @@ RULES: Rules[Case] = Rules(
     fit=(
         Rule(
             "combine",
-            "parts are awaited where tiles are dealt by heads or round",
+            "parts are awaited where tiles are split by heads or round",
             lambda case: not case.awaits,
         ),
         Rule(

@@ -67,7 +67,7 @@ RULES: Rules[Case] = Rules(
     fit=(
         Rule(
             "arch",
-            "warps walk alone on NVIDIA's sm_80 to sm_90",
+            "warp-private kernels run on NVIDIA's sm_80 to sm_90",
             lambda case: case.interpreted or (case.capability >= 80 and case.capability <= 90),
         ),
         Rule(
@@ -112,7 +112,7 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "combine",
-            "parts are awaited where tiles are dealt by heads or round",
+            "parts are awaited where tiles are split by heads or round",
             lambda case: case.awaits,
         ),
         Rule(

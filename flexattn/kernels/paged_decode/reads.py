@@ -13,14 +13,14 @@ from flexattn.kernels.printers.triton_printer import buffer_names
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Captures
 
-__all__ = ["Fetched", "Peek", "fetched_ahead", "peeks_of", "reads_last_keys"]
+__all__ = ["PredicatedLoad", "Prefetched", "predicated_loads", "prefetched", "reads_last_keys"]
 
 # At most so many lines of memory are asked for along each dimension of a captured tensor.
 AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Peek:
+class PredicatedLoad:
     """A function of a kernel that reads elements of a dtype where they lie.
 
     read: PTX's load. register: the letter of what it fills, bits: how wide that is. value: the
@@ -35,7 +35,7 @@ class Peek:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class Prefetched:
     """Elements of a captured tensor whose lines of memory a kernel asks for at its start.
 
     Texts of the element's address and of whether it exists, for numbers named `line`.
@@ -45,7 +45,7 @@ class Fetched:
     exists: str
 
 
-def fetched_ahead(captures: Captures | None) -> Iterator[Fetched]:
+def prefetched(captures: Captures | None) -> Iterator[Prefetched]:
     """The first elements along each dimension of what a mod captures: a line each, or a row.
 
     That is nearly all of a small tensor. Every address is that of an element, also of a view with
@@ -63,7 +63,7 @@ def fetched_ahead(captures: Captures | None) -> Iterator[Fetched]:
                 step = index = f"line * {LINE // itemsize(buffer.dtype)}"
             others = [f"({each} > 0)" for each in sizes if each != size]
             exists = [f"(line < {AHEAD})", f"({index} < {size})", *others]
-            yield Fetched(f"{base} + {step}", " & ".join(exists))
+            yield Prefetched(f"{base} + {step}", " & ".join(exists))
 
 
 def reads_last_keys(captures: Captures) -> bool:
@@ -73,17 +73,19 @@ def reads_last_keys(captures: Captures) -> bool:
     return form.loads_by_key and free is not None and not any(edge.lowest for edge in free)
 
 
-def peeks_of(mask: MaskParts) -> tuple[Peek, ...]:
-    """The functions that a mask's statements call, printed with Traits.peeks."""
-    found = (re.findall(r"\bpeek_(\w+)\(", line) for line in mask.lines)
-    return tuple(_peek(dtype) for dtype in dict.fromkeys(name for each in found for name in each))
+def predicated_loads(mask: MaskParts) -> tuple[PredicatedLoad, ...]:
+    """The functions that a mask's statements call, printed with Traits.predicated_loads."""
+    found = (re.findall(r"\bpredicated_load_(\w+)\(", line) for line in mask.lines)
+    return tuple(
+        _predicated_load(dtype) for dtype in dict.fromkeys(name for each in found for name in each)
+    )
 
 
-def _peek(dtype: str) -> Peek:
+def _predicated_load(dtype: str) -> PredicatedLoad:
     size = itemsize(dtype)
     read, register, bits = {1: ("u8", "r", 32), 2: ("u16", "r", 32)}.get(
         size, (f"b{8 * size}", "l" if size == 8 else "r", 8 * size)
     )
     number = "word" if bits == 8 * size else f"word.to(tl.int{8 * size})"
     value = "word != 0" if dtype == "bool" else f"{number}.to({triton_type(dtype)}, bitcast=True)"
-    return Peek(dtype, read, register, bits, value)
+    return PredicatedLoad(dtype, read, register, bits, value)

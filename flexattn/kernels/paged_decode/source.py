@@ -1,4 +1,4 @@
-"""Render the serving kernels: the one that walks the batch, and the one that merges its pieces."""
+"""Render the serving kernels: the one over the batch, and the one that merges partial results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.reads import fetched_ahead, peeks_of, reads_last_keys
+from flexattn.kernels.paged_decode.reads import predicated_loads, prefetched, reads_last_keys
 from flexattn.kernels.paged_decode.space import (
     COMBINE_WARPS,
     ITEMSIZE,
@@ -86,7 +86,7 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 
 def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
-    """Arguments of the kernel that merges what several programs did of a unit."""
+    """Arguments of the kernel that merges the parts of work tiles."""
     return (*_written(form), *_described(form), *captured_arguments(form.mask))
 
 
@@ -99,7 +99,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
     if late and not config.warp_private and device.backend != "hip":
-        mask = _printed(form.mask, form, replace(traits, peeks=True))
+        mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
     v = rendering.named_pieces("v", form.head_dim_v)
@@ -126,21 +126,21 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
         "tied": tied(form),
         "widen": _EIGHT_BITS.get(form.kv_dtype, "") if not config.warp_private else "",
         "widen_by_hand": device.capability >= 89,
-        "narrow": f".to({product})" if eight and form.dtype != form.product_dtype else "",
+        "q_cast": f".to({product})" if eight and form.dtype != form.product_dtype else "",
         "paged": form.page > 0,
         "page_of_tile": form.page > 0 and form.page % config.BLOCK_N == 0,
         "tile_of_pages": of_pages,
         "pages_in_tile": of_pages,
         "k_whole": of_pages and not tied(form),
-        # Tall tiles have no registers for what every turn of the loop would find again.
-        "rows_kept": config.BLOCK_M < 64 and (of_pages or not form.page),
+        # Tall tiles have no registers for what the loop can compute again.
+        "row_offsets_hoisted": config.BLOCK_M < 64 and (of_pages or not form.page),
         "last": config.combine == "last",
         "late_sum": config.BLOCK_M <= 32,
         # A warp of its own reads in the layout of its scores, and has its next tile in registers.
         "mask_apart": late and config.warp_private,
-        "peeks": () if mask is None else peeks_of(mask),
+        "predicated_loads": () if mask is None else predicated_loads(mask),
         "prefetch": device.backend == "cuda",
-        "fetched": (*fetched_ahead(form.score), *fetched_ahead(form.mask)),
+        "prefetched": (*prefetched(form.score), *prefetched(form.mask)),
     }
     if config.warp_private:
         context |= {
@@ -175,7 +175,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         "v_pieces": rendering.named_pieces("v", form.head_dim_v),
         "widen": "",
         "prefetch": False,
-        "peeks": (),
+        "predicated_loads": (),
     }
     context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
@@ -298,8 +298,8 @@ def _shared(
     return {
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
-        "alone": config.warp_private,
-        "one_unit": config.warp_private and 0 < form.rows <= config.BLOCK_M,
+        "warp_private": config.warp_private,
+        "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
@@ -348,7 +348,7 @@ def _printed(captures: Captures | None, form: ServingForm, traits: Traits) -> Ma
     needed = "i < end"
     if not form.prefix and mask_form(captures.mod.expr, INDEX_RANGES).free_edges is not None:
         needed = "(start_n < free_low) | (start_n + BLOCK_N > free_high)"
-    if traits.peeks:
+    if traits.predicated_loads:
         # Nothing but its end bounds what is free, so no tile begins before it.
         needed = "start_n + BLOCK_N > free_high"
     return whole(captures, traits, needed)

@@ -43,8 +43,8 @@ COMBINES: tuple[Combine, ...] = get_args(Combine)
 def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
     """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
 
-    A program's range of tiles begins inside at most one unit of work and ends inside at most one
-    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a unit that
+    A program's range of tiles begins inside at most one work tile and ends inside at most one
+    other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a tile that
     ends in its range it keeps its own where it awaits those of the others.
     """
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)

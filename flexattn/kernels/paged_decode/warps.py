@@ -1,4 +1,4 @@
-"""Serving kernels whose warps walk alone: what can run, what is worth trying, where to start."""
+"""Warp-private serving kernels: what can run, what is worth trying, where to start."""
 
 from __future__ import annotations
 

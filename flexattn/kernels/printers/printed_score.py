@@ -7,7 +7,7 @@ from typing import Literal
 
 __all__ = ["Fused", "Limits", "PrintedScore", "Ramp"]
 
-Fused = Literal["", "ramp", "columns", "diagonals", "capped"]
+Fused = Literal["", "ramp", "columns", "diagonals", "softcap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PrintedScore:
     may be among that. limits: of the keys. ramp: what the product with the keys adds, and their
     softmax, instead of body; only with `folded`. fused: what the softmax does by itself: "ramp",
     with the numbers `slope` and `column`, the first key's; "columns" and "diagonals", with one
-    `column` a key or a score; "capped", with `score_scale` inside of tanh; "" nothing. Only with
+    `column` a key or a score; "softcap", with `score_scale` inside of tanh; "" nothing. Only with
     `folded`.
     """
 

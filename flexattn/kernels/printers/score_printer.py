@@ -25,18 +25,18 @@ def print_score(
     even_columns: bool = False,
     ramps: bool = False,
     fuses: bool = False,
-    hands: bool = False,
+    exchanges: bool = False,
 ) -> PrintedScore:
     """The score_mod of a structure that has one; raises as `print_mod` does.
 
     even_columns: what is added grows evenly from key to key where it can, which a layout like that
     of Hopper's scores makes cheap. ramps: the template adds what grows evenly by a product.
-    fuses: its softmax adds columns, or caps scores, by itself. hands: its threads hand each other
-    the values of diagonals by a function of the template's own.
+    fuses: its softmax adds columns, or caps scores, by itself. exchanges: its threads
+    exchange the values of diagonals by a function of the template's own.
     """
     terms = structure.terms
     assert terms is not None
-    return _Score(structure, terms, traits, even_columns, ramps, fuses, hands).run()
+    return _Score(structure, terms, traits, even_columns, ramps, fuses, exchanges).run()
 
 
 def whole_score(captures: Captures, traits: Traits) -> PrintedScore:
@@ -60,11 +60,11 @@ class _Score:
         even_columns: bool,
         ramps: bool,
         fuses: bool,
-        hands: bool,
+        exchanges: bool,
     ) -> None:
         assert structure.score is not None
         self.even_columns, self.ramps, self.fuses = even_columns, ramps, fuses
-        self.hands = hands
+        self.exchanges = exchanges
         self.captures, self.terms, self.traits = structure.score, terms, traits
         self.structure = structure
         self.dialect, self.tl = traits.dialect, traits.dialect.module
@@ -117,11 +117,11 @@ class _Score:
             return "diagonals"
         capped = terms.core.op == "tanh" and terms.core.args == (SCORE,) and not terms.added
         capped = capped and terms.positive(terms.inner) and self.structure.positive_scale
-        return "capped" if capped and self.traits.fast_tanh and terms.keep is None else ""
+        return "softcap" if capped and self.traits.fast_tanh and terms.keep is None else ""
 
     def _fuse(self, fused: Fused, reference: str) -> None:
         terms = self.terms
-        if fused == "capped":
+        if fused == "softcap":
             self._factor("score", "sm_scale", terms.inner, True)
             self._factor("qk", "LOG2E", terms.outer, True)
             return
@@ -258,8 +258,8 @@ class _Score:
         lanes = dialect.arange("STRIP", dialect.over_diagonals)
         self.early.append(f"strip_kv = start_n + (BLOCK_N - 1) - {lanes}")
         strip = self._place(self._base_2(expr), view)
-        if self.hands:
-            self.body.append(f"strip = along_diagonals(handed.index(consumer), {strip})")
+        if self.exchanges:
+            self.body.append(f"strip = along_diagonals(exchange.index(consumer), {strip})")
             return "strip"
         # In the layouts of matrix instructions a thread's places differ from another's in row bits
         # other than 8 and in the key bits of 6: what is left is known when this is compiled, and
@@ -285,8 +285,8 @@ class _Score:
             printed = self._print(terms.row, view)
             lines += printed.hoisted
             texts.append(printed.result)
-        if terms.tilt is not None:
-            printed = self._print(terms.tilt, replace(view, prefix="tilt"))
+        if terms.row_slope is not None:
+            printed = self._print(terms.row_slope, replace(view, prefix="row_slope"))
             lines += printed.hoisted
             texts.append(f"{printed.result} * (row_q - {reference}).to({self.tl}.float32)")
         zeros = self.dialect.zeros(self.dialect.row, FLOAT)

@@ -26,8 +26,9 @@ class Traits:
 
     interpreted: Triton's CPU interpreter. head_per_row: `h` is a column of heads, one a row, not
     a number; batch_per_row: `b` is one too. fast_tanh: the hardware's tanh is accurate enough
-    for the output's dtype. short_tanh: an exponential and a division are. peeks: what differs by
-    key is read by the `peek` of its dtype, which the template defines. dialect: the language.
+    for the output's dtype. short_tanh: an exponential and a division are. predicated_loads: what
+    differs by key is read by the function for its dtype, which the template defines. dialect: the
+    language.
     """
 
     interpreted: bool = False
@@ -35,7 +36,7 @@ class Traits:
     batch_per_row: bool = False
     fast_tanh: bool = False
     short_tanh: bool = False
-    peeks: bool = False
+    predicated_loads: bool = False
     dialect: Dialect = TRITON
 
 
@@ -340,8 +341,8 @@ class _Printer:
         zero = "0.0" if buffer.dtype.startswith("float8") else "0"
         checked = f", mask={inside}, other={zero}" if inside else ""
         text = f"{self.tl}.load({address}{checked})"
-        if key and inside and self.traits.peeks:
-            text = f"peek_{buffer.dtype}({address}, {inside})"
+        if key and inside and self.traits.predicated_loads:
+            text = f"predicated_load_{buffer.dtype}({address}, {inside})"
         loaded = _Value(text, buffer.dtype, row, key)
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not row and self.mod.kind == "score"

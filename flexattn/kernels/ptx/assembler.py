@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 from flexattn.settings import names_ptxas
 
 __all__ = [
-    "PTXAS", "Ptxas", "assembled_by", "assemblers", "effective", "own_ptxas", "preferred",
-    "ptx_version", "triton_version",
+    "PTXAS", "Ptxas", "assembled_by", "assemblers", "effective", "for_split_tiles", "own_ptxas",
+    "preferred", "ptx_version", "triton_version",
 ]  # fmt: skip
 
 # "": the one that Triton takes for the arch; else the file's name.
@@ -28,6 +28,8 @@ Ptxas = Literal["", "ptxas", "ptxas-blackwell"]
 PTXAS: tuple[Ptxas, ...] = get_args(Ptxas)
 # The first whose cache tells kernels of both apart; the first that takes the newer for sm_90.
 _KEYED, _TAKES_NEWER = (3, 7), (3, 9)
+# Releases below bring ptxas 12.8 for sm_90.
+_PAST_12_8 = (3, 8)
 
 
 @lru_cache(maxsize=1)
@@ -55,6 +57,18 @@ def preferred() -> Ptxas:
     0.99 to 1.25 of the speed, most of them equal.
     """
     return "ptxas" if "ptxas" in assemblers() else ""
+
+
+@lru_cache(maxsize=1)
+def for_split_tiles() -> Ptxas:
+    """The one for loops on sm_90 whose tiles are several products, as those of D 80 are (64 + 16).
+
+    There ptxas 12.8 can read a uniform register that holds the descriptor of a product's operand
+    before it is written: e4m3 keys of D 80 and 96 were multiplied by whatever lay elsewhere. The
+    12.9 beside it does not. "" where Triton's own is another, or the environment names one.
+    """
+    ours_to_choose = not names_ptxas() and (3, 0) <= _release() < _PAST_12_8
+    return "ptxas-blackwell" if ours_to_choose and _tool("ptxas-blackwell").exists() else ""
 
 
 @lru_cache(maxsize=1)

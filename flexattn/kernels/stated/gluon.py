@@ -32,7 +32,7 @@ __all__ = [
     "WORTH",
 ]
 
-# A config's numbers, registers of a thread of its loading warp, whether its words have a meaning.
+# A config's numbers, registers of a thread of its producer, whether its words have a meaning.
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
@@ -67,9 +67,9 @@ SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
 REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
-# Of lazy_rescale, beside parts of Q, in shared memory or in registers; of a walk beside the
+# Of lazy_rescale, beside parts of Q, in shared memory or in registers; of the main loop beside the
 # products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
-LAZY_REGISTERS = WALK_REGISTERS = 8
+LAZY_REGISTERS = MAINLOOP_REGISTERS = 8
 # Of a column of Q in registers: half of one holds it, a quarter of that gives way to the slack.
 HELD_REGISTERS = Rational(3, 16)
 # Registers of an SM for one thread of every warpgroup.
@@ -86,12 +86,12 @@ let = Steps()
 q_tile = let("q_tile", ROWS * consumers * qk_padded * itemsize)
 keys = let("keys", num_stages * BLOCK_N * qk_padded * itemsize)
 values = let("values", num_stages * BLOCK_N * v_padded * v_itemsize)
-handed_on = let(
-    "handed_on",
+exchanged = let(
+    "exchanged",
     Piecewise((8 * consumers * Max(BLOCK_N, ROWS), loads_keys), (0, True)),
-    "What a mod reads for keys or diagonals, at most two words for each, is handed on there.",
+    "What a mod reads for keys or diagonals, at most two words for each, is exchanged there.",
 )
-loaded = let("loaded", q_tile + keys + values + handed_on + SHARED_SLACK)
+loaded = let("loaded", q_tile + keys + values + exchanged + SHARED_SLACK)
 halved = let(
     "halved",
     And(persistent, Eq(qk_padded, 256), Eq(v_padded, 256)),
@@ -156,10 +156,12 @@ parts = let("parts", Piecewise((PARTS_REGISTERS, three), (0, True)))
 lazy = let(
     "lazy", Piecewise((LAZY_REGISTERS, And(lazy_rescale, Or(three, q_in_regs > 0))), (0, True))
 )
-fp8_pv_walk = let("fp8_pv_walk", And(FP8_PV, mask_rows > 0))
-lazy_walk = let("lazy_walk", And(lazy_rescale, q_in_regs > 0, persistent))
-walk = let("walk", Piecewise((WALK_REGISTERS, Or(fp8_pv_walk, lazy_walk)), (0, True)))
-beside = let("beside", floor(HELD_REGISTERS * q_in_regs) + parts + lazy + walk + scored_registers)
+fp8_pv_loop = let("fp8_pv_loop", And(FP8_PV, mask_rows > 0))
+lazy_loop = let("lazy_loop", And(lazy_rescale, q_in_regs > 0, persistent))
+mainloop = let("mainloop", Piecewise((MAINLOOP_REGISTERS, Or(fp8_pv_loop, lazy_loop)), (0, True)))
+beside = let(
+    "beside", floor(HELD_REGISTERS * q_in_regs) + parts + lazy + mainloop + scored_registers
+)
 
 REGISTERS = let.formula(
     "registers",
@@ -204,12 +206,12 @@ SHAPE: tuple[Inequality, ...] = (
             consumers * consumer_regs + producer_regs <= SM_THREAD_REGISTERS,
         ),
         "consumer_regs={consumer_regs} is no multiple of 8 from 24 to 240 that leaves "
-        "{producer_regs} of 512 for the loading warps of {consumers} consumers",
+        "{producer_regs} of 512 for the producer warps of {consumers} consumers",
     ),
     Inequality(
         "ping pong",
         Or(Not(ping_pong), consumers >= 2),
-        "ping_pong: one consumer has nobody to take turns with",
+        "ping_pong: it needs two consumers or more",
     ),
     Inequality(
         "barriers",

@@ -48,7 +48,7 @@ PROGRAMS = Statement(
         Inequality(
             "combine",
             Not(awaits),
-            "parts are awaited where tiles are dealt by heads or round",
+            "parts are awaited where tiles are split by heads or round",
         ),
         Inequality("combine", known_combine, "combine={combine!r} is one of last, launch, await"),
         _tile(BLOCK_M),

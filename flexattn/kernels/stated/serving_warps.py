@@ -70,7 +70,7 @@ WARPS = Statement(
         Inequality(
             "arch",
             Or(interpreted, And(capability >= 80, capability <= 90)),
-            "warps walk alone on NVIDIA's sm_80 to sm_90",
+            "warp-private kernels run on NVIDIA's sm_80 to sm_90",
         ),
         Inequality("rows", _one_of(BLOCK_M, (8, 16)), "BLOCK_M={BLOCK_M} is 8 or 16"),
         Inequality("warps", _one_of(num_warps, (1, 2, 4, 8)), "num_warps is 1, 2, 4 or 8"),
@@ -94,7 +94,7 @@ WARPS = Statement(
         Inequality(
             "split_policy", known_policy, "split_policy={split_policy!r} is heads or round"
         ),
-        Inequality("combine", awaits, "parts are awaited where tiles are dealt by heads or round"),
+        Inequality("combine", awaits, "parts are awaited where tiles are split by heads or round"),
         Inequality(
             "dtype",
             And(Eq(itemsize, 2), Or(Eq(kv_itemsize, 1), same_dtype)),

@@ -67,7 +67,7 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
     0, which fills the SMs once at any length, and fractions and multiples of that at this one.
     """
     once = decode_grid(problem, replace(config, num_splits=0), device)
-    units = max(1, once.num_units)
+    units = max(1, once.num_work_tiles)
     key_tiles = max(1, -(-problem.kv_len // config.BLOCK_N))
     found = {int(waves * device.num_sms / units) for waves in (MORE_WAVES if every else WAVES)}
     found |= {1} if every else set()

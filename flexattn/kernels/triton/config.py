@@ -17,7 +17,7 @@ ORDERS: tuple[Order, ...] = ("last", "first", "group", "heads")
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """A tile of BLOCK_M query rows walks the keys BLOCK_N at a time.
+    """A tile of BLOCK_M query rows loops over the keys, BLOCK_N at a time.
 
     use_tma: Q, K and V are read through tensor descriptors, by the bulk copy engine.
     order: which tiles start first. "last" and "first": a head's last or first rows, head after
@@ -40,7 +40,7 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """BLOCK_M packed rows (query heads of a group x query positions) walk their split of the keys.
+    """BLOCK_M packed rows (query heads of a group x query positions) loop over a split of keys.
 
     num_splits: pieces of the keys, each for one CTA; 0 lets the sizes decide at launch.
     early_loads: as in prefill.

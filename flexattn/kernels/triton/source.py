@@ -20,6 +20,8 @@ from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
 from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole
 from flexattn.kernels.printers.score_printer import PrintedScore, print_score
 from flexattn.kernels.printers.triton_ops import triton_type
+from flexattn.kernels.ptx.assembler import for_split_tiles
+from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton.arguments import (
     combine_arguments,
     decode_arguments,
@@ -89,13 +91,17 @@ def render(
         "fold_scale": structure.positive_scale if score is None else score.folded,
         "element": triton_type(structure.dtype),
         "widens": structure.kv_dtype != "",
+        "by_bytes": _loads_bytes(structure),
         "upcast": device.backend == "interpreter" and structure.dtype == "bfloat16",
         "precision": _precision(structure),
         "lse": structure.lse,
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
-        "reach": skips_far(structure, config),
+        "decay_skip": skips_far(structure, config),
     }
+    split = prefill and device.has_wgmma and len(qk) + len(v) > 2
+    ptxas = for_split_tiles() if split else ""
+    told = [f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it"] if ptxas else []
     if isinstance(config, PrefillConfig):
         found = prefill_arguments(structure, config)
     else:
@@ -103,12 +109,20 @@ def render(
     return make_source(
         name,
         device,
-        [title, f"config: {describe(config)}", *expressions(structure)],
+        [title, f"config: {describe(config)}", *expressions(structure), *told],
         context,
         found,
         config.num_warps,
         config.num_stages,
+        stages=Stages(ptxas=ptxas),
     )
+
+
+def _loads_bytes(structure: Structure) -> bool:
+    """Whether each byte of K and V is a load: of eight bits, in rows of no alignment."""
+    layout = structure.layout
+    wide = layout.aligned and layout.k_contiguous and layout.v_contiguous
+    return "float8" in structure.dtype_of("k") and not wide
 
 
 def _looks_ahead(structure: Structure) -> bool:

@@ -1,11 +1,19 @@
 """Records follow the renderer where their kernels are what they were, and nowhere else."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from bench.carry_child import in_former_words
-from bench.carry_records import CARRIED, FORMER, THERE, carry
+from bench.carry_records import (
+    CARRIED,
+    FORMER,
+    FORMER_ARGUMENTS,
+    THERE,
+    carry,
+    programs,
+)
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.store import Store
 
@@ -27,8 +35,14 @@ def told(root, **about):
     """As bench.carry_child tells it, of every record."""
     paths = [path.relative_to(root).as_posix() for path in Store(root).paths()]
     record = decode_record((root / paths[0]).read_bytes())
-    usual = {"template": record.environment.template, "kernels": "same"}
+    usual = {"template": record.environment.template, "kernels": compiled()}
     return {name: usual | about for name in paths}
+
+
+def compiled(text="def kernel(OUT):\n    a = 1\n    OUT[a] = a\n", after=""):
+    """Kernels of a record."""
+    source = {"text": text, "arguments": [["OUT", "*fp32", 16]], "how": [4, 2, "triton", None]}
+    return {"sources": [source], "after": [after]}
 
 
 def test_a_record_of_the_same_kernel_moves_and_is_otherwise_as_it_was(root):
@@ -49,10 +63,29 @@ def test_a_record_of_the_same_kernel_moves_and_is_otherwise_as_it_was(root):
     assert carry(root, told(root), told(root), dry=False) == {THERE: 2}
 
 
+def test_a_kernel_whose_names_were_changed_is_the_same(root):
+    renamed = compiled(
+        "def kernel(OUT):\n    # The first place.\n    place = 1\n    OUT[place] = place"
+    )
+    old = told(root)
+    new = told(root, template="0123456789abcdef", kernels=renamed)
+    assert carry(root, old, new, dry=True) == {CARRIED: 2}
+
+
+def test_an_argument_is_the_same_under_the_name_that_its_launcher_has_now(monkeypatch):
+    monkeypatch.setitem(FORMER_ARGUMENTS, "RESULT", "OUT")
+    now = compiled()
+    before = json.loads(json.dumps(now).replace("OUT", "RESULT"))
+    assert programs(before) == programs(now)
+    monkeypatch.delitem(FORMER_ARGUMENTS, "RESULT")
+    assert programs(before) != programs(now)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ({}, {"kernels": "changed"}, "another kernel"),
+        ({}, {"kernels": compiled("def kernel(OUT):\n    OUT[1] = 2\n")}, "another kernel"),
+        ({}, {"kernels": compiled(after="def merged(ptx):\n    return ptx")}, "another kernel"),
         ({"template": "f" * 16}, {}, "a hint in the old tree already"),
         ({"kernels": None}, {}, "not rendered by the old tree: its config is gone"),
         ({}, {"kernels": None}, "not rendered by this tree: its config is gone"),

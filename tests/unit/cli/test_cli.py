@@ -46,11 +46,13 @@ def test_render_shows_expression_config_and_source(flexattn, tmp_path):
 
 def test_render_explains_the_rules_and_leaves_out_those_that_are_off(flexattn):
     shown = flexattn("render", "alibi", "--explain").stdout
-    assert "rule      tilt: " in shown and "term      column: " in shown
-    assert "rule      reach: " in shown
+    assert "rule      row_slope: " in shown and "term      column: " in shown
+    assert "rule      decay_skip: " in shown
     assert "@triton.jit" not in shown
     found = json.loads(
-        flexattn("render", "alibi", "--explain", "--rules-off", "tilt,row,reach", "--json").stdout
+        flexattn(
+            "render", "alibi", "--explain", "--rules-off", "row_slope,row,decay_skip", "--json"
+        ).stdout
     )
     assert {row["name"] for row in found["rewrites"]} == {"core", "rest"}
     assert (
@@ -163,7 +165,9 @@ SMOKE = """
 
     from flexattn.cli import bench, demo_gpu
     from flexattn.cli.workloads import Workload
+    from tests.quick_interpreter import hurry
 
+    hurry()
     tiny = [
         Workload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
         Workload("decode", 1, 4, 2, 1, 71, 16),

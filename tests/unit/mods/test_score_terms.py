@@ -120,8 +120,8 @@ def joined(terms, env, shift):
         parts.append(value(terms.outer, env) * value(terms.core, env | {"score": scores}))
     if terms.row is not None:
         parts.append(value(terms.row, env))
-    if terms.tilt is not None:
-        parts.append(value(terms.tilt, env) * (env["q_idx"] - reference))
+    if terms.row_slope is not None:
+        parts.append(value(terms.row_slope, env) * (env["q_idx"] - reference))
     if terms.column is not None:
         parts.append(value(terms.column, env | {"q_idx": reference}))
     if terms.diagonal is not None:
@@ -158,7 +158,7 @@ def test_before_equals_after(expr, mask, off, shift):
         (terms.inner, {"score", "kv_idx"}),
         (terms.outer, {"score", "kv_idx"}),
         (terms.row, {"score", "kv_idx"}),
-        (terms.tilt, {"score", "kv_idx", "q_idx"}),
+        (terms.row_slope, {"score", "kv_idx", "q_idx"}),
         (terms.column, {"score"}),
         (terms.diagonal, {"score"}),
         (terms.rest, {"score"}),
@@ -214,8 +214,8 @@ def test_factors_become_one_number():
 def test_alibi_is_a_value_for_each_key_and_a_slope_of_the_row():
     found = terms_of(alibi(8, "cpu"))
     assert found.linear and found.outer is ONE
-    assert found.tilt is not None and found.added == (found.column,)
-    whole = terms_of(alibi(8, "cpu"), ALL - {"tilt"})
+    assert found.row_slope is not None and found.added == (found.column,)
+    whole = terms_of(alibi(8, "cpu"), ALL - {"row_slope"})
     assert whole.added == (whole.rest,) and not whole.leaves_loop
 
 
@@ -248,8 +248,8 @@ def test_every_rule_is_used_by_some_mod_and_has_a_proof():
         lambda s, b, h, q, k: (s + col[k]) / 3.0 + row[q],
     ]  # fmt: skip
     used = {step.rule for fn in mods for step in terms_of(fn).steps}
-    # What a kernel makes of a rise depends on its mask too: kernels/decay_skip/test_reach.py.
-    assert used | {"reach"} == set(RULES) and terms_of(mods[0]).rise is not None
+    # What a kernel makes of a rise depends on its mask too: kernels/decay_skip.
+    assert used | {"decay_skip"} == set(RULES) and terms_of(mods[0]).rise is not None
     for name in RULES:
         assert f'"{name}"' in "".join(
             each.__doc__ or "" for each in vars(module).values() if callable(each)

@@ -198,7 +198,7 @@ def test_a_change_makes_hints_of_the_records_that_it_concerns_alone(name, kinds,
         ("problem/problem.py", EVERY),
         ("kernels/paged_decode/space.py", {"serving"}),
         ("gluon_api.py", {"hopper", "serving"}),
-        ("kernels/hopper/narrow_values.py", {"hopper"}),
+        ("kernels/hopper/transpose_v.py", {"hopper"}),
     ],
 )
 def test_what_a_renderer_imports_counts(name, kinds, monkeypatch):

@@ -169,7 +169,7 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, tile_scheduler):
     assert (
         kernel.programs == launch.geometry.programs == (1024 if tile_scheduler == "grid" else 132)
     )
-    assert (given["num_tiles"], given["num_units"], given["Hq"], given["group"]) == (
+    assert (given["num_tiles"], given["num_work_tiles"], given["Hq"], given["group"]) == (
         32,
         1024,
         16,

@@ -40,13 +40,13 @@ def printed(score_mod, lazy_rescale=True, **more):
         (alibi(32, "cpu"), "ramp"),
         (key_bias, "columns"),
         (relative_bias(torch.zeros(32, 128), 64), "diagonals"),
-        (softcap(30.0), "capped"),
+        (softcap(30.0), "softcap"),
         (softcap(-30.0), ""),
         (both, ""),
         (lambda score, b, h, q_idx, kv_idx: score * BIAS[q_idx], ""),
     ],
 )
-def test_what_the_softmax_takes_over(score_mod, fused):
+def test_what_is_fused_with_the_softmax(score_mod, fused):
     found = printed(score_mod)
     assert found.fused == fused
     assert found.folded or not fused
@@ -70,16 +70,19 @@ def test_a_float_as_ptx_writes_it(number):
     assert text.startswith("0f") and struct.unpack(">f", bytes.fromhex(text[2:]))[0] == number
 
 
-def weighed_anew(lines):
-    """Whether keys are taken away before the softmax, each time followed by new weights."""
-    soften = next(i for i, line in enumerate(lines) if "soften(qk, ahead" in line)
-    taken = [i for i in range(soften) if "qk = stay(" in lines[i]]
+def recomputed(lines):
+    """Whether keys are masked before the softmax, each time followed by new early weights."""
+    softmax = next(i for i, line in enumerate(lines) if "online_softmax(qk, early_exp2" in line)
+    taken = [i for i in range(softmax) if "qk = keep_branch(" in lines[i]]
     for i in taken:
         # Behind it in its own block, or in one around it.
         depth = len(lines[i]) - len(lines[i].lstrip())
-        for line in lines[i + 1 : soften]:
+        for line in lines[i + 1 : softmax]:
             depth = min(depth, len(line) - len(line.lstrip()))
-            if "ahead = weigh_ahead(qk)" in line and len(line) - len(line.lstrip()) == depth:
+            if (
+                "early_exp2 = early_weights(qk)" in line
+                and len(line) - len(line.lstrip()) == depth
+            ):
                 break
         else:
             raise AssertionError(lines[i])
@@ -98,11 +101,11 @@ def weighed_anew(lines):
     ],
     ids=["causal", "window", "window_without_runs", "window_alibi", "key_bias", "noop"],
 )
-def test_whoever_takes_keys_away_weighs_anew(mods, monkeypatch):
-    """Weights that are taken ahead are those of the exponents before a mask."""
+def test_a_mask_is_followed_by_new_early_weights(mods, monkeypatch):
+    """Early weights are exp2 of the exponents before a mask."""
     monkeypatch.setattr(gluon, "offered", lambda: True)
     wanted = problem(**mods)
-    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "ahead").text
-    # One copy in a chain; else a unit's first tile has one of its own.
-    copies = [part.splitlines() for part in text.split("qk, ahead = exponents(")[1:]]
-    assert any([weighed_anew(lines) for lines in copies])
+    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "early").text
+    # One copy with cross_tile_pipeline; else a work tile's first KV tile has one of its own.
+    copies = [part.splitlines() for part in text.split("qk, early_exp2 = exponents(")[1:]]
+    assert any([recomputed(lines) for lines in copies])

@@ -19,7 +19,7 @@ from flexattn.kernels.hopper.arguments import arguments
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
-from flexattn.kernels.hopper.tiles import output_and_slots
+from flexattn.kernels.hopper.tiles import output_and_stages
 from flexattn.kernels.stated import gluon as stated
 from flexattn.problem import Layout
 from tests.families import (
@@ -168,12 +168,12 @@ def test_the_space_and_the_kernel_count_the_same_shared_memory(config, about, ex
     """
     structure = problem(**about).structure
     assert (estimates(config, structure, H200)[0],) == expected[:1]
-    assert output_and_slots(structure, config, H200) == expected[1:]
+    assert output_and_stages(structure, config, H200) == expected[1:]
 
 
 @pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
 def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
-    """It takes one for all, one to hand out work, and one for each program beside the first."""
+    """It takes one for all warps, one to start partitions, one for each but the first."""
     wanted = problem(D=64, mask_mod=mask, runs=mask is not None)
     found = {
         (each.consumers, each.num_stages, each.ping_pong, each.tile_scheduler): each
@@ -183,7 +183,7 @@ def test_barriers_stay_clear_of_those_that_the_compiler_takes(mask):
     assert found
     for config in found.values():
         text = render(wanted.structure, config, H200, "test").text
-        taken = re.findall(r"(?m)^FREE_[KVQ] = gl\.constexpr\((\d+)\)", text)
+        taken = re.findall(r"(?m)^[KVQ]_EMPTY = gl\.constexpr\((\d+)\)", text)
         lowest = min(map(int, taken + re.findall(r"add\.u32 turn, \$1, (\d+);", text)))
         assert lowest >= 2 + config.consumers, config
 
@@ -223,12 +223,14 @@ def test_far_keys_are_kept_where_heads_need_others():
 
 @pytest.mark.parametrize("config", [PLAIN, replace(PLAIN, pack_gqa=True)], ids=["own", "pack_gqa"])
 @pytest.mark.parametrize("runs", [False, True])
-def test_a_kernel_takes_reaches_where_a_launch_gives_them(runs, config):
+def test_a_kernel_has_a_decay_window_where_a_launch_binds_one(runs, config):
     """Packed ones took them and were given none: every launch of ALiBi had one value too few."""
     mods = {"score_mod": alibi(32, "cpu")} | ({"mask_mod": causal, "runs": True} if runs else {})
     wanted = problem(**mods)
     names = [each.name for each in arguments(wanted.structure, config)]
-    assert ("REACH" in names) == skips_far(wanted.structure, config) == (not config.pack_gqa)
+    assert (
+        ("DECAY_WINDOW" in names) == skips_far(wanted.structure, config) == (not config.pack_gqa)
+    )
 
 
 def test_blocks_of_a_heads_64_rows_suit_heads_that_share_a_tile():

@@ -1,6 +1,6 @@
-"""Behind its last unit a consumer of the Hopper template works on one more tile, of no unit.
+"""After its last work tile a consumer with cross_tile_pipeline does one more KV tile, of none.
 
-What mods read for it, and for the tile that would follow, must lie in their tensors: loads are
+What mods read for it, and for the tile that would follow, must be inside their tensors: loads are
 guarded at a tensor's end, and keys are never below 0. Once the tile that would follow began at key
 -128, and a bias by key was read before its tensor.
 """
@@ -37,27 +37,29 @@ def source(stages=2, cross_tile_pipeline=True, **mods):
     [{"score_mod": biased}, {"score_mod": biased, "mask_mod": causal, "runs": True}],
     ids=["dense", "runs"],
 )
-def test_keys_of_no_unit_are_not_below_zero(mods):
+def test_keys_after_the_last_work_tile_are_not_negative(mods):
     text = source(**mods)
     tile = text[text.index("def consume_tile(") : text.index("def consume(")]
-    told = re.search(r"end = gl\.where\(num_listed > 0, end, (\d+)\)", tile)
-    assert told and KEYS.search(tile, told.end())
-    # Of the tile that no unit has i is 0, of the one behind it 1.
-    assert min(int(told.group(1)) - 1 - i for i in (0, 1)) >= 0
+    end = re.search(r"end = gl\.where\(num_n_blocks > 0, end, (\d+)\)", tile)
+    assert end and KEYS.search(tile, end.end())
+    # i is 0 in the extra tile, 1 in the one after it.
+    assert min(int(end.group(1)) - 1 - i for i in (0, 1)) >= 0
 
 
-def test_the_list_of_no_unit_begins_at_zero():
+def test_the_first_key_after_the_last_work_tile_is_zero_with_lists():
     text = source(mask_mod=causal, score_mod=biased)
-    last = text[text.index("# No number of tiles ends") : text.index("# What the consumers gave")]
-    assert "note(starts.index(slot), 0)" in last
-    assert last.index("note(starts.index(slot), 0)") < last.index("mbarrier.arrive(k_full")
+    last = text[text.index("# A work tile of -1 KV tiles") : text.index("# The last releases")]
+    assert "store_scalar(starts_n.index(stage), 0)" in last
+    assert last.index("store_scalar(starts_n.index(stage), 0)") < last.index(
+        "mbarrier.arrive(k_full"
+    )
 
 
-def test_one_stage_makes_no_chain():
-    """The loading warp waits for the first keys' place before it loads the first values."""
-    assert "def consume_unit(" in source(stages=1)
-    assert "def consume_unit(" not in source(stages=2)
+def test_one_stage_rules_out_the_cross_tile_pipeline():
+    """The producer would wait for the stage of the first K before it loads the first V."""
+    assert "def consume_work_tile(" in source(stages=1)
+    assert "def consume_work_tile(" not in source(stages=2)
 
 
-def test_units_stand_apart_where_they_are_told_to():
-    assert "def consume_unit(" in source(cross_tile_pipeline=False)
+def test_the_pipeline_drains_between_work_tiles_without_cross_tile_pipeline():
+    assert "def consume_work_tile(" in source(cross_tile_pipeline=False)

@@ -33,7 +33,7 @@ MERGE = Stages((PASS,))
 
 
 def ptx(consumers=3, parts="3.6"):
-    """What Triton writes around the work of one consumer and of the loading warps."""
+    """What Triton writes around the work of one consumer and of the producer warps."""
     return f""".reqntid 256
 .maxnreg 256
 {{
@@ -74,7 +74,7 @@ def test_a_block_has_the_threads_and_registers_of_all_consumers(consumers):
     assert block_warps(text) == threads // 32
     assert f".reqntid {threads}\n" in text
     assert f".maxnreg {65536 // threads // 8 * 8}\n" in text
-    # The consumers take registers once, behind the start of all work; the loading warps give some.
+    # The consumers take registers once, behind the start of all work; the producers give some.
     assert re.findall(r"setmaxnreg\.(\w+)\S+ \t(\d+)", text) == [("dec", "32"), ("inc", "160")]
     taken = text.index("setmaxnreg.inc")
     assert text[:taken].endswith("\tbarrier.sync \t3;\n\t")

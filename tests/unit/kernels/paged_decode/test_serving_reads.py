@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from flexattn.kernels.paged_decode.reads import AHEAD, fetched_ahead
+from flexattn.kernels.paged_decode.reads import AHEAD, prefetched
 from flexattn.mods import bind
 from flexattn.problem import captures_of
 from flexattn.serving.request import KV_DTYPES
@@ -46,7 +46,7 @@ def test_only_elements_are_asked_for(name):
     }
     asked = [
         eval(each.address, {**sizes, **strides, "line": line, "score_buf0": 0})
-        for each in fetched_ahead(captures)
+        for each in prefetched(captures)
         for line in range(128)
         if eval(each.exists, {**sizes, **strides, "line": line})
     ]
@@ -58,9 +58,9 @@ def test_only_elements_are_asked_for(name):
 
 
 def test_nothing_is_asked_for_without_captured_tensors():
-    assert not tuple(fetched_ahead(None))
+    assert not tuple(prefetched(None))
     captures = captures_of(bind(lambda score, b, h, q, kv: score * 2.0 - q, "score"))
-    assert not tuple(fetched_ahead(captures))
+    assert not tuple(prefetched(captures))
 
 
 def test_every_cache_dtype_has_a_name_that_triton_knows():

@@ -1,4 +1,4 @@
-"""Where warps walk alone: which plans start so, what cannot, and where each word lies."""
+"""Warp-private serving kernels: which plans start so, what cannot, and where each word lies."""
 
 from dataclasses import replace
 
@@ -144,7 +144,7 @@ class _Recorder:
 
 
 def test_older_kernels_are_what_they_were():
-    """A plan whose program walks together names nothing of the warps that walk alone."""
+    """A plan whose warps share their tiles names nothing of the warp-private kernel."""
     config = ServingConfig(16, 64, 4, 3)
     text = render_serving(form(), config, H200, "").text
-    assert "gluon" not in text and "OWN" not in text and "split_policy=even" in text
+    assert "gluon" not in text and "KEYS_PER_WARP" not in text and "split_policy=even" in text

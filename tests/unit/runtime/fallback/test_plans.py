@@ -27,7 +27,7 @@ def planned(monkeypatch):
 
 
 def test_a_plan_takes_the_other_template_where_one_is_refused(planned, said):
-    """A DecodePlan ended in BuildError where the kernel of warps that walk alone did not build."""
+    """A DecodePlan ended in BuildError where the warp-private kernel did not build."""
     error = LASTING["the compiler"][0]
     found = planned(Builder(gluon(error)))
     assert not found.config.warp_private and "sigmoid" in str(found.attempts[0])

@@ -1,0 +1,126 @@
+"""Whether two kernels are one program whose names were changed.
+
+Two modules are equal up to the names that they bind themselves, if numbering these in the order
+in which a walk of the syntax tree meets them gives equal trees: alpha-equivalence, by de Bruijn's
+idea of names that are numbers. Each function has numbers of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+__all__ = ["canonical", "without_docstrings"]
+
+# What a launcher asks a compiled module for; its parameters are bound by name.
+ENTRY = "kernel"
+UNKNOWN_SCOPES = (ast.ClassDef, ast.Global, ast.Nonlocal)
+
+
+def canonical(text: str, former: Mapping[str, str] | None = None) -> str:
+    """A module's syntax tree as text, with its own names as numbers.
+
+    As they are written stay the names of imports, of attributes, of keywords, of `kernel` and of
+    its parameters; former: today's names of those parameters by older ones. Docstrings and the
+    folders that imports name are left out. A module with classes keeps all its names.
+    """
+    return _canonical(text, tuple((former or {}).items()))
+
+
+@lru_cache(maxsize=4096)
+def _canonical(text: str, former: tuple[tuple[str, str], ...]) -> str:
+    tree = without_docstrings(text)
+    if not any(isinstance(node, UNKNOWN_SCOPES) for node in ast.walk(tree)):
+        tree = _Numbered(tree, dict(former)).visit(tree)
+    return ast.dump(tree)
+
+
+def without_docstrings(text: str) -> ast.Module:
+    """Python's tree without docstrings and the folders that imports name: files may move."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            node.module = (node.module or "").rpartition(".")[2]
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return tree
+
+
+class _Numbered(ast.NodeTransformer):
+    """Puts numbers in place of names: %n in a function, %%n in the module."""
+
+    def __init__(self, tree: ast.Module, former: Mapping[str, str]) -> None:
+        every = list(ast.walk(tree))
+        keywords = {each.arg for each in every if isinstance(each, ast.keyword)}
+        self.former = former
+        self.kept: set[str | None] = {ENTRY, *keywords}
+        self.module: dict[str, str] = {}
+        self.bound_by_module = _bound(tree.body, inner=False)
+        self.function: dict[str, str] | None = None
+        self.bound_by_function: set[str] = set()
+
+    def number(self, name: str) -> str:
+        """What stands for a name here; itself where nothing here binds it."""
+        if self.function is not None and name in self.function:
+            return self.function[name]
+        if name in self.kept:
+            return name
+        if self.function is not None and name in self.bound_by_function:
+            return self.function.setdefault(name, f"%{len(self.function)}")
+        if name in self.bound_by_module:
+            return self.module.setdefault(name, f"%%{len(self.module)}")
+        return name
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name = self.number(node.name)
+        if self.function is not None:
+            return self.generic_visit(node)
+        self.function, self.bound_by_function = {}, _bound([node], inner=True)
+        if node.name == ENTRY:
+            names = [each.arg for each in _parameters(node)]
+            self.function = {name: self.former.get(name, name) for name in names}
+        self.generic_visit(node)
+        self.function, self.bound_by_function = None, set()
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        """Triton gives a branch the names that both its sides bind, in the alphabet's order."""
+        both = _bound(node.body, inner=True) & _bound(node.orelse, inner=True)
+        self.generic_visit(node)
+        order: list[ast.expr] = [ast.Name(self.number(name), ast.Load()) for name in sorted(both)]
+        node.body.insert(0, ast.Expr(ast.Tuple(order, ast.Load())))
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self.number(node.id)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = self.number(node.arg)
+        return self.generic_visit(node)
+
+
+def _bound(statements: Sequence[ast.stmt], inner: bool) -> set[str]:
+    """Names that statements bind; inner: inside of functions too, but for these statements."""
+    found: set[str] = set()
+    for statement in statements:
+        function = isinstance(statement, ast.FunctionDef)
+        if isinstance(statement, ast.FunctionDef) and not inner:
+            found.add(statement.name)
+        for node in ast.walk(statement) if inner or not function else ():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.FunctionDef) and node is not statement:
+                found.add(node.name)
+    return found
+
+
+def _parameters(node: ast.FunctionDef) -> list[ast.arg]:
+    given = node.args
+    variadic = [each for each in (given.vararg, given.kwarg) if each is not None]
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs, *variadic]

@@ -1,0 +1,29 @@
+"""Source of the kernel that transposes V of 8 bits for wgmma."""
+
+from __future__ import annotations
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source, make_source
+
+__all__ = ["BLOCK_N", "KEYS", "render_transpose_v"]
+
+TEMPLATE = "hopper/transpose_v.py.jinja"
+# Keys of one program; keys that are permuted among each other.
+BLOCK_N, KEYS = 128, 16
+
+
+def render_transpose_v(head_dim: int, device: Device) -> Source:
+    """The kernel for one head dimension; see flexattn.runtime.transpose_v.TransposeV."""
+    settings = {
+        "BLOCK_N": BLOCK_N,
+        "HEAD_DIM_V": head_dim,
+        "TILE_D": max(16, 1 << (head_dim - 1).bit_length()),
+    }
+    found = [Argument("V", "*u8", 16), Argument("OUT", "*u8", 16)]
+    found += [Argument(f"stride_v{axis}", "i64", 16) for axis in "bhn"]
+    found += [Argument("heads", "i32"), Argument("kv_len", "i32")]
+    found += [Argument("width", "i64", KEYS), Argument("num_tiles", "i32")]
+    header = [f"transposed V of {head_dim} for {device.arch}"]
+    context: dict[str, object] = {"constants": tuple(settings.items())}
+    return make_source(TEMPLATE, device, header, context, tuple(found), 4, 1)

@@ -1,0 +1,148 @@
+"""The decay window: how many keys before a kept one may count, by norms of q and k and slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.device import Device
+from flexattn.errors import BuildError
+from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.features import decays, skips_far
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.decay_skip.source import render_norms, render_window, rows_of_part
+from flexattn.problem import Problem, Structure
+from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.fallback.memory import memory
+from flexattn.runtime.fallback.outcome import concerns_the_device, outcome_of
+from flexattn.settings import current, say_once
+
+__all__ = ["DecaySkip", "begin", "pays", "sources"]
+
+# Where few keys, or few rows for each of them, are walked, two more kernels would cost what they
+# save: an estimate, which nothing has measured yet.
+LEAST_KEYS, LEAST_ROWS, LEAST_SCORES = 1024, 256, 10**8
+
+
+def pays(problem: Problem) -> bool:
+    """Whether a call is long enough for keys to be left out of it: by its shape alone."""
+    scores = problem.B * problem.Hq * problem.q_len * problem.kv_len
+    long = problem.kv_len >= LEAST_KEYS and problem.q_len >= LEAST_ROWS
+    return long and scores >= LEAST_SCORES
+
+
+def sources(structure: Structure, config: Config, target: Device) -> tuple[Source, ...]:
+    """The kernels that run before one that leaves keys out: of norms, and of windows."""
+    if not skips_far(structure, config):
+        return ()
+    return _rendered(structure, target)
+
+
+@lru_cache(maxsize=1024)
+def _rendered(structure: Structure, target: Device) -> tuple[Source, Source]:
+    return render_norms(structure, target), render_window(structure, target)
+
+
+def begin(structure: Structure, target: Device, index: int) -> None:
+    """Start building them, while the kernel is built that they run before."""
+    if index >= 0 and decays(structure):
+        for source in _rendered(structure, target):
+            builder().begin(source, target, index)
+
+
+@dataclass(frozen=True, slots=True)
+class DecaySkip:
+    """The two kernels that find it, for one problem and one set of strides.
+
+    size: of what they write, float32: the windows [B, Hq] first, whole numbers, then what the
+    first kernel leaves for the second.
+    """
+
+    size: int
+    norms: Launcher
+    window: Launcher
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        given: Sequence[str],
+        target: Device,
+        index: int,
+    ) -> DecaySkip | None:
+        """For tensors like q and k on the GPU with this index, or in the interpreter (-1).
+
+        given: the names of what `run` is given. What these kernels write is "DECAY_WINDOW" there.
+        None where the kernels do not build, which is said: the call then visits all keys.
+        """
+        known = [memory().find(each, target) for each in _rendered(problem.structure, target)]
+        if not current().strict and any(each is not None and not each.built for each in known):
+            return None
+        try:
+            return cls._of(problem, q, k, given, target, index)
+        except BuildError as error:
+            if current().strict or concerns_the_device(error):
+                raise
+            outcome = outcome_of(error)
+            say_once(f"{problem.describe()}: far keys are not left out: {outcome}")
+            for source in _rendered(problem.structure, target):
+                # Of two it is not known which: neither is compiled again.
+                memory().note(source, target, outcome, problem.describe())
+            return None
+
+    @classmethod
+    def _of(
+        cls,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        given: Sequence[str],
+        target: Device,
+        index: int,
+    ) -> DecaySkip:
+        structure = problem.structure
+        rows, heads = rows_of_part(structure.head_dim_qk), problem.B * problem.Hq
+        q_parts, k_parts = -(-problem.q_len // rows), -(-problem.kv_len // rows)
+        q_programs, k_programs = heads * q_parts, k.shape[0] * problem.Hkv * k_parts
+        shared = {
+            "Hq": problem.Hq, "q_len": problem.q_len, "kv_len": problem.kv_len, "q_parts": q_parts,
+            "k_parts": k_parts, "start": heads,
+        }  # fmt: skip
+        passed = ["NORMS" if name == "DECAY_WINDOW" else name for name in given]
+        layout = structure.layout
+        fixed = {
+            **shared,
+            **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+            **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+            "Hkv": problem.Hkv,
+            "q_programs": q_programs,
+        }
+        first, second = _rendered(structure, target)
+        kernel = builder().kernel(first, target, index)
+        norms = kernel.prepare(q_programs + k_programs, fixed, passed, spare=passed)
+        fixed = {
+            **shared,
+            "group": problem.Hq // problem.Hkv,
+            "stride_kb": 0 if k.shape[0] == 1 else problem.Hkv,
+            "k_start": heads + q_programs,
+        }
+        kernel = builder().kernel(second, target, index)
+        window = kernel.prepare(heads, fixed, passed, spare=passed)
+        return cls(heads + q_programs + k_programs, norms, window)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for what `run` writes."""
+        return torch.empty(self.size, dtype=torch.float32, device=device)
+
+    def run(self, given: Sequence[Any], stream: int) -> None:
+        """Write the windows, on a stream; given: what attention is given, with `empty` in it."""
+        self.norms.launch(stream, given)
+        self.window.launch(stream, given)

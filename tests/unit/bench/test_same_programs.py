@@ -1,0 +1,103 @@
+"""Kernels are the same program where names were changed one for one, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.same_programs import canonical
+
+GOLDENS = sorted((Path(__file__).parents[2] / "golden/files").iterdir())
+BEFORE = """
+import triton
+from flexattn.gluon_api import load
+
+SIZE = triton.constexpr(4)
+
+
+@triton.jit
+def step(slot, phase):
+    if slot == SIZE:
+        other, turn = 0, 1
+    else:
+        other, turn = slot + 1, phase
+    return other, turn
+
+
+@triton.jit
+def kernel(OUT, size):
+    told, turn = step(size, 0)
+    load(OUT, told, value=turn)
+"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"SIZE": "STAGES", "step": "advance", "slot": "stage"},
+        {"told": "index", " turn": " phase_bit", "=turn": "=phase_bit"},
+        # Names of one function are nothing to another's.
+        {"def step(slot, phase)": "def step(phase, slot)", "slot == SIZE": "phase == SIZE",
+         "slot + 1, phase": "phase + 1, slot"},
+        {"    told, turn": "    # What comes next.\n    told, turn"},
+        {"flexattn.gluon_api": "flexattn.moved.gluon_api"},
+    ],
+)  # fmt: skip
+def test_names_one_for_one_are_the_same_program(changes):
+    assert canonical(changed(BEFORE, changes)) == canonical(BEFORE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # A constant, an operator, an attribute, an import, a keyword.
+        {"slot + 1": "slot + 2"},
+        {"slot + 1": "slot - 1"},
+        {"triton.jit": "triton.autotune"},
+        {"import load": "import store", "load(": "store("},
+        {"value=": "other="},
+        # Two names where one was, one where two were, two names for each other in one place.
+        {"load(OUT, told": "index = told\n    load(OUT, index"},
+        {"told, turn = step": "turn, turn = step"},
+        {"slot + 1, phase": "phase + 1, slot"},
+        {"return other, turn": "return turn, other"},
+        # What a launcher binds by name.
+        {"def kernel(OUT, size)": "def kernel(OUT, length)", "step(size": "step(length"},
+        {"def kernel": "def main"},
+        # Triton gives a branch its results in the order of their names.
+        {"other": "whole"},
+    ],
+)
+def test_all_else_is_another_program(changes):
+    assert canonical(changed(BEFORE, changes)) != canonical(BEFORE)
+
+
+def test_arguments_swapped_by_name_are_another_program():
+    """Each argument keeps its place and its use, but a launcher would bind the other's value."""
+    text = "def kernel(first, second):\n    return first - second\n"
+    swapped = "def kernel(second, first):\n    return second - first\n"
+    assert canonical(text) != canonical(swapped)
+    assert canonical(text, {"first": "second", "second": "first"}) == canonical(swapped)
+
+
+def test_a_name_that_a_keyword_names_stays():
+    """Renamed along with its order, a parameter given by keyword would be another one."""
+    text = "def f(a, b):\n    return a - b\n\n\ndef kernel():\n    return f(a=1, b=2)\n"
+    swapped = text.replace("f(a, b)", "f(b, a)").replace("a - b", "b - a")
+    assert canonical(text) != canonical(swapped)
+
+
+@pytest.mark.parametrize("file", GOLDENS[::7], ids=lambda file: file.name)
+def test_rendered_kernels_differ_by_a_constant_and_not_by_a_name(file):
+    text = file.read_text()
+    assert canonical(text.replace("row_start", "row_starting")) == canonical(text)
+    assert canonical(text.replace("1.4426950408889634", "1.44269504")) != canonical(text) or (
+        "1.4426950408889634" not in text
+    )
+
+
+def changed(text, changes):
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    return text
