@@ -46,7 +46,7 @@ _KEYS = reduce(
     ),
 )  # fmt: skip
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
-_library = torch.library.Library("flexattn", "DEF")
+_library = torch.library.Library("flexattn", "FRAGMENT")
 _library.define(_SCHEMA)
 
 
