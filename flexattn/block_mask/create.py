@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import (
     BlockMask,
 )
@@ -48,7 +49,8 @@ def create_block_mask(
     mask_mod(b, h, q_idx, kv_idx) -> bool. B, H: None where the mask does not depend on them.
     BLOCK_SIZE: one number, or (query rows, keys); it need not divide the lengths. device: the
     accelerator where None, else the CPU. _compile changes nothing: no path here needs it.
-    compute_dq_write_order asks for metadata of a backward and needs torch 2.13.
+    compute_dq_write_order asks for metadata of a backward and needs torch 2.13. Inside a graph of
+    torch.compile torch's own create_block_mask makes the lists, from the L x S square.
 
     Lists may be replaced, or written in place by operations of torch, and the next call reads them
     as they are. What is written past torch's count of writes is not seen where the blocks of each
@@ -59,6 +61,8 @@ def create_block_mask(
     cannot be read, and with FLEXATTN_CHECK=1 CaptureError for one that reads outside of a tensor
     it captures.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_a_graph(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     batch, heads = _size("B", 1 if B is None else B), _size("H", 1 if H is None else H)
     Q_LEN, KV_LEN = _size("Q_LEN", Q_LEN), _size("KV_LEN", KV_LEN)
     q_block, kv_block = _block(BLOCK_SIZE)
@@ -81,6 +85,13 @@ def create_block_mask(
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
+
+
+def _in_a_graph(mask_mod: MaskMod, *given: Any) -> BlockMask:
+    """The same mask by torch's own way, which Dynamo can trace, in memory of L x S."""
+    *sizes, separate_full_blocks = given
+    rest = {} if separate_full_blocks else {"separate_full_blocks": False}
+    return torch_flex.create_block_mask(mask_mod, *sizes, **rest)
 
 
 def _size(name: str, size: Any) -> int:
@@ -132,8 +143,6 @@ def _add_write_order(mask: BlockMask, dq_kv_order: bool) -> None:
         raise UnsupportedError(
             f"compute_dq_write_order with torch {torch.__version__}", "torch has it from 2.13 on"
         )
-    from torch.nn.attention import flex_attention as torch_flex
-
     partial, full = torch_flex._compute_dq_write_order_from_block_mask(
         mask, dq_kv_order=dq_kv_order
     )

@@ -23,7 +23,7 @@ def _by_key(name: str) -> Any:
     """One of the four lists by key as an attribute that is computed when it is first read."""
 
     def read(mask: LazyBlockMask) -> Tensor | None:
-        if mask.__dict__.get("_pending", False):
+        if mask.pending:
             mask._build()
         found: Tensor | None = mask.__dict__["_" + name]
         return found
@@ -63,6 +63,11 @@ class LazyBlockMask(BlockMask):
         )  # fmt: skip
         mask.__dict__["_pending"] = True
         return mask
+
+    @property
+    def pending(self) -> bool:
+        """Whether its lists by key have yet to be made."""
+        return bool(self.__dict__.get("_pending", False))
 
     def sparsity(self) -> float:
         """The percentage of blocks that are not computed; 0 where a length is 0."""

@@ -46,7 +46,7 @@ def admit(given: Call) -> Call:
     check_transforms((q, k, v, sinks))
     checks.check_devices(q)
     # Kernels read memory as it is; a conjugate's imaginary part is the negative of its own.
-    q, k, v = _autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
+    q, k, v = autocast(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
     checks.check_tensors(q, k, v, given.enable_gqa)
     if sinks is not None:
         checks.check_sinks(sinks, q)
@@ -82,7 +82,7 @@ def _check_statistics(given: Call) -> None:
         )
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast the inputs take its dtype, as torch's flex_attention lets them."""
     where = q.device.type
     if not torch.is_autocast_enabled(where) or q.dtype not in DTYPES:

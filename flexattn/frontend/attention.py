@@ -76,15 +76,16 @@ def flex_attention(
         return_aux, sinks, q_descale, k_descale, v_descale,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        from flexattn.frontend.graph_break import outside
+        from flexattn.frontend.compiled.node import traced
 
-        return outside(_answer, given)  # type: ignore[no-any-return]
-    return _answer(given)
+        return traced(given)  # type: ignore[no-any-return]
+    return answer(given)
 
 
-def _answer(
+def answer(
     arguments: tuple[Any, ...],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
     key = key_of(given)
     outputs = recall(key, given) or _serve(key, given)
@@ -101,9 +102,7 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
     # What is new is traced, rendered, compiled and loaded.
     with without_collections():
         call = admit(given)
-        route, why = route_of(call)
-        if current().check and route != "empty":
-            call.check_reads()
+        route, why = _checked_route(call)
         if route not in PLANLESS and wants_grad(call):
             return with_gradients(call)
         if route not in PLANLESS:
@@ -113,6 +112,23 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
             outputs = planned.run(rest)
             remember(key, given, planned, rest)
             return outputs
+    return _planless(route, why, call)
+
+
+def run_admitted(call: Call) -> Outputs:
+    """What an admitted call gives; nothing of it is remembered but its launch."""
+    route, why = _checked_route(call)
+    return _planless(route, why, call) if route in PLANLESS else plan(call).run()
+
+
+def _checked_route(call: Call) -> tuple[Route, str]:
+    route, why = route_of(call)
+    if current().check and route != "empty":
+        call.check_reads()
+    return route, why
+
+
+def _planless(route: Route, why: str, call: Call) -> Outputs:
     if route == "reference":
         return _reference(call)
     if route == "torch":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flexattn.device import detect
 from flexattn.frontend.admission import admit
 from flexattn.frontend.attention import PLANLESS, Route, route_of, wants_grad
 from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.compiled.rules import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
@@ -69,7 +70,8 @@ class Explanation:
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (gradients that
     are not those of the score_mod's expression) or "empty" (no query, or no key).
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
-    where there is no other. source, combine_source: paths of the rendered files. candidates: the
+    where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
+    node of it. source, combine_source: paths of the rendered files. candidates: the
     configs that were tried, the one that serves last, each with what became of it. backward: of
     a call that wants gradients.
     """
@@ -89,6 +91,7 @@ class Explanation:
     score_mod: str | None = None
     mask_mod: str | None = None
     candidates: tuple[Attempt, ...] = ()
+    breaks: str = ""
     backward: Backward | None = None
 
     def __str__(self) -> str:
@@ -104,11 +107,12 @@ class Explanation:
             ("mask_mod", self.mask_mod),
             ("source", self.source),
             ("combine", self.combine_source),
+            ("compiled", self.breaks and f"breaks a graph of torch.compile: {self.breaks}"),
             ("backward", self.backward),
         ]
         lines = [f"{self.route}: {self.why}"]
         for name, value in facts:
-            if value is not None:
+            if value is not None and value != "":
                 text = str(value).replace("\n", "\n" + " " * 13)
                 lines.append(f"  {name:<11}{text}")
         return "\n".join(lines)
@@ -141,16 +145,16 @@ def explain(
 
     Raises what flex_attention would raise.
     """
-    call = admit(Call(
+    given = Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux, sinks, q_descale, k_descale, v_descale,
-    ))  # fmt: skip
+    )  # fmt: skip
+    call = admit(given)
     route, why = route_of(call)
     if route != "torch" and options.asks_flash(kernel_options):
         why = f"{why}; {options.FLASH}"
-    if route in PLANLESS:
-        return Explanation(route, why)
-    return _kernel(call, route, why)
+    found = Explanation(route, why) if route in PLANLESS else _kernel(call, route, why)
+    return replace(found, breaks=breaks(given))
 
 
 def _kernel(call: Call, route: Route, why: str) -> Explanation:

@@ -14,8 +14,8 @@ import torch
 
 # torch.export and fullgraph=True, which take no break, print the reason.
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="flexattn launches kernels of its own, which no graph of torch's holds: export or "
-    "compile torch.nn.attention.flex_attention, which takes the same arguments"
+    reason="torch's node of flex_attention has no place for all of this call: "
+    "flexattn.explain of the same arguments says for what"
 )
 def outside(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call fn with the arguments, as if nothing were compiled; breaks a graph being traced."""

@@ -25,7 +25,8 @@ def check_transforms(tensors: Sequence[Tensor | None]) -> None:
         raise UnsupportedError(
             "flex_attention is traced, as by torch.export or make_fx",
             "flexattn launches kernels of its own, which no graph of torch's holds",
-            "export torch.nn.attention.flex_attention, which takes the same arguments",
+            "export with strict=True, which leaves torch's own flex_attention in the program; "
+            "torch.compile takes the call as it is",
         )
     for tensor in tensors:
         while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):

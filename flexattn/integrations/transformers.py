@@ -43,9 +43,8 @@ def register(name: str = NAME) -> None:
             "it gives a mask q_length and q_offset, as releases from 5.23 on do",
             "pip install 'flexattn[transformers]'",
         )
-    # A compiled model breaks its graph here: what a layer calls is compiled already.
-    AttentionInterface.register(name, torch.compiler.disable(attend))
-    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
 
 
 def make_mask(
@@ -92,7 +91,8 @@ def make_mask(
 
     mask_mod = placed if padding is None else and_masks(placed, padded)
     mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
-    mask.__class__ = _Mask
+    if not torch.compiler.is_dynamo_compiling():  # a mask that is made in a graph stays there
+        mask.__class__ = _Mask
     return mask
 
 
@@ -156,9 +156,11 @@ def _padding(mask: Tensor | None, length: int) -> Tensor | None:
     """The padding mask up to `length` keys, or None where it is known to remove nothing."""
     if mask is None:
         return None
-    # Asking waits for the GPU, which a graph that is being captured does not allow.
-    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and bool(mask.all()):
+    # Asking waits for the GPU, which no graph can hold.
+    graphed = torch.compiler.is_dynamo_compiling() or (
+        mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if not graphed and bool(mask.all()):
         return None
     missing = length - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
@@ -212,7 +214,9 @@ def _causal(q_len: int, kv_len: int, window: int | None, device: torch.device) -
 def _score_mod(cap: float | None, biases: list[Tensor]) -> Callable[..., Tensor] | None:
     """Soft-capping, then what is added: None where there is neither."""
     if not biases:
-        return None if cap is None else _capped(cap)
+        # Dynamo sees through a cache, and warns of it.
+        make = catalogue.softcap if torch.compiler.is_dynamo_compiling() else _capped
+        return None if cap is None else make(cap)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap is not None:

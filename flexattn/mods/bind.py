@@ -130,7 +130,7 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
     if set(plain.asked) - SIZES:
         return False
     site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
-    site.layout.add(identity, _variant(kind, plain))
+    site.layout.add(identity, variant_of(kind, plain))
     return recorded.write(root, kind, identity, site)
 
 
@@ -147,7 +147,7 @@ def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | Non
 def _trace_once(fn: Callable[..., Any], kind: str, identity: Identity) -> Bound:
     """For a callable that could not be looked into: right for this call, and not remembered."""
     plain = _run(fn, kind, identity)
-    return _variant(kind, plain).of(plain.tensors)
+    return variant_of(kind, plain).of(plain.tensors)
 
 
 def _trace_site(
@@ -159,12 +159,12 @@ def _trace_site(
         return found
     plain = _run(fn, kind, identity)
     if plain.volatile:
-        return _variant(kind, plain).of(plain.tensors)
+        return variant_of(kind, plain).of(plain.tensors)
     if site is None:
         site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
     result, arguments = _lifted(fn, kind, identity, plain, site)
     layout, result = _chosen(site, identity, result, arguments)
-    variant = _variant(kind, result, identity.scalars, layout.alike(identity))
+    variant = variant_of(kind, result, identity.scalars, layout.alike(identity))
     layout.add(identity, variant)
     _sites.put(key, site)
     found = variant.bound(identity.tensors, identity.scalars)
@@ -260,7 +260,7 @@ def _layout(
     return Layout.empty(len(identity.scalars), arguments, asked, earlier)
 
 
-def _variant(
+def variant_of(
     kind: str,
     result: Trace,
     scalars: Sequence[int | float] = (),

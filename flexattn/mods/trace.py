@@ -25,7 +25,7 @@ from flexattn.mods.pointwise import POINTWISE, cast
 from flexattn.mods.refusal import Line, Refusal, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
-_TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
+TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
 ARGUMENTS = {"score": tuple(VARS), "mask": tuple(VARS)[1:]}
 # By name: torch raises different ones for a branch, a loop and a mask, and has moved them.
 _DATA_DEPENDENT = (
@@ -33,7 +33,7 @@ _DATA_DEPENDENT = (
     "DynamicOutputShapeException",
     "GuardOnDataDependentSymNode",
 )
-_RESULT = {"score": "float32", "mask": "bool"}
+RESULTS = {"score": "float32", "mask": "bool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def trace(
     line: Line | None = None
     try:
         graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], device)
-        reader = _Reader(graph, known)
+        reader = Reader(graph, known)
         inputs = [Array.scalar(Expr("var", VARS[name], (), name)) for name in names]
         inputs += [Array.scalar(Expr("scalar", t, (), i), weak=True) for i, t in scalars.items()]
         try:
@@ -89,7 +89,7 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(_single(result, kind), _RESULT[kind]).at()
+        expr = cast(single(result, kind), RESULTS[kind]).at()
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -133,7 +133,7 @@ def check_arity(fn: Any, kind: str) -> None:
     ).error(fn, kind)
 
 
-class _Reader:
+class Reader:
     """Interprets a graph of aten operations over lazy arrays."""
 
     def __init__(self, graph: GraphModule, known: Sequence[torch.Tensor]) -> None:
@@ -179,11 +179,11 @@ class _Reader:
         if target is operator.getitem:
             return args[0][args[1]]
         name = op_name(target)
-        if name not in _TABLE:
+        if name not in TABLE:
             raise unknown(target)
         captured = [a for a in _arrays((*args, *kwargs.values())) if a.captured]
         self.sized |= bool(captured) and reads_sizes(name, args)
-        result = _TABLE[name](*args, **kwargs)
+        result = TABLE[name](*args, **kwargs)
         if captured:
             for array in _arrays(result):
                 array.captured = bool(array.shape)
@@ -215,7 +215,7 @@ def _compare(node: Node, ours: Any) -> None:
         )
 
 
-def _single(result: Any, kind: str) -> Array:
+def single(result: Any, kind: str) -> Array:
     if isinstance(result, Array) and not result.shape:
         return result
     if isinstance(result, Array):
@@ -301,10 +301,10 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         op: decomposed
         for op, decomposed in decomposition_table.items()
-        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in _TABLE
+        if isinstance(op, torch._ops.OpOverload) and op_name(op) not in TABLE
     }
 
 
 @lru_cache(maxsize=1)
 def _known() -> frozenset[str]:
-    return frozenset(_TABLE) | {op_name(op) for op in _decompositions()}
+    return frozenset(TABLE) | {op_name(op) for op in _decompositions()}

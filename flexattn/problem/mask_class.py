@@ -40,10 +40,15 @@ def mask_class(mask: BlockMask) -> str:
         -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]),
     )  # fmt: skip
     found, runs = look(*lists)
-    setattr(mask, _ATTRIBUTE, found)
+    keep_class(mask, found)
     if runs is not None:
         keep_runs(mask, runs)
     return found
+
+
+def keep_class(mask: BlockMask, name: str = UNKNOWN) -> None:
+    """Keep a class with a mask, so that nobody looks at its lists for it."""
+    setattr(mask, _ATTRIBUTE, name)
 
 
 def known_class(mask: BlockMask) -> str | None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
-from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import turned, words
-from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton_backward.config import RULES, BackwardConfig, case_of, estimate
@@ -20,7 +19,7 @@ from flexattn.kernels.triton_backward.tiles import backward_grid, fit_to_mask, s
 from flexattn.problem import Kind, Problem, Structure
 
 
-class _Backward(PlainFamily[BackwardConfig]):
+class _Backward(KernelFamily[BackwardConfig]):
     name = "triton_backward"
     kind: Kind = "backward"
     language: Language = "triton"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexattn.device import Device
-from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.config import describe, power_above
 from flexattn.kernels.base.dialect import Dialect
 from flexattn.kernels.base.source import (
     BASE_2,
@@ -14,7 +14,6 @@ from flexattn.kernels.base.source import (
     make_source,
     mod_context,
     named_pieces,
-    power,
     traits_of,
 )
 from flexattn.kernels.printers.gradient_printer import (
@@ -25,6 +24,8 @@ from flexattn.kernels.printers.gradient_printer import (
 )
 from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.kernels.ptx.assembler import for_split_tiles
+from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton_backward.arguments import backward_arguments, delta_arguments
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.tiles import reads_runs, tile_counts
@@ -77,13 +78,16 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         backward_arguments(structure, config, reads_runs(structure, config)),
         config.num_warps,
         config.num_stages,
+        stages=Stages(
+            ptxas=for_split_tiles() if device.has_wgmma and len(qk) + len(v) > 2 else ""
+        ),
     )
 
 
 def rows_of_delta(structure: Structure) -> int:
     """How many query rows a program of delta takes."""
     width = sum(piece.tile for piece in named_pieces("v", structure.head_dim_v))
-    return max(16, min(128, ELEMENTS // power(width)))
+    return max(16, min(128, ELEMENTS // power_above(width)))
 
 
 def render_delta(structure: Structure, device: Device, through_lse: bool) -> Source:

@@ -1,0 +1,114 @@
+"""traced(): what Dynamo sees of a call, which is torch's own node with a mark in its options.
+
+Dynamo traces the mods and guards all that they read, as it does for torch's flex_attention. A mod
+that were read here, from its closure, would be guarded by nothing: a number that it captures could
+change, and the old kernel would go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    flex_attention,
+    noop_mask,
+)
+
+from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.admission import autocast
+from flexattn.frontend.attention import answer
+from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
+from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
+from flexattn.frontend.compiled.seam import keep_out, open_seam
+from flexattn.frontend.graph_break import outside
+from flexattn.kernels.choose import options
+from flexattn.problem.sinks import add_sinks
+
+# A torch whose lowering has moved: calls break the graph, as they would without a node.
+_MOVED = open_seam()
+keep_out(answer.__code__)
+
+
+def traced(arguments: tuple[Any, ...]) -> Any:
+    """A call's results in a graph that is being traced."""
+    given = Call(*arguments)
+    if _MOVED or breaks(given):
+        return outside(answer, arguments)
+    want, sinks, mask = asked(given), given.sinks, given.block_mask
+    q, k, v = autocast(given.q, given.k, given.v)
+    if k.size(0) != q.size(0):
+        k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
+    score_mod = given.score_mod
+    if score_mod is not None and q.dtype != torch.float64:
+        score_mod = _in_float32(score_mod)
+    attend: Any = flex_attention  # whose options are typed without keys of others
+    out, aux = attend(
+        q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
+        None if given.scale is None else float(given.scale), given.enable_gqa,
+        kernel_options=_marked(given.kernel_options, mask is None),
+        return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
+    )  # fmt: skip
+    lse = aux.lse
+    if sinks is not None:
+        # torch's node knows no sinks: what they take from a row follows from its lse alone.
+        out, lse = add_sinks(out, lse, sinks)
+    if given.return_aux is not None:
+        return out, AuxOutput(lse=lse if want.lse else None, max_scores=aux.max_scores)
+    return (out, lse) if given.return_lse else out
+
+
+def _marked(given: Any, without_mask: bool) -> dict[str, Any]:
+    """torch's options for where its own kernel serves, and the call's under our mark."""
+    found = dict(options.for_torch(given) or {})
+    if found.get("BACKEND") == "FLASH":  # whose statistics are not in base 2
+        del found["BACKEND"]
+    found[MARK] = VERSION
+    if without_mask:
+        found[BARE] = True
+    for name, value in (given or {}).items():
+        found[own(name)] = value
+    return found
+
+
+def _in_float32(score_mod: ScoreMod) -> ScoreMod:
+    """A score_mod that sees scores in float32, as kernels have them, whatever query's dtype."""
+
+    def wide(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score.to(torch.float32), b, h, q_idx, kv_idx)
+
+    return wide
+
+
+def _of_all(q: Tensor) -> BlockMask:
+    """The mask that torch would make of no mask, in fewer operations."""
+    one = torch.ones([1, 1, 1], dtype=torch.int32, device=q.device)
+    first = torch.zeros([1, 1, 1, 1], dtype=torch.int32, device=q.device)
+    lists = one, first, None, None
+    return BlockMask((1, 1), *lists, *lists, (LARGEST, LARGEST), noop_mask)
+
+
+def _with_lists_by_key(mask: BlockMask) -> BlockMask:
+    """A mask whose lists by key are there where torch's backward may read them.
+
+    They are made in the graph: lists that were kept with the mask would be another mask to the
+    guards of the next call, which would compile again.
+    """
+    if not isinstance(mask, LazyBlockMask) or not mask.pending:
+        return mask
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    if torch.is_grad_enabled():
+        return BlockMask.from_kv_blocks(
+            *lists,
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=mask.mask_mod,
+            seq_lengths=mask.seq_lengths,
+        )
+    return BlockMask(
+        mask.seq_lengths, *lists, None, None, None, None, mask.BLOCK_SIZE, mask.mask_mod
+    )

@@ -1,0 +1,203 @@
+"""flexattn::attend: the op that stands for a call in compiled code, and runs it as eager does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.block_mask.lazy import LazyBlockMask
+from flexattn.frontend.attention import run_admitted
+from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.compiled.spec import Spec, parsed
+from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.mods import Bound
+from flexattn.mods.graph import GraphMod
+from flexattn.problem import checks, out_dtype
+from flexattn.problem.mask_class import keep_class, known_class, mask_class
+from flexattn.problem.runs import keep_runs, known_runs
+from flexattn.runtime.launch import strides_like
+
+NAME = "flexattn::attend"
+_SCHEMA = (
+    "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+# Where a dispatch mode is on, as in Inductor's first run of an op, its body is called without the
+# keys of torch.vmap, by which plain torch maps the mods.
+_KEYS = reduce(
+    or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in (
+            "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode",
+            "FuncTorchDynamicLayerBackMode",
+        )
+    ),
+)  # fmt: skip
+_POSITIONS = ("b", "h", "q_idx", "kv_idx")
+_library = torch.library.Library("flexattn", "FRAGMENT")
+_library.define(_SCHEMA)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Sequence[Tensor],
+    score: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    score_integers: Sequence[int],
+    mask_integers: Sequence[int],
+    spec: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev].
+
+    lists: of blocks, none, two or four as a BlockMask has them by query. score, mask: what the
+    mods capture, in the order of their graphs, with the integers beside it. spec: what `printed`
+    gave. Returns out, lse and max_scores (float32, natural log); what is not asked is empty.
+    Raises what an eager call raises when it is launched.
+    """
+    said = parsed(spec)
+    checks.check_tensors(q, k, v, enable_gqa=True)
+    with torch.no_grad(), _vmap():
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        bound, score_mod = _score(said, q, score, score_integers)
+        kept, block_mask = _mask(said, q, k, lists, mask, mask_integers)
+        found = run_admitted(Call(
+            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True,
+            kernel_options=said.options, return_aux=said.statistics, score=bound, mask=kept,
+            options=said.chosen,
+        ))  # fmt: skip
+    nothing = partial(q.new_empty, 0, dtype=torch.float32)
+    lse, maxima = found.lse, found.max_scores
+    return found.out, nothing() if lse is None else lse, nothing() if maxima is None else maxima
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, lists: Any, score: Any, mask: Any, score_integers: Any,
+    mask_integers: Any, spec: str, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    said, rows = parsed(spec), q.shape[:3]
+    shape = (*rows, v.shape[3])
+    out = q.new_empty_strided(shape, strides_like(q, shape), dtype=out_dtype(q.dtype))
+    lse, maxima = (
+        q.new_empty(rows if asked else (0,), dtype=torch.float32)
+        for asked in (said.lse, said.max_scores)
+    )
+    return out, lse, maxima
+
+
+_library.impl("attend", attend, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=_library)
+
+
+def _vmap() -> AbstractContextManager[None]:
+    """Lets torch.vmap work inside of the op."""
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    guard: Any = torch._C._ForceDispatchKeyGuard
+    return guard(included, excluded - _KEYS)  # type: ignore[no-any-return]
+
+
+def _score(
+    said: Spec, q: Tensor, tensors: Sequence[Tensor], integers: Sequence[int]
+) -> tuple[Bound | None, ScoreMod | None]:
+    """The score_mod as kernels and as plain torch take it; an identity is none."""
+    if said.score is None or said.score.mod.expr.op == "var":
+        return None, None
+    bound = _on(q, said.score, tensors, integers)
+
+    def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
+        env = {"score": score, **dict(zip(_POSITIONS, positions, strict=True))}
+        wide = score.dtype == torch.float64
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
+
+    return bound, score_mod
+
+
+def _mask(
+    said: Spec,
+    q: Tensor,
+    k: Tensor,
+    lists: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    integers: Sequence[int],
+) -> tuple[Bound | None, BlockMask | None]:
+    """The mask_mod as kernels take it, and the BlockMask; what was found in it before is kept."""
+    if said.mask is None or said.block is None:
+        return None, None
+    bound = _on(q, said.mask, tensors, integers)
+
+    def mask_mod(*positions: Tensor) -> Tensor:
+        env = dict(zip(_POSITIONS, positions, strict=True))
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
+
+    mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
+    checks.check_block_mask(mask, q, k)
+    _remember_look(mask, lists, said.looks)
+    return bound, mask
+
+
+def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[int]) -> Bound:
+    """The bound mod, its tensors on q's device with negative bits resolved."""
+    bound = mod.bound(tensors, integers)
+    if all(x.device == q.device and not x.is_neg() for x in bound.tensors):
+        return bound
+    there = tuple(x.to(q.device).resolve_neg() for x in bound.tensors)
+    return bound._replace(tensors=there)
+
+
+class _Look(NamedTuple):
+    """What was found in lists, and how often they had been written to."""
+
+    lists: tuple[weakref.ref[Tensor], ...]
+    written: tuple[tuple[int, int], ...]
+    name: str
+    runs: Tensor | None
+
+
+_looks: dict[int, _Look] = {}
+
+
+def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> None:
+    """Give a mask the class and the runs of its lists, which reading them would take a wait.
+
+    As with an eager call's mask one look serves for as long as the lists live, and what is written
+    into them later leaves them without runs. Code that Inductor generates writes into memory that
+    no version counts, and a captured CUDA graph into its inputs: such lists are not looked at.
+    """
+    if not looks:
+        keep_class(mask)
+        return
+    # Tensors of inference mode do not count, and have no runs.
+    counts = [0 if x.is_inference() else x._version for x in lists]
+    written = tuple(zip(counts, [x.data_ptr() for x in lists], strict=True))
+    key = id(lists[0])
+    found = _looks.get(key)
+    if found is None or not _same(found, lists):
+        mask_class(mask)
+        name = known_class(mask)
+        if name is not None:
+            first = weakref.ref(lists[0], lambda _: _looks.pop(key, None))
+            rest = tuple(map(weakref.ref, lists[1:]))
+            _looks[key] = _Look((first, *rest), written, name, known_runs(mask))
+        return
+    keep_class(mask, found.name)
+    if found.runs is not None and found.written == written:
+        keep_runs(mask, found.runs)
+
+
+def _same(found: _Look, lists: Sequence[Tensor]) -> bool:
+    return len(found.lists) == len(lists) and all(
+        reference() is each for reference, each in zip(found.lists, lists, strict=True)
+    )

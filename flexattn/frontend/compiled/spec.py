@@ -1,0 +1,80 @@
+"""Spec: all of a call in a compiled graph that is no tensor and no size, as one string."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch.nn.attention.flex_attention import AuxRequest
+
+from flexattn.errors import CacheError
+from flexattn.kernels.choose.options import NONE, Options, parse
+from flexattn.mods.codec import from_data, to_data
+from flexattn.mods.graph import GraphMod
+
+_NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What one node computes.
+
+    score, mask: its mods. block: query rows and keys of a block of its mask, None without one.
+    lse, max_scores: whether they are asked. options: kernel_options as they were given, chosen:
+    as they were read. looks: whether its mask's lists are tensors that torch alone writes, so
+    that their versions count what is written.
+    """
+
+    score: GraphMod | None
+    mask: GraphMod | None
+    block: tuple[int, int] | None
+    lse: bool
+    max_scores: bool
+    options: dict[str, Any]
+    looks: bool
+    chosen: Options = NONE
+
+    @property
+    def statistics(self) -> AuxRequest:
+        """What comes out beside the attention itself."""
+        return AuxRequest(self.lse, self.max_scores)
+
+
+def printed(spec: Spec) -> str:
+    """The spec as text, which `parsed` reads in any process."""
+    data = {
+        "score": _told(spec.score),
+        "mask": _told(spec.mask),
+        "block": spec.block,
+        "lse": spec.lse,
+        "max_scores": spec.max_scores,
+        "options": spec.options,
+        "looks": spec.looks,
+    }
+    return json.dumps(data, sort_keys=True)
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> Spec:
+    """The spec of such a text, one object for each; raises CacheError for any other text."""
+    data = json.loads(text)
+    if type(data) is not dict or data.keys() != _NAMES:
+        raise CacheError("the text of a node", f"it has {sorted(_NAMES)}")
+    block = data["block"]
+    return Spec(
+        _mod(data["score"]), _mod(data["mask"]), None if block is None else (block[0], block[1]),
+        data["lse"], data["max_scores"], data["options"], data["looks"], parse(data["options"]),
+    )  # fmt: skip
+
+
+def _told(mod: GraphMod | None) -> Any:
+    return None if mod is None else [to_data(mod.mod), mod.numbers]
+
+
+def _mod(data: Any) -> GraphMod | None:
+    if data is None:
+        return None
+    mod, numbers = data
+    return GraphMod(from_data(mod), tuple((str(kind), int(i)) for kind, i in numbers))

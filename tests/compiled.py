@@ -1,0 +1,38 @@
+"""What tests of torch.compile share: fresh caches, counted compiles, and the calls of our op."""
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+
+from flexattn.frontend.compiled import op
+
+
+@contextlib.contextmanager
+def compiling(monkeypatch, backend="inductor"):
+    """compile(fn) with fullgraph=True, a counter of compiles, and what our op was `called` with.
+
+    A graph that an earlier process compiled would come out of Inductor's cache, lowered by nobody.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_inductor_cache
+
+    called, run = [], op.run_admitted
+    monkeypatch.setattr(op, "run_admitted", lambda call: called.append(call) or run(call))
+    counter = CompileCounterWithBackend(backend)
+
+    def compiled(fn, **options):
+        return torch.compile(fn, backend=counter, fullgraph=True, **options)
+
+    torch._dynamo.reset()
+    # What takes g++ long: headers that are compiled ahead, and a trial of each vector extension.
+    quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
+    with config.patch(quick), fresh_inductor_cache():
+        yield SimpleNamespace(compile=compiled, counter=counter, called=called)
+    torch._dynamo.reset()
+
+
+def nodes(counter, name="flex_attention"):
+    """How many nodes of a name each graph has that Dynamo gave to the backend."""
+    return [sum(name in str(node.target) for node in g.graph.nodes) for g in counter.graphs]

@@ -1,0 +1,267 @@
+"""Under torch.compile on a GPU: values, gradients, compiles, and CUDA graphs, against eager."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.catalogue import CASES, causal
+from flexattn.measure.gate import judge
+from flexattn.reference import Precision, attention
+from tests.compiled import compiling, nodes
+from tests.support import block_mask, inputs, sinks
+
+pytestmark = pytest.mark.gpu
+LAYERS = 12
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    with compiling(monkeypatch) as found:
+        yield found
+
+
+def tensors(L=333, S=333, dtype=torch.bfloat16, **more):
+    return inputs(2, 8, 2, L, S, 64, dtype=dtype, device="cuda", **more)
+
+
+# Each compiles for seconds; tests/unit/mods/test_mods_graph.py reads all of them.
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_the_catalogue_gives_what_eager_calls_give(inductor, case):
+    """Bit for bit: the same kernel, of the same record."""
+    q, k, v = tensors()
+    built = case.make(2, 8, 2, 333, 333, "cuda", torch.bfloat16)
+    mask = block_mask(built.mask_mod, q, k)
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, built.score_mod, mask, enable_gqa=True)
+
+    with torch.no_grad():
+        got, wanted = inductor.compile(layer)(q, k, v), layer(q, k, v)
+    assert len(inductor.called) == 1
+    assert torch.equal(got, wanted)
+
+
+def test_statistics_are_natural_logarithms(inductor):
+    q, k, v = tensors()
+    asked = AuxRequest(lse=True, max_scores=True)
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, enable_gqa=True, return_aux=asked)
+
+    with torch.no_grad():
+        got, wanted = inductor.compile(layer)(q, k, v), layer(q, k, v)
+    assert torch.equal(got[0], wanted[0])
+    for one, other in zip(got[1], wanted[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1000), (333, 333), (4096, 4096)], ids=str)
+def test_decode_and_prefill_with_sinks(inductor, lengths):
+    q, k, v = tensors(*lengths)
+    logits = sinks(8, device="cuda")
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, enable_gqa=True, sinks=logits)
+
+    with torch.no_grad():
+        got = inductor.compile(layer)(q, k, v)
+        exact, rounded = (
+            attention(q, k, v, sinks=logits, precision=each)
+            for each in (Precision.ORACLE, Precision.ROUNDED)
+        )
+    triples = [(x, None, None) for x in (got, exact.out, rounded.out)]
+    verdict = judge(*triples, q.dtype)
+    assert verdict.passed, verdict.message()
+
+
+def gpt(x, weights, mask, cap):
+    """A decoder with documents and soft-capping, without what is not attention."""
+
+    def capped(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    for weight in weights:
+        q, k, v = ((x @ weight).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)).unbind()
+        out = flexattn.flex_attention(q, k, v, capped, mask)
+        x = x + out.transpose(1, 2).flatten(2)
+    return x
+
+
+def documents(length):
+    ids = torch.arange(length, device="cuda") // 150
+
+    def same_document(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    return flexattn.create_block_mask(same_document, None, None, length, length, "cuda")
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "amp"])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_a_gpt_trains_in_one_graph(inductor, dynamic, amp):
+    """Forward and backward, three lengths, at most two compiles; gradients as in eager mode."""
+    weights = [0.05 * torch.randn(256, 768, device="cuda") for _ in range(LAYERS)]
+    weights = [x.requires_grad_() for x in weights]
+    model = inductor.compile(gpt, dynamic=dynamic)
+
+    def gradients(call, x, mask):
+        with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            loss = (call(x, weights, mask, 20.0).float() ** 2).mean()
+        return torch.autograd.grad(loss, weights)
+
+    for length in (512, 640, 768, 640):
+        x, mask = torch.randn(2, length, 256, device="cuda"), documents(length)
+        mine, eager = gradients(model, x, mask), gradients(gpt, x, mask)
+        for got, wanted in zip(mine, eager, strict=True):
+            error = (got - wanted).norm() / wanted.norm()
+            assert error < (5e-2 if amp else 1e-2), error
+        assert inductor.counter.frame_count <= 2
+    assert set(nodes(inductor.counter)) == {LAYERS}
+    assert len(inductor.called) == 4 * LAYERS
+
+
+def test_the_gradient_of_a_captured_tensor(inductor):
+    q, k, v = (x.requires_grad_() for x in tensors(256, 256, torch.float32))
+    table = torch.randn(512, device="cuda", requires_grad=True)
+
+    def layer(q, k, v):
+        def mod(score, b, h, q_idx, kv_idx):
+            return score + table[q_idx - kv_idx + 256]
+
+        return flexattn.flex_attention(q, k, v, mod, enable_gqa=True).square().sum()
+
+    mine, eager = (
+        torch.autograd.grad(call(q, k, v), (q, k, v, table))
+        for call in (inductor.compile(layer), layer)
+    )
+    for got, wanted in zip(mine, eager, strict=True):
+        assert (got - wanted).norm() / wanted.norm() < 1e-2
+
+
+def test_two_hundred_changes_of_what_a_mod_captures(inductor):
+    """Values of every kind, in closures: none is ever stale."""
+    draw = random.Random(0)
+    q, k, v = tensors(100, 100, torch.float32)
+    values = {"cap": 2.0, "shift": 3, "add": True, "axis": "rows", "slope": torch.ones(8)}
+    values["slope"] = values["slope"].cuda()
+    choices = {
+        "cap": lambda: draw.choice([0.5, 1.0, 7.0, 3.25]), "shift": lambda: draw.randrange(9),
+        "add": lambda: draw.random() < 0.5, "axis": lambda: draw.choice(["rows", "keys"]),
+        "slope": lambda: torch.randn(8, device="cuda"),
+    }  # fmt: skip
+
+    def make(cap, shift, add, axis, slope):
+        def mod(score, b, h, q_idx, kv_idx):
+            score = cap * torch.tanh(score / cap) + slope[h] * ((q_idx - kv_idx) // (shift + 1))
+            score = score + 0.1 * q_idx if add else score
+            return score * 0.5 if axis == "keys" else score
+
+        return mod
+
+    def layer(q, k, v, mod):
+        return flexattn.flex_attention(q, k, v, mod, enable_gqa=True)
+
+    model = inductor.compile(layer)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(200):
+            name = draw.choice(list(choices))
+            values[name] = choices[name]()
+            mod = make(**values)
+            torch.testing.assert_close(
+                model(q, k, v, mod), layer(q, k, v, mod), rtol=1e-4, atol=1e-4
+            )
+    assert len(inductor.called) == 200
+
+
+def test_a_replayed_graph_sees_captured_tensors_and_masks_that_changed_in_place(monkeypatch):
+    """mode="reduce-overhead": another mask of the same sizes, another table, other inputs."""
+    q, k, v = tensors(256, 256)
+    table = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
+    masks = [block_mask(each, q, k) for each in (causal, lambda b, h, i, j: j >= i)]
+    limit = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def beyond(b, h, q_idx, kv_idx):
+        return kv_idx - q_idx <= limit
+
+    lists = flexattn.create_block_mask(beyond, None, None, 256, 256, "cuda")
+
+    def layer(q, k, v, mask):
+        def mod(score, b, h, q_idx, kv_idx):
+            return score + table[h, kv_idx]
+
+        return flexattn.flex_attention(q, k, v, mod, mask, enable_gqa=True)
+
+    with torch.no_grad(), compiling(monkeypatch):
+        model = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
+        for step in range(8):
+            q.normal_()
+            table.normal_()
+            limit.fill_(step % 3 - 1)
+            mask = [*masks, lists][step % 3]
+            got = model(q, k, v, mask).clone()
+            wanted = layer(q, k, v, mask)
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_a_hand_made_cuda_graph_of_compiled_code(inductor):
+    q, k, v = tensors(1, 1000)
+    mask = block_mask(lambda b, h, i, j: j <= i + 700, q, k)
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    with torch.no_grad():
+        model = inductor.compile(layer)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model(q, k, v)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(q, k, v)
+        q.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, layer(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_generate_compiles_a_static_cache_without_a_break(monkeypatch, name):
+    """Four layers, generate's own compile; a break would end fullgraph=True."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers import CompileConfig
+
+    from flexattn.integrations.transformers import register
+    from tests.models import greedy, prompts, tiny
+
+    register()
+    sizes = {
+        "hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64,
+        "max_position_embeddings": 1024, "num_hidden_layers": 4,
+    }  # fmt: skip
+    model, (ids, mask) = tiny(name, torch.float32, "cuda", **sizes), prompts("cuda", 301)
+    own = greedy(model, "eager", ids, mask, 24)
+    with compiling(monkeypatch):
+        model.generation_config.compile_config = CompileConfig(
+            fullgraph=True, mode="reduce-overhead"
+        )
+        for _ in range(2):
+            got = greedy(model, "flexattn", ids, mask, 24, cache_implementation="static")
+            assert torch.equal(got, own)
+
+
+def test_a_second_cache_length_compiles_once_more(inductor):
+    def layer(q, k, v, mask):
+        return flexattn.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    model = inductor.compile(layer)
+    with torch.no_grad():
+        for length, compiles in ((500, 1), (700, 2), (900, 2), (1100, 2)):
+            q, k, v = tensors(length, length)
+            mask = block_mask(causal, q, k, per_batch=False, per_head=False)
+            assert torch.equal(model(q, k, v, mask), layer(q, k, v, mask))
+            assert inductor.counter.frame_count == compiles

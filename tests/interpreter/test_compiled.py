@@ -1,0 +1,50 @@
+"""Under torch.compile the kernel that an eager call launches runs in the place of torch's node."""
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal
+from flexattn.runtime.launch import Launch
+from tests.compiled import compiling
+from tests.support import DECODE, PREFILL, block_mask, inputs, poison
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
+]
+
+
+@pytest.mark.parametrize("kind", [PREFILL, DECODE], ids=["prefill", "decode"])
+def test_the_same_launch_serves_compiled_and_eager_calls(monkeypatch, kind):
+    """One kernel for both: its source, its config and its record; captured values and all."""
+    length = 5 if kind is DECODE else 37
+    q, k, v = inputs(2, 4, 2, length, 53, 16)
+    mask = block_mask(causal, q, k, 16)
+    launches, run = [], Launch.run
+
+    def poisoned(launch, *given):
+        launches.append(launch)
+        with pytest.MonkeyPatch.context() as patch:  # Inductor fills memory of its own
+            poison(patch)
+            return run(launch, *given)
+
+    monkeypatch.setattr(Launch, "run", poisoned)
+
+    def layer(q, k, v, table, slope):
+        def mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score) + slope * table[h, kv_idx]
+
+        call = {"block_mask": mask, "enable_gqa": True, "kernel_options": kind}
+        return flexattn.flex_attention(q, k, v, mod, **call)
+
+    with compiling(monkeypatch) as found:
+        model = found.compile(layer)
+        for slope in (0.5, -1.25, 3.0):
+            table = torch.randn(4, 53)
+            got, wanted = model(q, k, v, table, slope), layer(q, k, v, table, slope)
+            assert torch.equal(got, wanted)
+            compiled, eager = launches[-2:]
+            assert compiled.choice.source.text == eager.choice.source.text
+            assert compiled.choice.config == eager.choice.config
+        assert len(found.called) == 3 and len(found.counter.graphs) <= 3

@@ -1,0 +1,347 @@
+"""A call under torch.compile is one node of the graph, and launches what an eager call does."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.catalogue import causal
+from flexattn.errors import InputError
+from flexattn.frontend.compiled import node, rules
+from flexattn.kernels.choose.options import parse
+from tests.compiled import compiling, nodes
+from tests.support import block_mask, heads_inside, inputs, sinks
+
+LAYERS = 3
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    with compiling(monkeypatch) as found:
+        yield found
+
+
+@pytest.fixture
+def dynamo(monkeypatch):
+    with compiling(monkeypatch, "eager") as found:
+        yield found
+
+
+def gpt(x, weights, mask, cap):
+    """A decoder with documents and soft-capping, without what is not attention."""
+
+    def capped(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    for weight in weights:
+        q, k, v = ((x @ weight).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)).unbind()
+        out = flexattn.flex_attention(q, k, v, capped, mask)
+        x = x + out.transpose(1, 2).flatten(2)
+    return x
+
+
+def documents(length):
+    ids = torch.arange(length) // 19
+
+    def same_document(b, h, q_idx, kv_idx):
+        return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+    return flexattn.create_block_mask(same_document, None, None, length, length, "cpu", 16)
+
+
+def test_a_layer_is_a_node_and_a_third_length_compiles_nothing(dynamo):
+    weights = [0.1 * torch.randn(32, 96) for _ in range(LAYERS)]
+    model = dynamo.compile(gpt)
+    for length, compiles in ((40, 1), (40, 1), (57, 2), (71, 2), (33, 2)):
+        x = torch.randn(1, length, 32)
+        mask = documents(length)
+        got = model(x, weights, mask, 20.0)
+        torch.testing.assert_close(got, gpt(x, weights, mask, 20.0), rtol=1e-4, atol=1e-4)
+        assert dynamo.counter.frame_count == compiles
+    assert nodes(dynamo.counter) == [LAYERS, LAYERS]
+
+
+def masked(length=40, **more):
+    q, k, v = inputs(2, 4, 2, length, length, 16, **more)
+    return q, k, v, {"block_mask": block_mask(causal, q, k, 16), "enable_gqa": True}
+
+
+def biased(table, score, b, h, q_idx, kv_idx):
+    return torch.tanh(score) + table[h, q_idx - kv_idx + 40]
+
+
+def eight_bits():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
+
+
+CALLS = {
+    "plain": lambda: (*inputs(1, 2, 2, 5, 9, 16), {}),
+    "a mask and GQA": masked,
+    "bfloat16": partial(masked, dtype=torch.bfloat16),
+    "float64 and captured tensors": lambda: (
+        *inputs(1, 2, 2, 9, 9, 16, dtype=torch.float64),
+        {"score_mod": partial(biased, torch.randn(2, 80))},
+    ),
+    "heads inside of rows": lambda: (
+        *(heads_inside(x) for x in inputs(2, 9, 9, 2, 11, 16)), {}
+    ),
+    "one query": lambda: (*inputs(2, 4, 2, 1, 19, 16), {"enable_gqa": True}),
+    "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
+    "keys in eight bits": eight_bits,
+    "options of our own": lambda: (
+        *inputs(1, 2, 2, 5, 9, 16), {"kernel_options": {"BACKEND": "GLUON", "SPLIT_KV": 2}}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, name):
+    """Bit for bit the same, whatever Inductor does around it; no call of torch's own kernel."""
+    if CALLS[name] is eight_bits and not rules._TAKES_NARROWER:
+        pytest.skip("torch's node takes keys narrower than queries from 2.13 on")
+    q, k, v, call = CALLS[name]()
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, **call)
+
+    got = inductor.compile(layer)(q, k, v)
+    assert len(inductor.called) == 1
+    wanted = layer(q, k, v)
+    assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+    assert inductor.called[0].options == parse(call.get("kernel_options"))
+
+
+def test_statistics_sinks_and_autocast(monkeypatch):
+    """As the graph has them around the node, whoever computes that."""
+    q, k, v = inputs(1, 2, 2, 40, 40, 16)
+    logits = sinks(2)
+
+    def layer(q, k, v):
+        out, lse = flexattn.flex_attention(q, k, v, return_lse=True, sinks=logits)
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow, aux = flexattn.flex_attention(
+                q, k, v, lambda s, b, h, i, j: s + i / 3, return_aux=AuxRequest(lse=True)
+            )
+        return out, lse, narrow, aux.lse
+
+    with compiling(monkeypatch, "aot_eager") as found:
+        results = zip(found.compile(layer)(q, k, v), layer(q, k, v), strict=True)
+    for got, wanted in results:
+        assert got.dtype == wanted.dtype
+        rough = 2e-2 if got.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got, wanted, rtol=rough, atol=rough)
+
+
+class Box:
+    def __init__(self):
+        self.number, self.table = 1.5, torch.linspace(-1, 1, 40)
+
+
+box = Box()
+factor = 1.0
+
+
+def captures(kind):
+    """A mod of a value, and a way to give it another one."""
+
+    def closure(value):
+        def mod(score, b, h, q_idx, kv_idx):
+            if isinstance(value, str):
+                return score + kv_idx if value == "keys" else score + q_idx
+            return score * 2 + kv_idx if value is True else score + value * (q_idx - kv_idx)
+
+        return mod
+
+    def of_global(value):
+        globals()["factor"] = value
+        return lambda score, b, h, q_idx, kv_idx: score + factor * kv_idx
+
+    def of_attribute(value):
+        box.number = value
+        return lambda score, b, h, q_idx, kv_idx: score + box.number * kv_idx
+
+    def in_place(value):
+        box.table.mul_(value)
+        return lambda score, b, h, q_idx, kv_idx: score + box.table[kv_idx]
+
+    def other_tensor(value):
+        box.table = torch.full([40 + int(value)], value)
+        return lambda score, b, h, q_idx, kv_idx: score + box.table[kv_idx]
+
+    return {
+        "global": of_global, "attribute": of_attribute, "in place": in_place,
+        "another tensor": other_tensor,
+    }.get(kind, closure)  # fmt: skip
+
+
+CHANGES = {
+    "float": [1.0, 2.0, 3.0, 0.0, -0.5],
+    "int": [5, 2, 3, 4, 0, 1],
+    "bool": [True, False, True],
+    "str": ["keys", "rows", "keys"],
+    "global": [1.0, 2.0, 3.0, 4.0],
+    "attribute": [1.0, 2.0, 3.0, 4.0],
+    "in place": [1.0, -2.0, 0.5],
+    "another tensor": [1.0, 2.0, 3.0],
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_a_mod_captures_is_never_stale(inductor, kind):
+    """A mod that is read from its closure inside of traced code is guarded by nothing.
+
+    So one was, in a trial of this node: a float of 1.0 that became 2.0 kept its kernel, and
+    captured ints were right twice and then stale. Dynamo traces the mod of torch's own node, and
+    guards all that it reads.
+    """
+
+    def layer(q, k, v, mod):
+        return flexattn.flex_attention(q, k, v, mod)
+
+    model, make = inductor.compile(layer), captures(kind)
+    q, k, v = inputs(1, 2, 2, 24, 24, 16)
+    for value in CHANGES[kind]:
+        mod = make(value)
+        wanted = layer(q, k, v, mod)
+        torch.testing.assert_close(model(q, k, v, mod), wanted, rtol=1e-5, atol=1e-5)
+    assert len(inductor.called) == len(CHANGES[kind])
+    # torch counts a float that becomes an input twice: it starts again where it finds that out.
+    assert len(inductor.counter.graphs) <= 3
+
+
+def test_random_changes(dynamo):
+    """Several captured values at once, in any order, against eager calls."""
+    draw = random.Random(0)
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    values = {"cap": 2.0, "shift": 3, "add": True, "axis": "rows"}
+    choices = {
+        "cap": [0.5, 1.0, 7.0], "shift": range(9), "add": [True, False], "axis": ["rows", "keys"]
+    }  # fmt: skip
+
+    def make(cap, shift, add, axis):
+        def mod(score, b, h, q_idx, kv_idx):
+            score = torch.tanh(score / cap) + (q_idx - kv_idx) // (shift + 1)
+            score = score + q_idx if add else score
+            return score * kv_idx if axis == "keys" else score
+
+        return mod
+
+    def layer(q, k, v, mod):
+        return flexattn.flex_attention(q, k, v, mod)
+
+    model = dynamo.compile(layer)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for _ in range(16):
+            name = draw.choice(list(choices))
+            values[name] = draw.choice(choices[name])
+            mod = make(**values)
+            torch.testing.assert_close(model(q, k, v, mod), layer(q, k, v, mod))
+
+
+def test_gradients_run_through_torchs_backward(monkeypatch):
+    """Our forward gives torch's backward the statistics that it expects, and it sees no key of
+    ours, which its templates would print into a kernel."""
+    import torch.nn.attention.flex_attention as torch_flex
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    # torch has a backward of its node for plain torch alone on the CPU, and refuses it there.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(node, "breaks", lambda _: "")
+    options = torch_flex._apply_kernel_options
+
+    def with_lse(*given, **named):
+        return {**options(*given, **named), "OUTPUT_LOGSUMEXP": True}
+
+    monkeypatch.setattr(torch_flex, "_apply_kernel_options", with_lse)
+    backend = aot_autograd(
+        fw_compiler=compile_fx_inner,
+        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        decompositions=select_decomp_table(),
+    )
+    table = torch.randn(80, requires_grad=True)
+
+    def layer(q, k, v, mask):
+        def mod(score, b, h, q_idx, kv_idx):
+            return 3 * torch.tanh(score) + table[q_idx - kv_idx + 40]
+
+        return flexattn.flex_attention(q, k, v, mod, mask, enable_gqa=True)
+
+    def gradients(call):
+        q, k, v, more = masked()
+        given = [x.requires_grad_() for x in (q, k, v)]
+        out = call(*given, more["block_mask"])
+        return torch.autograd.grad((out * out).sum(), (*given, table))
+
+    with compiling(monkeypatch, backend) as found:
+        got = gradients(found.compile(layer))
+        assert len(found.called) == 1
+    for mine, wanted in zip(got, gradients(layer), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_on_the_cpu_is_right(monkeypatch, backend):
+    """torch's node has no backward there: the call is outside of the graph, as plain torch."""
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 9, 9, 16))
+
+    def layer(q, k, v):
+        return flexattn.flex_attention(q, k, v, causal_score).sum()
+
+    with compiling(monkeypatch, backend):
+        got = torch.autograd.grad(torch.compile(layer, backend=backend)(q, k, v), (q, k, v))
+    wanted = torch.autograd.grad(layer(q, k, v), (q, k, v))
+    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+    assert "no backward on the CPU" in flexattn.explain(q, k, v).breaks
+
+
+def causal_score(score, b, h, q_idx, kv_idx):
+    return torch.where(q_idx >= kv_idx, score, -1e4)
+
+
+def all_in_eight_bits():
+    given = zip(("query", "key", "value"), inputs(1, 2, 2, 9, 9, 16), strict=True)
+    return {name: x.to(torch.float8_e4m3fn) for name, x in given}
+
+
+def maxima():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    return {"query": q, "key": k, "value": v, "return_aux": AuxRequest(max_scores=True)}
+
+
+BREAKS = {"float8": all_in_eight_bits, "max_scores": maxima}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_torchs_node_has_no_place_for_breaks_the_graph(monkeypatch, name):
+    call = BREAKS[name]()
+    found = flexattn.explain(**call)
+    assert found.breaks and "breaks a graph of torch.compile: torch's node" in str(found)
+
+    def layer():
+        return flexattn.flex_attention(**call)
+
+    with compiling(monkeypatch, "eager") as compiler:
+        got = torch.compile(layer, backend="eager")()
+        with pytest.raises(Exception, match=r"flexattn\.explain"):
+            compiler.compile(layer)()
+    wanted = layer()
+    assert torch.equal(got[0], wanted[0])
+
+
+def test_bad_input_is_refused_in_our_words(monkeypatch):
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    with compiling(monkeypatch) as found:
+        with pytest.raises(Exception, match="ConfigError: kernel_options has 'NOPE'"):
+            found.compile(flexattn.flex_attention)(q, k, v, kernel_options={"NOPE": 1})
+        compiled = found.counter.frame_count
+        with pytest.raises(InputError, match="same head dimension"):
+            torch.compile(flexattn.flex_attention, backend=found.counter)(q, k[..., :3], v)
+        # Dynamo gave it up, and compiled none of the functions that refused it.
+        assert found.counter.frame_count == compiled

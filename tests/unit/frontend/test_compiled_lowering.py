@@ -1,0 +1,223 @@
+"""How a node of a compiled graph becomes our op: the seam, the lowering, and the op by itself."""
+
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.catalogue import causal
+from flexattn.frontend.call import Call
+from flexattn.frontend.compiled import lowering, mark, node, op, rules, seam, spec
+from flexattn.mods import bind
+from flexattn.mods.graph import GraphMod
+from flexattn.mods.refusal import Refusal
+from flexattn.problem import mask_class
+from flexattn.problem.mask_class import known_class
+from flexattn.problem.runs import known_runs
+from flexattn.settings import say_once
+from tests.compiled import compiling
+from tests.support import inputs, run
+
+
+@pytest.fixture
+def inductor(monkeypatch):
+    with compiling(monkeypatch) as found:
+        yield found
+
+
+def test_the_seam_is_where_this_torch_has_it():
+    from torch._inductor.lowering import lowerings
+
+    assert seam.open_seam() == ""
+    for name in (seam.NODE, seam.BACKWARD):
+        lowered = lowerings[getattr(torch.ops.higher_order, name)]
+        assert lowered.__module__ != seam.__name__ or lowered.__wrapped__
+        assert lowered.__code__.co_filename == seam.__file__
+
+
+def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
+    from torch._inductor.lowering import lowerings
+
+    hop = torch.ops.higher_order.flex_attention
+    monkeypatch.setitem(lowerings, hop, lambda query, key, value, node: None)
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "flexattn"):
+        why, again = (seam.open_seam.__wrapped__() for _ in range(2))
+    assert "query, key, value, node" in why and again == why
+    assert [r.getMessage().count("break the graph") for r in caplog.records] == [1]
+    monkeypatch.setattr(node, "_MOVED", why)
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    with compiling(monkeypatch, "eager"):
+        got = torch.compile(flexattn.flex_attention, backend="eager")(q, k, v)
+    assert torch.equal(got, flexattn.flex_attention(q, k, v))
+
+
+def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeypatch, caplog):
+    say_once.cache_clear()
+    seen = []
+
+    def stock(*given):
+        seen.append(given)
+        return "torch's"
+
+    options = {mark.MARK: mark.VERSION, mark.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
+    given = [*"qkv", "graph", (), 1.0, options, (), ()]
+    assert seam._ours(stock, lambda *_, options: None)(*given) == "torch's"
+    assert seam._ours(stock, lambda *_, options: options)(*given) == {"SPLIT_KV": 2}
+    assert seam._unmarked(stock)(*given) == "torch's"
+    assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}] * 2
+    # Another's node passes as it is.
+    assert seam._ours(stock, None)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
+
+
+class Listed:
+    """A mask of two rows of blocks in tensors of our own, and what the op made of it."""
+
+    def __init__(self, monkeypatch):
+        self.lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
+        self.lists = [x.to(torch.int32) for x in self.lists]
+        self.found = []
+        made = op._mask
+
+        def kept(*given):
+            bound, mask = made(*given)
+            self.found.append((known_class(mask), known_runs(mask)))
+            return bound, mask
+
+        monkeypatch.setattr(op, "_mask", kept)
+
+    def call(self, looks=True):
+        bound = bind(causal, "mask")
+        said = spec.Spec(None, GraphMod(bound.mod, ()), (16, 16), False, False, {}, looks)
+        q, k, v = inputs(1, 2, 2, 32, 32, 16)
+        given = (q, k, v, self.lists, [], [], [], [], spec.printed(said), 0.25)
+        return torch.ops.flexattn.attend(*given)[0]
+
+
+def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
+    """A look waits for the device; so it is kept with the tensors, as an eager call keeps it."""
+    mask, looks = Listed(monkeypatch), []
+    look = mask_class.look
+    monkeypatch.setattr(mask_class, "look", lambda *given: looks.append(given) or look(*given))
+    whole = [mask.call() for _ in range(3)]
+    assert len(looks) == 1 and torch.equal(whole[0], whole[2])
+    assert all(name != "unknown" and runs is not None for name, runs in mask.found)
+    assert torch.equal(mask.found[0][1], mask.found[2][1])
+    mask.lists[0].fill_(1)
+    assert not torch.equal(mask.call(), whole[0])
+    # As with an eager call's mask: it is read as lists from now on.
+    assert len(looks) == 1 and mask.found[3] == (mask.found[0][0], None)
+    known = len(op._looks)
+    del mask.lists, looks[:]
+    assert len(op._looks) == known - 1
+
+
+def test_lists_of_inference_mode_have_a_class_and_no_runs(monkeypatch):
+    """They do not tell when they are written to."""
+    with torch.inference_mode():
+        mask = Listed(monkeypatch)
+        assert torch.equal(mask.call(), mask.call())
+    assert mask.found[0] == mask.found[1] and mask.found[0][0] != "unknown"
+    assert mask.found[0][1] is None
+
+
+def test_lists_that_generated_code_writes_are_never_looked_at(monkeypatch):
+    """No version counts its writes: runs that were found before would be another mask's."""
+    mask = Listed(monkeypatch)
+    mask.call(looks=False)
+    assert mask.found == [("unknown", None)]
+
+
+class Read(BaseException):
+    """Ends a compile where a node was read."""
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_only_lists_that_a_graph_is_given_are_looked_at(inductor, monkeypatch, given):
+    """A mask that is made in the graph lies in memory that Inductor hands on to the next one."""
+    sizes = (causal, None, None, 40, 40, "cpu", 16)
+
+    def layer(q, k, v, mask):
+        mask = flexattn.create_block_mask(*sizes) if mask is None else mask
+        return flexattn.flex_attention(q, k, v, block_mask=mask)
+
+    def read(said):
+        raise Read(said.looks)
+
+    monkeypatch.setattr(lowering, "printed", read)
+    mask = flexattn.create_block_mask(*sizes) if given else None
+    with pytest.raises(Read, match=str(given)), torch.no_grad():
+        inductor.compile(layer)(*inputs(1, 2, 2, 40, 40, 16), mask)
+
+
+def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, caplog):
+    """torch's own lowering takes the node, and a warning says why, once."""
+    from torch._inductor.lowering import lowerings
+
+    hop = torch.ops.higher_order.flex_attention
+    taken = []
+
+    def stock(query, *rest):
+        taken.append(rest)
+        return query, query, query
+
+    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower))
+
+    def refuse(*_):
+        raise Refusal("uses an operation of tomorrow")
+
+    monkeypatch.setattr(lowering, "read_graph", refuse)
+    say_once.cache_clear()
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    with caplog.at_level(logging.WARNING, "flexattn"):
+        inductor.compile(flexattn.flex_attention)(q, k, v)
+    assert len(taken) == 1 and not inductor.called
+    assert "torch's own kernel serves" in caplog.text and "of tomorrow" in caplog.text
+
+
+def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypatch, tmp_path):
+    """The mark is a part of Inductor's key, and a hash of what reads graphs."""
+    assert mark.VERSION == mark._version() and len(mark.VERSION) == 16
+    folder = tmp_path / "frontend" / "compiled"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(mark, "__file__", str(folder / "mark.py"))
+    (tmp_path / "mods").mkdir()
+    before = mark._version()
+    (tmp_path / "mods" / "graph.py").write_text("changed = True")
+    assert mark._version() != before
+
+
+def test_a_node_prints_as_one_string_and_back():
+    bound = bind(lambda score, b, h, q_idx, kv_idx: score * 1e-30 + q_idx, "score")
+    mod = GraphMod(bound.mod, (("integer", 0),))
+    said = spec.Spec(mod, None, (16, 32), True, False, {"SPLIT_KV": 2}, True)
+    found = spec.parsed(spec.printed(said))
+    assert isinstance(found.score, GraphMod) and (found.score.mod, found.score.numbers) == (
+        mod.mod,
+        mod.numbers,
+    )
+    assert (found.block, found.options, found.looks) == ((16, 32), {"SPLIT_KV": 2}, True)
+    assert rules.asked(Call(None, None, None)) == AuxRequest()
+
+
+def test_the_op_gives_the_statistics_that_it_is_asked():
+    q, k, v = inputs(1, 2, 2, 40, 40, 16)
+    wanted = run(q, k, v)
+    for lse, maxima in ((True, True), (True, False), (False, True)):
+        text = spec.printed(spec.Spec(None, None, None, lse, maxima, {}, True))
+        given = (q, k, v, [], [], [], [], [], text, 0.25)
+        got = torch.ops.flexattn.attend(*given)
+        assert torch.equal(got[0], wanted.out)
+        assert torch.equal(got[1], wanted.lse) if lse else not got[1].numel()
+        assert torch.equal(got[2], wanted.max_scores) if maxima else not got[2].numel()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = torch.ops.flexattn.attend(*given)
+        for one, other in zip(fake, got, strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (
+                other.shape,
+                other.stride(),
+                other.dtype,
+            )
