@@ -37,8 +37,12 @@ def _canonical(text: str, former: tuple[tuple[str, str], ...]) -> str:
 
 
 def without_docstrings(text: str) -> ast.Module:
-    """Python's tree without docstrings and the folders that imports name: files may move."""
+    """Python's tree without docstrings, `__all__` and the folders that imports name.
+
+    Files may move, and what a module exports is no part of what it computes.
+    """
     tree = ast.parse(text)
+    tree.body = [each for each in tree.body if not _exports(each)]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = (node.module or "").rpartition(".")[2]
@@ -47,6 +51,11 @@ def without_docstrings(text: str) -> ast.Module:
         ):
             node.body = node.body[1:]
     return tree
+
+
+def _exports(statement: ast.stmt) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return any(isinstance(each, ast.Name) and each.id == "__all__" for each in targets)
 
 
 class _Numbered(ast.NodeTransformer):

@@ -70,6 +70,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         **_products(structure, device),
         "use_tma": config.use_tma,
     }
+    split = device.has_wgmma and len(qk) + len(v) > 2
     return make_source(
         "triton_backward/backward.py.jinja",
         device,
@@ -78,9 +79,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         backward_arguments(structure, config, reads_runs(structure, config)),
         config.num_warps,
         config.num_stages,
-        stages=Stages(
-            ptxas=for_split_tiles() if device.has_wgmma and len(qk) + len(v) > 2 else ""
-        ),
+        stages=Stages(ptxas=for_split_tiles() if split else ""),
     )
 
 

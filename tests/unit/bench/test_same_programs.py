@@ -1,10 +1,11 @@
 """Kernels are the same program where names were changed one for one, and nowhere else."""
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from bench.same_programs import canonical
+from bench.same_programs import canonical, without_docstrings
 
 GOLDENS = sorted((Path(__file__).parents[2] / "golden/files").iterdir())
 BEFORE = """
@@ -101,3 +102,12 @@ def changed(text, changes):
         assert before in text
         text = text.replace(before, after)
     return text
+
+
+def test_what_a_module_exports_is_no_part_of_its_program():
+    parts = (
+        ['"""A pass."""', "NAME = 1"],
+        ['"""Its other words."""', '__all__ = ["NAME"]', "NAME = 1"],
+    )
+    one, other = (ast.dump(without_docstrings("\n".join(each))) for each in parts)
+    assert one == other
