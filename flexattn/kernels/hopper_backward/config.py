@@ -24,6 +24,9 @@ class HopperBackwardConfig:
     prefetch: whether the next scores are multiplied before dk; default False. They then are there
     when the next step begins, and take registers from then on.
     trailing: whether dk's product may go on when the next step begins; default False.
+    short: whether the scores' gradients are of weights as rounded for dv; default False. It spares
+    the registers of those in fp32.
+    flat: whether all tiles are masked, in one loop; default False.
     dk_operand: where the product of dk has dS from; default "registers". "shared": the tile that dq
     is multiplied from, which costs shared memory's bandwidth and spares registers.
     dq: how a tile of dq gets to global memory; default "red", vectors of 4 by red.global.add from
@@ -35,6 +38,8 @@ class HopperBackwardConfig:
     num_stages: int
     prefetch: bool = False
     trailing: bool = False
+    short: bool = False
+    flat: bool = False
     dk_operand: Literal["registers", "shared"] = "registers"
     dq: Literal["red", "tma"] = "red"
 

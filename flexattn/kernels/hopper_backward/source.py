@@ -27,7 +27,7 @@ AFTER_ARGUMENTS = (
 LOG2E = 1.4426950408889634
 ARGUMENTS = (
     *("Q", "K", "V", "DO", "STATS", "DK", "DV", "DQ_ACC"),
-    *("num_heads", "num_tiles", "num_queries", "group", "kv_len", "sm_scale"),
+    *("num_heads", "num_tiles", "num_queries", "group", "kv_len", "sm_scale", "qk_scale"),
 )
 HARDWARE_BARRIERS = 16
 
@@ -54,7 +54,6 @@ def render(
         "HEAD_DIM": head_dim,
         "STAGES": config.num_stages,
         "Q_TYPE": f"gl.{dtype}",
-        "LOG2E": LOG2E,
         "FREE_DO": free_do,
         "FREE_Q": free_do - config.num_stages,
     }
@@ -73,6 +72,9 @@ def render(
         "num_stages": config.num_stages,
         "prefetch": config.prefetch,
         "trailing": config.trailing,
+        "short": config.short,
+        "flat": config.flat,
+        "counted": grouped,
         "dk_operand": "shared" if config.split else config.dk_operand,
         "dq": config.dq,
         "split": config.split,
