@@ -39,6 +39,7 @@ class HopperBackwardConfig:
     prefetch: bool = False
     trailing: bool = False
     short: bool = False
+    opaque: bool = False
     flat: bool = False
     dk_operand: Literal["registers", "shared"] = "registers"
     dq: Literal["red", "tma"] = "red"

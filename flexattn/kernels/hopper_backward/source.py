@@ -73,6 +73,7 @@ def render(
         "prefetch": config.prefetch,
         "trailing": config.trailing,
         "short": config.short,
+        "opaque": config.opaque,
         "flat": config.flat,
         "counted": grouped,
         "dk_operand": "shared" if config.split else config.dk_operand,
