@@ -23,12 +23,14 @@ class HopperBackwardConfig:
     num_stages: tiles of Q, and of dO, in shared memory at once.
     prefetch: whether the next scores are multiplied before dk; default False. They then are there
     when the next step begins, and take registers from then on.
-    trailing: whether dk's product may go on when the next step begins; default False.
+    trailing: whether dk's product may go on when the next step begins; default False. It takes two
+    stages or more: the next Q is awaited before this one is given back.
+    opaque: whether the addresses of tiles are computed in the loop; default False. Known from
+    before it they take registers.
     short: whether the scores' gradients are of weights as rounded for dv; default False. It spares
     the registers of those in fp32.
-    flat: whether all tiles are masked, in one loop; default False.
-    dk_operand: where the product of dk has dS from; default "registers". "shared": the tile that dq
-    is multiplied from, which costs shared memory's bandwidth and spares registers.
+    dk_operand: where the product of dk has dS from; default "registers". "shared": the tile that
+    dq is multiplied from, which costs shared memory's bandwidth and spares registers.
     dq: how a tile of dq gets to global memory; default "red", vectors of 4 by red.global.add from
     registers. "tma": through shared memory, by a bulk reduction that a warp of its own starts.
     """
@@ -40,7 +42,6 @@ class HopperBackwardConfig:
     trailing: bool = False
     short: bool = False
     opaque: bool = False
-    flat: bool = False
     dk_operand: Literal["registers", "shared"] = "registers"
     dq: Literal["red", "tma"] = "red"
 

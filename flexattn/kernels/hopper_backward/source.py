@@ -74,7 +74,6 @@ def render(
         "trailing": config.trailing,
         "short": config.short,
         "opaque": config.opaque,
-        "flat": config.flat,
         "counted": grouped,
         "dk_operand": "shared" if config.split else config.dk_operand,
         "dq": config.dq,
