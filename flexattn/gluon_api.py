@@ -22,7 +22,7 @@ _PLACE = language.shared_memory_descriptor
 reinterpret = _PLACE.reinterpret if hasattr(_PLACE, "reinterpret") else _PLACE._reinterpret
 
 
-@builtin
+@builtin  # type: ignore[untyped-decorator]
 def _add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     """Adds a tile of shared memory to global memory, by the copy engine."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
