@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+from typing import Any
 
+from triton._C.libtriton import ir
 from triton.experimental.gluon import language
 from triton.experimental.gluon.language import _semantic
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["barrier", "load", "reinterpret", "store"]
+__all__ = ["add", "barrier", "load", "reinterpret", "store"]
 
 # Release 3.9 keeps the old names, as functions that raise.
 _RENAMED = hasattr(tma, "async_load")
@@ -17,6 +20,17 @@ store = tma.async_store if _RENAMED else tma.async_copy_shared_to_global
 barrier = language.barrier if hasattr(language, "barrier") else language.thread_barrier
 _PLACE = language.shared_memory_descriptor
 reinterpret = _PLACE.reinterpret if hasattr(_PLACE, "reinterpret") else _PLACE._reinterpret
+
+
+@builtin  # type: ignore[untyped-decorator]
+def _add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    """Adds a tile of shared memory to global memory, by the copy engine."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add
 
 
 @atexit.register
