@@ -11,10 +11,13 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.admission import admit
+from flexattn.frontend.autograd import with_gradients
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
+from flexattn.frontend.derivative_check import agrees
+from flexattn.frontend.gradients import slots_of
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
-from flexattn.frontend.transforms import tangent
+from flexattn.frontend.transforms import functionals, tangent
 from flexattn.kernels.choose import options
 from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.sinks import add_sinks
@@ -101,6 +104,8 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
         route, why = route_of(call)
         if current().check and route != "empty":
             call.check_reads()
+        if route not in PLANLESS and wants_grad(call):
+            return with_gradients(call)
         if route not in PLANLESS:
             key = key if as_given(given, call) else None
             planned = plan(call, None if key is None else key[0])
@@ -118,7 +123,7 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
 
 def route_of(call: Call) -> tuple[Route, str]:
     """Which path a call takes, with the reason in words."""
-    q, fp8, wants = call.q, call.q.dtype in FP8, _wants_grad(call)
+    q, fp8, wants = call.q, call.q.dtype in FP8, wants_grad(call)
     if wants and (fp8 or checks.mixes(q, call.k)):
         what, better = "mixed dtypes", "key and value in query's dtype"
         if fp8:
@@ -132,21 +137,42 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
-    if wants:
-        return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad"
-    if wants := tangent(_differentiable(call)):
+    if wants and (transformed := functionals(call.tensors)):
         if q.is_cuda:
             raise UnsupportedError(
-                f"{wants} has a tangent, as under torch.func.jvp",
+                f"{transformed} is differentiated by torch.func",
+                "a kernel reads tensors as they lie in memory, and autograd calls its backward",
+                "use torch.autograd.grad, or backward()",
+            )
+        return "reference", f"{transformed} is differentiated by torch.func"
+    if dual := tangent(_differentiable(call)):
+        if q.is_cuda:
+            raise UnsupportedError(
+                f"{dual} has a tangent, as under torch.func.jvp",
                 "no kernel computes forward-mode derivatives; plain torch does on the CPU",
                 "differentiate in reverse mode: torch.func.vjp, or backward()",
             )
-        return "reference", f"{wants} has a tangent"
+        return "reference", f"{dual} has a tangent"
     if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
+        if wants:
+            return "reference", f"{wants} requires grad, and there is nothing to attend to"
         return "empty", "there is no query, or no key to attend to"
+    if wants and (why := _own_gradient(call)):
+        return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad, and {why}"
+    trained = f"; {wants} requires grad" if wants else ""
     if q.is_cuda:
-        return "kernel", "tensors on a GPU"
-    return "interpreter", "FLEXATTN_INTERPRET=1"
+        return "kernel", f"tensors on a GPU{trained}"
+    return "interpreter", f"FLEXATTN_INTERPRET=1{trained}"
+
+
+def _own_gradient(call: Call) -> str:
+    """Why a score_mod's gradient is not that of its expression, or nothing."""
+    if call.score is None:
+        return ""
+    sizes = (*call.q.shape[:3], call.k.shape[2])
+    if agrees(call.score_mod, call.score, slots_of(call.score), sizes):  # type: ignore[arg-type]
+        return ""
+    return "score_mod detaches something, or has an autograd Function with a gradient of its own"
 
 
 def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
@@ -156,7 +182,7 @@ def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
         yield "a tensor that score_mod captures", tensor
 
 
-def _wants_grad(call: Call) -> str:
+def wants_grad(call: Call) -> str:
     """The name of what requires grad, or nothing."""
     for name, tensor in _differentiable(call) if torch.is_grad_enabled() else ():
         if tensor is not None and tensor.requires_grad:
@@ -198,7 +224,7 @@ def _laid_as(q: Tensor, out: Tensor) -> Tensor:
 
 
 def _torch(call: Call) -> Outputs:
-    """Training: torch's own flex_attention has a backward, this library has none yet."""
+    """What no backward here differentiates as autograd does: torch's own flex_attention."""
     from flexattn.frontend.training import torch_flex_attention
 
     asked = call.statistics

@@ -13,14 +13,18 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.device import detect
 from flexattn.frontend.admission import admit
-from flexattn.frontend.attention import PLANLESS, Route, route_of
+from flexattn.frontend.attention import PLANLESS, Route, route_of, wants_grad
 from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.gradients import check_gradients, choice_of
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
 from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.printers.gradient_printer import grad_name
+from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
@@ -29,14 +33,45 @@ from flexattn.runtime.fallback.chain import Attempt
 
 
 @dataclass(frozen=True)
+class Backward:
+    """What computes the gradients of a call: as the fields of Explanation for its forward.
+
+    score_gradient: what the gradient of the modified score is multiplied by; None without one.
+    captured: the names of the captured tensors' gradients that are added up by atomic additions.
+    """
+
+    problem: str
+    config: Config
+    config_origin: str
+    grid: Geometry
+    source: Path
+    score_gradient: str | None
+    captured: tuple[str, ...]
+    candidates: tuple[Attempt, ...]
+
+    def __str__(self) -> str:
+        summed = f"; sums by atomic additions: {', '.join(self.captured)}" if self.captured else ""
+        lines = [
+            f"{describe(self.config)}{summed}",
+            self.config_origin,
+            f"{self.grid.programs} programs",
+            str(self.source),
+        ]
+        if self.score_gradient is not None:
+            lines.insert(2, f"score_mod's derivative: {self.score_gradient}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Which path a call takes and why; the kernel's fields are None where no kernel runs.
 
-    route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (training) or
-    "empty" (no query, or no key).
+    route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (gradients that
+    are not those of the score_mod's expression) or "empty" (no query, or no key).
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
     where there is no other. source, combine_source: paths of the rendered files. candidates: the
-    configs that were tried, the one that serves last, each with what became of it.
+    configs that were tried, the one that serves last, each with what became of it. backward: of
+    a call that wants gradients.
     """
 
     route: Route
@@ -54,6 +89,7 @@ class Explanation:
     score_mod: str | None = None
     mask_mod: str | None = None
     candidates: tuple[Attempt, ...] = ()
+    backward: Backward | None = None
 
     def __str__(self) -> str:
         """One aligned line a fact, with the reason beside or below it."""
@@ -68,6 +104,7 @@ class Explanation:
             ("mask_mod", self.mask_mod),
             ("source", self.source),
             ("combine", self.combine_source),
+            ("backward", self.backward),
         ]
         lines = [f"{self.route}: {self.why}"]
         for name, value in facts:
@@ -142,6 +179,27 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         combine_source=path_of(choice.combine) if choice.combine is not None else None,
         score_mod=_text(structure.score),
         mask_mod=_text(structure.mask),
+        candidates=choice.attempts,
+        backward=_backward(call) if wants_grad(call) else None,
+    )
+
+
+def _backward(call: Call) -> Backward:
+    check_gradients(call)
+    problem, choice = choice_of(call)
+    score, factor = problem.structure.score, None
+    if score is not None:
+        found = derivatives(score.mod, problem.structure.grads).score
+        factor = "0" if found is None else pretty(found).replace("\n", "; ")
+    grid = family_of(choice.config).grid(problem, choice.config, choice.device)
+    return Backward(
+        problem=problem.describe(),
+        config=choice.config,
+        config_origin=choice.origin,
+        grid=grid,
+        source=path_of(choice.source),
+        score_gradient=factor,
+        captured=tuple(map(grad_name, problem.structure.grads)),
         candidates=choice.attempts,
     )
 

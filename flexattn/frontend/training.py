@@ -1,4 +1,4 @@
-"""The hand-over of a call that wants gradients to torch's compiled flex_attention."""
+"""torch's compiled flex_attention, for a call whose mod has a gradient of its own."""
 
 from __future__ import annotations
 

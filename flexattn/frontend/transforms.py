@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexattn.errors import UnsupportedError
 
-__all__ = ["check_transforms", "in_forward_mode", "tangent"]
+__all__ = ["check_transforms", "functionals", "in_forward_mode", "tangent"]
 
 functorch: Any = torch._C._functorch
 
@@ -38,6 +38,14 @@ def check_transforms(tensors: Sequence[Tensor | None]) -> None:
                     "fold the mapped dimension into the batch: x.flatten(0, 1)",
                 )
             tensor = functorch.get_unwrapped(tensor)
+
+
+def functionals(tensors: Iterable[Tensor | None]) -> str:
+    """Words for a tensor that torch.func differentiates, or nothing."""
+    for tensor in tensors:
+        if tensor is not None and functorch.is_functorch_wrapped_tensor(tensor):
+            return "a tensor of this call"
+    return ""
 
 
 def in_forward_mode() -> bool:

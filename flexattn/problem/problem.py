@@ -11,7 +11,7 @@ import torch
 from flexattn.mods import Bound, Mod
 from flexattn.mods.terms import ALL, Terms, split
 
-Kind = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode", "backward"]
 Tanh = Literal["auto", "fast", "exact"]
 
 DTYPES: dict[torch.dtype, str] = {
@@ -109,6 +109,7 @@ class Structure:
     rules_off: rules of flexattn.mods.rules that the caller switched off, sorted.
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     kv_dtype: of k and v where they are narrower than q, "" where they have its dtype.
+    grads: of a backward, the slots of what score_mod captures that get a gradient.
     """
 
     kind: Kind
@@ -128,6 +129,7 @@ class Structure:
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
     kv_dtype: str = ""
+    grads: tuple[int, ...] = ()
 
     @property
     def terms(self) -> Terms | None:
@@ -165,7 +167,7 @@ class Structure:
 
         With lists that differ, each query head walks its own.
         """
-        if self.kind == "prefill" or (self.sparsity is not None and self.sparsity.per_head):
+        if self.kind != "decode" or (self.sparsity is not None and self.sparsity.per_head):
             return 1
         return self.group
 
@@ -177,6 +179,7 @@ class Problem:
     q [B, Hq, q_len, head_dim_qk], k [B or 1, Hkv, kv_len, head_dim_qk],
     v [B or 1, Hkv, kv_len, head_dim_v]. mask_class: density, imbalance and contiguity of the
     BlockMask in words, "unknown" where nobody looked, "" without one: a tuned record's key has it.
+    broadcast_kv: of a backward, k and v have one batch for all of q's.
     """
 
     structure: Structure
@@ -186,6 +189,7 @@ class Problem:
     q_len: int
     kv_len: int
     mask_class: str = ""
+    broadcast_kv: bool = False
 
     def describe(self) -> str:
         """One line for headers, reports and errors."""
@@ -238,6 +242,8 @@ def make_problem(
     rules_off: tuple[str, ...] = (),
     tanh: Tanh = "auto",
     kv_dtype: str = "",
+    grads: tuple[int, ...] = (),
+    broadcast_kv: bool = False,
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -258,9 +264,10 @@ def make_problem(
         rules_off=rules_off if score is not None else (),
         tanh=tanh if score is not None else "auto",
         kv_dtype="" if kv_dtype == dtype else kv_dtype,
+        grads=grads,
     )
     s = shape
-    return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class)
+    return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)
 
 
 def fingerprint(structure: Structure) -> str:

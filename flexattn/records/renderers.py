@@ -53,6 +53,10 @@ RENDERERS: dict[str, Renderer] = {
     "decode": Renderer(
         ("kernels.triton.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
     ),
+    "backward": Renderer(
+        ("kernels.triton_backward.source",),
+        (HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja"),
+    ),
     "serving": Renderer(
         ("kernels.paged_decode.source",),
         (

@@ -23,8 +23,9 @@ from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.sinks import add_sinks
 from flexattn.reference.rounding import Precision, Rounding
+from flexattn.reference.saved import saved_softmax
 
-__all__ = ["Precision", "Reference", "attention"]
+__all__ = ["Precision", "Reference", "at_points", "attention"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -181,6 +182,8 @@ class _Run:
         total = torch.where(empty, 1.0, p.sum(-1))
         out = _shared(_weighted_sum, self.rounding.weights(p), v) / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
+        if self.rounding.saves and torch.is_grad_enabled() and scores.requires_grad:
+            out, lse = saved_softmax(scores, v, out, lse, self.rounding)
         return self._stored(out, lse, top, h)
 
     def _stored(self, out: Tensor, lse: Tensor, top: Tensor, h: slice) -> Reference:
@@ -258,6 +261,15 @@ def _modded(
     value, outside = _over_lanes(mod, (safe, mask), lanes)
     _refuse(outside & mask, "score_mod", lanes)
     return value.to(scores.dtype)
+
+
+def at_points(score_mod: ScoreMod, score: Tensor, *index: Tensor) -> Tensor:
+    """A score_mod at points, all of one dimension, as `attention` maps it; differentiable.
+
+    index: b, h, q_idx, kv_idx. What it reads outside of a tensor is the nearest element.
+    """
+    value, _ = torch.vmap(_watched(score_mod))(score, *index)
+    return value
 
 
 def _over_lanes(

@@ -23,7 +23,8 @@ class Precision(enum.Enum):
     ORACLE computes and returns float64. ROUNDED is the reference run whose error sets the budget:
     QK^T and P are rounded to the inputs' dtype (tf32 where torch allows it), all else is fp32. For
     e4m3 QK^T is rounded to bfloat16, the output's dtype, for no kernel keeps scores in eight bits,
-    and P, at most 1, takes e4m3's range.
+    and P, at most 1, takes e4m3's range. Its gradients are those of a kernel that saves the output
+    and lse: gradients of scores are rounded where the scores were.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
     bfloat16 for e4m3.
     """
@@ -35,13 +36,17 @@ class Precision(enum.Enum):
 
 @dataclass(frozen=True)
 class Rounding:
-    """Which dtype each value is rounded to on its way; `work` is what it is computed in."""
+    """Which dtype each value is rounded to on its way; `work` is what it is computed in.
+
+    saves: a backward starts from the output and lse as they are stored, as a kernel's does.
+    """
 
     work: torch.dtype
     score: torch.dtype | None
     weight: torch.dtype | None
     out: torch.dtype
     tf32: bool = False
+    saves: bool = False
 
     @classmethod
     def of(cls, precision: Precision, q: Tensor, v: Tensor) -> Rounding:
@@ -59,7 +64,7 @@ class Rounding:
         # What is narrower than q is multiplied in q's dtype.
         widened = v.dtype.itemsize < q.dtype.itemsize
         weight = q.dtype if widened or q.dtype in FP8 else v.dtype
-        return cls(work, score, weight, out_dtype(q.dtype), tf32)
+        return cls(work, score, weight, out_dtype(q.dtype), tf32, True)
 
     def load(self, x: Tensor) -> Tensor:
         if x.dtype in FP8:  # torch converts eight bits to fp32 everywhere

@@ -53,10 +53,10 @@ class Lists(NamedTuple):
         """The lists of a BlockMask; views of them where they are as kernels read them."""
         full_num, full_idx = mask.full_kv_num_blocks, mask.full_kv_indices
         return cls(
-            _list(mask.kv_num_blocks),
-            _list(mask.kv_indices),
-            None if full_num is None else _list(full_num),
-            None if full_idx is None else _list(full_idx),
+            as_list(mask.kv_num_blocks),
+            as_list(mask.kv_indices),
+            None if full_num is None else as_list(full_num),
+            None if full_idx is None else as_list(full_idx),
             known_runs(mask),
         )
 
@@ -188,7 +188,7 @@ class Launch:
         return Outputs(out, lse, maxima)
 
 
-def _list(tensor: Tensor) -> Tensor:
+def as_list(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.int32:
         tensor = tensor.to(torch.int32)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -248,10 +248,10 @@ def prepare(
     transpose_v = None
     if (lays_out := family.values_kernel(structure, config, target)) is not None:
         transpose_v = TransposeV.of(lays_out, v, target, index)
-    values = _box(v)
+    values = box_of(v)
     if structure.fp8:
         values = _dense(v.shape if transpose_v is None else transpose_v.shape)
-    boxes = {"Q": _box(q), "K": _box(k), "V": values, "OUT": Box(out_shape, out_strides)}
+    boxes = {"Q": box_of(q), "K": box_of(k), "V": values, "OUT": Box(out_shape, out_strides)}
     names = {each.name: each for each in choice.source.arguments}
     boxes = {name: box for name, box in boxes.items() if names[name].described}
     combine, rows = None, problem.B * problem.Hq * problem.q_len
@@ -325,7 +325,7 @@ def _dense(shape: tuple[int, ...]) -> Box:
     return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
 
 
-def _box(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> Box:
     """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span += -span % (16 // tensor.element_size())

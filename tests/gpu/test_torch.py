@@ -1,4 +1,4 @@
-"""Beside torch.compile: training is handed over, and a compiled function may call flexattn."""
+"""Beside torch: what is handed over, and compiled functions that call flexattn."""
 
 import logging
 
@@ -20,11 +20,15 @@ def tensors(grad=False):
     return [x.requires_grad_(grad) for x in found]
 
 
-def test_training_is_handed_to_torch_and_says_so_once(caplog):
+def test_a_mod_that_detaches_is_handed_to_torch_and_says_so_once(caplog):
     say_once.cache_clear()
     q, k, v = tensors(grad=True)
     mask = block_mask(causal, q, k, 128, False, False)
-    call = {"score_mod": softcap(50.0), "block_mask": mask, "enable_gqa": True}
+
+    def detached(score, b, h, q_idx, kv_idx):
+        return score + 0.5 * score.detach()
+
+    call = {"score_mod": detached, "block_mask": mask, "enable_gqa": True}
     assert flexattn.explain(q, k, v, **call).route == "torch"
     with caplog.at_level(logging.WARNING, "flexattn"):
         for _ in range(2):
@@ -36,6 +40,12 @@ def test_training_is_handed_to_torch_and_says_so_once(caplog):
     out = torch_flex_attention()(q, k, v, **call)
     theirs = torch.autograd.grad((out * weight).sum(), (q, k, v))
     assert all(torch.equal(a, b) and a.any() for a, b in zip(mine, theirs, strict=True))
+
+
+def test_training_is_a_kernel_s():
+    q, k, v = tensors(grad=True)
+    found = flexattn.explain(q, k, v, softcap(50.0), enable_gqa=True)
+    assert found.route == "kernel" and found.backward is not None
 
 
 def test_no_grad_runs_our_kernel():
@@ -67,16 +77,16 @@ def test_training_with_sinks_has_the_gradients_of_the_oracle():
         out, lse = function(*given)
         return torch.autograd.grad((out * weight).sum() + lse.sum(), given)
 
-    def handed_over(q, k, v, sinks):
+    def ours(q, k, v, sinks):
         call = {"block_mask": mask, "enable_gqa": True, "sinks": sinks}
-        assert flexattn.explain(q, k, v, **call).route == "torch"
+        assert flexattn.explain(q, k, v, **call).route == "kernel"
         return flexattn.flex_attention(q, k, v, return_lse=True, **call)
 
     def oracle(q, k, v, sinks):
         call = {"block_mask": mask, "sinks": sinks, "precision": Precision.ORACLE}
         return attention(q, k, v, **call)[:2]
 
-    mine = gradients(handed_over, q, k, v, logits)
+    mine = gradients(ours, q, k, v, logits)
     theirs = gradients(oracle, *(x.double() for x in (q, k, v, logits)))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-3)

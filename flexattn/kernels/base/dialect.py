@@ -41,6 +41,8 @@ class Dialect:
     over_keys: str = ""
     over_diagonals: str = ""
     guarded: str = "{0}"
+    walked: str = "kv_idx"
+    within: str = "start_n < kv_len"
 
     def type(self, dtype: str) -> str:
         """The language's name of a dtype."""

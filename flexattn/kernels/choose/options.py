@@ -12,7 +12,7 @@ from typing import Any, get_args
 from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.tiles import check_power
-from flexattn.kernels.choose.option_names import LEGACY, OURS_ALONE, acts, bare
+from flexattn.kernels.choose.option_names import LEGACY, OURS_ALONE, TILES, acts, acts_behind, bare
 from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import RULES
@@ -34,7 +34,8 @@ class Options:
     kind, language: of the template. merge_consumers, ptxas: how one of Hopper's is compiled.
     exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
     whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
-    Structure has them.
+    Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
+    backward: names and numbers of its config.
     """
 
     kind: str | None = None
@@ -51,6 +52,8 @@ class Options:
     rules_off: tuple[str, ...] = ()
     tanh: Tanh = "auto"
     tf32: bool | None = None
+    deterministic: bool = False
+    backward: tuple[tuple[str, int | bool], ...] = ()
 
     @property
     def overrides(self) -> bool:
@@ -87,10 +90,13 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
     if not kernel_options:
         return NONE
     chosen: dict[str, Any] = {}
+    behind: dict[str, Any] = {}
     names = {key: bare(key) for key in kernel_options}
     for key in sorted(names, key=lambda key: key.startswith("fwd_")):
         if acts(key):
             chosen[names[key]] = kernel_options[key]
+        elif acts_behind(key):
+            behind[names[key]] = kernel_options[key]
         else:
             log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
     language = _language(chosen)
@@ -108,7 +114,19 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         rules_off=_rules(chosen.get("RULES_OFF", "")),
         tanh=_tanh(chosen.get("TANH", "auto")),
         tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
+        deterministic=bool(_boolean(chosen, "DETERMINISTIC")),
+        backward=_backward(behind),
     )
+
+
+def _backward(behind: Mapping[str, Any]) -> tuple[tuple[str, int | bool], ...]:
+    """Numbers of a backward's config, by its names."""
+    found: dict[str, int | bool | None] = {
+        name: (_power if name.startswith("BLOCK") else _integer)(behind, name)
+        for name in (*TILES, "num_warps", "num_stages")
+    }
+    found["use_tma"] = _boolean(behind, "USE_TMA")
+    return tuple((name, value) for name, value in found.items() if value is not None)
 
 
 def _rows(chosen: Mapping[str, Any], language: Language | None) -> int | None:

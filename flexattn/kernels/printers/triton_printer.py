@@ -102,7 +102,7 @@ def print_mod(
     Captured tensors are the names in `buffer_names`. Raises UnsupportedError for an operation
     that Triton cannot express.
     """
-    return _Printer(mod, contiguous, traits, view).run()
+    return MultiPrinter(mod, contiguous, traits, view).run()
 
 
 def buffer_names(kind: str, slot: int, rank: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -120,12 +120,28 @@ def scalar_name(kind: str, slot: int) -> str:
     return f"{kind}_scalar{slot}"
 
 
-class _Printer:
-    def __init__(self, mod: Mod, contiguous: tuple[bool, ...], traits: Traits, view: View) -> None:
+class MultiPrinter:
+    """Prints expressions over the same variables as one sequence of statements.
+
+    roots: the expressions, in order; by default the mod's own. "Keys" are what the template's loop
+    walks, and "rows" what it holds: a backward's loop may go over query rows.
+    """
+
+    def __init__(
+        self,
+        mod: Mod,
+        contiguous: tuple[bool, ...],
+        traits: Traits,
+        view: View,
+        roots: tuple[Expr, ...] = (),
+    ) -> None:
         self.mod, self.contiguous, self.traits, self.view = mod, contiguous, traits, view
+        self.roots = roots or (mod.expr,)
         self.dialect, self.tl = traits.dialect, traits.dialect.module
-        self.keyed = ("score", "kv_idx") if view.by_key else ("score",)
-        self.rowed = ("score", "q_idx") if view.by_row else ("score",)
+        walked = self.dialect.walked
+        held = "q_idx" if walked == "kv_idx" else "kv_idx"
+        self.keyed = ("score", walked) if view.by_key else ("score",)
+        self.rowed = ("score", held) if view.by_row else ("score",)
         if view.by_row:
             varying = ["h"] * traits.head_per_row + ["b"] * traits.batch_per_row
             self.rowed = (*self.rowed, *varying)
@@ -134,12 +150,14 @@ class _Printer:
         self.body: list[str] = []
         self.count = 0
         self.values: dict[Expr, _Value] = {}
-        nodes = list(walk(mod.expr))
+        # Of each load, its indices and that they are inside, as its statement has them.
+        self.places: dict[Expr, tuple[list[_Value], list[str]]] = {}
+        nodes = list(walk(*self.roots))
         self.uses = Counter(arg for node in nodes for arg in node.args)
-        self.ranges = intervals_of(mod.expr, INDEX_RANGES)
+        self.ranges = intervals_of(self.roots[0], INDEX_RANGES, *self.roots[1:])
         self.ahead = feeding_loads(nodes)
         self.summed = frozenset() if traits.interpreted else summed_halves(nodes)
-        self.node = mod.expr
+        self.node = self.roots[-1]
         per_key, per_row = depending(nodes, self.keyed), depending(nodes, self.rowed)
         # What is computed before the loop, or before the scores, for use after them.
         self.crossing = {
@@ -150,10 +168,11 @@ class _Printer:
         }
 
     def run(self) -> Printed:
-        for node in walk(self.mod.expr):
+        for node in walk(*self.roots):
             self.node = node
             self.values[node] = self._node(node)
-        result = self._as(self.values[self.mod.expr], self.view.dtype or self.mod.expr.dtype)
+        first = self.roots[0]
+        result = self._as(self.values[first], self.view.dtype or first.dtype)
         hoisted, early, body = tuple(self.hoisted), tuple(self.early), tuple(self.body)
         return Printed(hoisted, early, body, result)
 
@@ -187,7 +206,7 @@ class _Printer:
         if node.op == "load":
             return self._load(node)
         value = self._operation(node)
-        if self.uses[node] > 1 or node in self.crossing or node is self.mod.expr:
+        if self.uses[node] > 1 or node in self.crossing or node in self.roots:
             return self._name(value)
         return value
 
@@ -257,7 +276,7 @@ class _Printer:
 
     def _spell(self, node: Expr, args: list[str], computed: str) -> str:
         if computed == "bool" and node.op in ("and", "or", "xor", "not"):
-            return self._logical(node.op, args)
+            return self.logical(node.op, args)
         if node.op == "trunc_div" and computed == "float32":
             # A quotient that rounds up to an integer from below would lose one by truncation.
             return f"libdevice.trunc({self.tl}.div_rn({args[0]}, {args[1]}))"
@@ -277,7 +296,7 @@ class _Printer:
             return f"({args[0]} {OPS[node.op].symbol} {args[1]})"
         return self.dialect.computed(OPS[node.op], computed, args)
 
-    def _logical(self, op: str, args: list[str]) -> str:
+    def logical(self, op: str, args: list[str]) -> str:
         """The interpreter broadcasts a scalar bool to integers, on which `~` is not a negation."""
         if op == "not":
             return (
@@ -313,6 +332,7 @@ class _Printer:
         base, sizes, strides = buffer_names(self.mod.kind, slot, buffer.rank)
         terms: dict[bool, list[str]] = {True: [], False: []}
         checks: dict[bool, list[str]] = {True: [], False: []}
+        indices: list[_Value] = []
         row = key = False
         for dim, arg in enumerate(node.args):
             index = self.values[arg]
@@ -327,16 +347,18 @@ class _Printer:
             else:
                 inside = f"({index.text} < {size})"
             checks[index.key].append(inside)
+            indices.append(index)
             unit = dim == buffer.rank - 1 and self.contiguous[slot]
             terms[index.key].append(index.text if unit else f"{index.text} * {strides[dim]}")
             row, key = row or index.row, key or index.key
+        self.places[node] = indices, [*checks[False], *checks[True]]
         if key and terms[False]:
             rows = _Value(" + ".join([base, *terms.pop(False)]), "pointer", row)
             base = self._name(rows).text
-            within = _Value(self._logical("and", checks.pop(False)), "bool", row)
+            within = _Value(self.logical("and", checks.pop(False)), "bool", row)
             checks[True].append(self._name(within).text)
         address = " + ".join([base, *terms[key]])
-        inside = self._logical("and", checks[key]) if checks[key] else ""
+        inside = self.logical("and", checks[key]) if checks[key] else ""
         # No integer becomes a number of eight bits.
         zero = "0.0" if buffer.dtype.startswith("float8") else "0"
         checked = f", mask={inside}, other={zero}" if inside else ""
@@ -357,7 +379,7 @@ class _Printer:
         like = self.dialect.diagonal if self.view.diagonals else self.dialect.key
         zeros = self.dialect.zeros(like, load.dtype)
         value = self._name(replace(load, text=zeros))
-        self.early += ["if start_n < kv_len:", f"    {value.text} = {load.text}"]
+        self.early += [f"if {self.dialect.within}:", f"    {value.text} = {load.text}"]
         return value
 
 

@@ -21,10 +21,12 @@ def interval_of(expr: Expr, ranges: Mapping[str, Range]) -> Range | None:
     return intervals_of(expr, ranges)[expr]
 
 
-def intervals_of(expr: Expr, ranges: Mapping[str, Range]) -> dict[Expr, Range | None]:
-    """`interval_of` for an Expr and everything it is made of, in one pass."""
+def intervals_of(
+    expr: Expr, ranges: Mapping[str, Range], *others: Expr
+) -> dict[Expr, Range | None]:
+    """`interval_of` for an Expr, others, and everything they are made of, in one pass."""
     found: dict[Expr, Range | None] = {}
-    for node in walk(expr):
+    for node in walk(expr, *others):
         found[node] = _interval(node, [found[arg] for arg in node.args], ranges)
     return found
 

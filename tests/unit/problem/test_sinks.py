@@ -127,7 +127,7 @@ def test_learned_sinks_alone_want_gradients():
         q, k, v, None, None, None, False, False, None, None, sinks(2).requires_grad_()
     )
     assert attention.route_of(call)[0] == "reference"
-    assert attention._wants_grad(call) == "sinks"
+    assert attention.wants_grad(call) == "sinks"
 
 
 @pytest.mark.parametrize(

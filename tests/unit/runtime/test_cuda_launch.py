@@ -14,7 +14,7 @@ from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.binding import bind
 from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
-from flexattn.runtime.launch import Box, _box
+from flexattn.runtime.launch import Box, box_of
 
 BOX = Box((2, 3, 40, 64), (7680, 2560, 64, 1))
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -132,7 +132,7 @@ def test_a_descriptor_is_encoded_when_its_address_changes(drive):
 @pytest.mark.parametrize("shape", [(1, 1, 1, 100), (1, 1, 7, 104), (3, 1, 1, 96)], ids=str)
 def test_a_box_has_strides_that_the_copy_engine_takes(shape):
     """Also for one key of one head, whose strides nobody steps along."""
-    box = _box(torch.zeros(shape, dtype=torch.bfloat16))
+    box = box_of(torch.zeros(shape, dtype=torch.bfloat16))
     assert box.shape == shape and box.strides[-1] == 1
     assert all(stride > 0 and stride % 8 == 0 for stride in box.strides[:-1])
 

@@ -77,7 +77,11 @@ def test_every_key_of_torch_is_accepted():
         ({"fwd_BLOCK_M": 32, "BLOCK_M": 64}, Options(BLOCK_M=32)),
         ({"BLOCK_M": 64, "fwd_BLOCK_M": 32}, Options(BLOCK_M=32)),
         ({"bwd_BLOCK_M": 32}, NONE),
-        ({"bwd_num_warps": 2, "num_warps": 4}, Options(num_warps=4)),
+        (
+            {"bwd_num_warps": 2, "num_warps": 4, "BLOCK_M1": 64, "bwd_BLOCK_N2": 32},
+            Options(num_warps=4, backward=(("BLOCK_M1", 64), ("BLOCK_N2", 32), ("num_warps", 2))),
+        ),
+        ({"DETERMINISTIC": True}, Options(deterministic=True)),
         ({"BACKEND": "FLASH"}, NONE),
         ({"BACKEND": "FLASH", "BLOCK_M": 64}, Options(BLOCK_M=64)),
         ({"FLOAT32_PRECISION": "'ieee'"}, Options(tf32=False)),

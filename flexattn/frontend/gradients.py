@@ -1,0 +1,183 @@
+"""The plan of a call's backward: its Problem, and the prepared launch that serves it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.device import Device, detect
+from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.frontend.call import Call
+from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.mods import Bound
+from flexattn.mods.derivative import derivatives, loaded_floats
+from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.mask_class import mask_class
+from flexattn.records.store import generation
+from flexattn.runtime.backward import BackwardLaunch, prepare_backward
+from flexattn.runtime.dispatch import Choice, dispatcher
+from flexattn.runtime.key_lists import BothLists
+from flexattn.settings import current
+from flexattn.util.lru import Lru
+
+__all__ = ["Asked", "BackwardPlan", "check_gradients", "choice_of", "plan_backward", "slots_of"]
+
+_launches: Lru[Any, BackwardLaunch] = Lru(4096)
+
+
+class Asked(NamedTuple):
+    """What a backward keeps of its call beside the saved tensors.
+
+    score, mask: the mods as bound, without their tensors while they are saved apart.
+    slots: of the score_mod's tensors that get a gradient.
+    """
+
+    score: Bound | None
+    mask: Bound | None
+    block_mask: BlockMask | None
+    scale: float
+    options: Options
+    slots: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Call) -> Asked:
+        """What the backward of an admitted call keeps."""
+        return cls(
+            call.score, call.mask, call.block_mask, call.scale, call.options, slots_of(call.score)
+        )
+
+
+class BackwardPlan(NamedTuple):
+    """A prepared launch, and what this call gives it beside q, k and v."""
+
+    launch: BackwardLaunch
+    rest: tuple[Any, ...]
+
+
+def slots_of(score: Bound | None) -> tuple[int, ...]:
+    """Which tensors of a score_mod get a gradient."""
+    if score is None or captures_of(score) is None:
+        return ()
+    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)
+
+
+def check_gradients(call: Call) -> None:
+    """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
+    asked = Asked.of(call)
+    if asked.score is not None:
+        derivatives(asked.score.mod, asked.slots)
+    if asked.slots:
+        _check_deterministic(asked)
+    target, problem = detect(call.q.device), _problem_of(call, asked)
+    # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
+    config = _options(asked.options, problem, target).exact or default(problem, target)
+    if broken := reasons(config, problem.structure, target):
+        raise ConfigError(
+            f"kernel_options ask for {config}",
+            f"it cannot run here: {'; '.join(broken)}",
+            "leave the choice of the backward's numbers open",
+        )
+
+
+def _check_deterministic(asked: Asked) -> None:
+    """Sums over many programs have no order."""
+    demanded = torch.are_deterministic_algorithms_enabled()
+    if not (demanded or asked.options.deterministic):
+        return
+    error = UnsupportedError(
+        "a tensor that score_mod captures requires grad, and deterministic algorithms are on",
+        "its gradient is summed over query blocks, heads and batches by atomic additions, in no "
+        "order",
+        "detach the tensor, or allow it: torch.use_deterministic_algorithms(False)",
+    )
+    if not asked.options.deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
+        warnings.warn(str(error), stacklevel=2)
+        return
+    raise error
+
+
+def choice_of(call: Call) -> tuple[Problem, Choice]:
+    """What the backward of an admitted call runs; it is built, and nothing is launched."""
+    target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
+    problem = _problem_of(call, Asked.of(call))
+    options = _options(call.options, problem, target)
+    choice, _, _ = dispatcher().kernels(problem, target, index, options)
+    return problem, choice
+
+
+def _problem_of(call: Call, asked: Asked) -> Problem:
+    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
+    return _problem(asked, call.q, call.k, call.v, lists)
+
+
+def plan_backward(
+    asked: Asked, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
+) -> BackwardPlan:
+    """Find the launch of a backward: from memory when its facts were seen, else made."""
+    lists, masked, sizes, settings = None, "", None, current()
+    mask = asked.block_mask
+    if mask is not None:
+        masked = mask_class(mask)
+        lists = BothLists.of(mask)
+        shapes = [None if x is None else x.shape for each in lists for x in each]
+        sizes = mask.BLOCK_SIZE, *shapes
+    key = (
+        *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
+        masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
+        settings.mode, settings.cache, settings.cache_dir, generation(),
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        problem = _problem(asked, q, k, v, lists)
+        target = detect(q.device)
+        options = _options(asked.options, problem, target)
+        launch = prepare_backward(
+            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
+        )
+        _launches.put(key, launch)
+    return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
+
+
+def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None) -> Problem:
+    B, Hq, q_len, D = q.shape
+    Hkv, kv_len, Dv = v.shape[1:]
+    sparsity, masked = None, ""
+    if lists is not None:
+        assert asked.block_mask is not None
+        sparsity = lists.by_query.sparsity(asked.block_mask.BLOCK_SIZE, 1)
+        masked = mask_class(asked.block_mask)
+    return make_problem(
+        "backward",
+        checks.kernel_dtype(q.dtype),
+        Shape(B, Hq, Hkv, q_len, kv_len, D, Dv),
+        asked.score,
+        asked.mask,
+        sparsity,
+        layout_of(*(TensorFacts(*facts_of(x)) for x in (q, k, v))),
+        mask_class=masked,
+        tf32=checks.tf32_allowed(q, asked.options.tf32),
+        tanh=asked.options.tanh,
+        grads=asked.slots,
+        broadcast_kv=k.shape[0] < B,
+    )
+
+
+def _options(given: Options, problem: Problem, target: Device) -> Options:
+    """Those of a call that mean its backward: numbers of a config, over the static default's."""
+    if not given.backward:
+        return NONE
+    config: Any = default(problem, target)
+    return Options(exact=replace(config, **dict(given.backward)))
+
+
+def _identity(bound: Bound | None) -> object:
+    if bound is None:
+        return None
+    return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])

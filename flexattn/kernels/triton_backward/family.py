@@ -1,0 +1,67 @@
+"""The Triton backward as a family, for every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.family import Effort
+from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.knobs import words
+from flexattn.kernels.base.plain import PlainFamily
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.triton_backward.config import RULES, BackwardConfig, case_of, estimate
+from flexattn.kernels.triton_backward.defaults import axes, defaults
+from flexattn.kernels.triton_backward.source import render
+from flexattn.kernels.triton_backward.tiles import backward_grid, fit_to_mask, sizes_of_launch
+from flexattn.problem import Kind, Problem, Structure
+
+__all__ = ["BACKWARD"]
+
+
+class _Backward(PlainFamily[BackwardConfig]):
+    name = "triton_backward"
+    kind: Kind = "backward"
+    language: Language = "triton"
+    feasibility = Feasibility(RULES, case_of, estimate)
+
+    def defaults(self, problem: Problem, device: Device) -> Iterator[BackwardConfig]:
+        return (fit_to_mask(each, problem.structure) for each in defaults(problem, device))
+
+    def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[BackwardConfig]:
+        every = axes(problem, device, effort == "exhaustive")
+        return (fit_to_mask(each, problem.structure) for each in every)
+
+    def fit_to_mask(self, config: BackwardConfig, structure: Structure) -> BackwardConfig:
+        return fit_to_mask(config, structure)
+
+    def options_of(self, config: BackwardConfig) -> dict[str, int | bool | str]:
+        names = (*dict(config.tiles), "num_warps", "num_stages")
+        return {f"bwd_{name}": getattr(config, name) for name in names}
+
+    def grid(self, problem: Problem, config: BackwardConfig, device: Device) -> Geometry:
+        return backward_grid(problem, config)
+
+    def render(
+        self, structure: Structure, config: BackwardConfig, device: Device, title: str
+    ) -> Source:
+        return render(structure, config, device, title)
+
+    def bind(self, problem: Problem, config: BackwardConfig, grid: Geometry) -> dict[str, Any]:
+        return sizes_of_launch(problem, config)
+
+    def launch_key(self, config: BackwardConfig) -> tuple[object, ...]:
+        return *config.tiles, config.num_warps
+
+    def short(self, config: BackwardConfig) -> str:
+        """64x128 128x64 w8 s2: of each half, the rows and the keys."""
+        c = config
+        tiles = f"{c.BLOCK_M1}x{c.BLOCK_N1} {c.BLOCK_M2}x{c.BLOCK_N2}"
+        tma = ["tma"] * c.use_tma
+        return " ".join([f"{tiles} w{c.num_warps} s{c.num_stages}", *tma, *words(config)])
+
+
+BACKWARD = _Backward()

@@ -1,0 +1,137 @@
+"""Sources of the Triton backward: the kernel of all three gradients, and that of delta."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.dialect import Dialect
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    expressions,
+    make_source,
+    mod_context,
+    named_pieces,
+    power,
+    traits_of,
+)
+from flexattn.kernels.printers.gradient_printer import (
+    OVER_KEYS,
+    OVER_ROWS,
+    PrintedGradient,
+    print_gradient,
+)
+from flexattn.kernels.printers.triton_ops import triton_type
+from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.kernels.triton_backward.arguments import backward_arguments, delta_arguments
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.tiles import reads_runs, tile_counts
+from flexattn.problem import Structure
+
+__all__ = ["render", "render_delta", "rows_of_delta"]
+
+# Elements of the output that a program of delta reads at once.
+ELEMENTS = 4096
+
+
+def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
+    """The backward kernel of a structure with a config; title goes into its header."""
+    over_keys, mask_over_keys = _printed(structure, device, OVER_KEYS, structure.grads)
+    over_rows, mask_over_rows = _printed(structure, device, OVER_ROWS, ())
+    qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
+    sparsity = structure.sparsity
+    settings: dict[str, int] = dict(config.tiles)
+    if sparsity is not None:
+        settings |= {"SPARSE_Q": sparsity.q_block, "SPARSE_KV": sparsity.kv_block}
+        settings |= tile_counts(sparsity, config)
+    printed = (over_keys, mask_over_keys, over_rows, mask_over_rows)
+    context: dict[str, object] = {
+        **mod_context([each.lines for each in printed if each is not None], device),
+        "over_keys": over_keys,
+        "over_rows": over_rows,
+        "mask_over_keys": mask_over_keys,
+        "mask_over_rows": mask_over_rows,
+        "hoisted_over_keys": _hoisted(over_keys, mask_over_keys),
+        "hoisted_over_rows": _hoisted(over_rows, mask_over_rows),
+        "qk_pieces": qk,
+        "v_pieces": v,
+        "all_pieces": (*qk, *v),
+        "constants": (*settings.items(), *BASE_2),
+        "layout": structure.layout,
+        "sparse": sparsity is not None,
+        "runs": reads_runs(structure, config),
+        "has_full": sparsity is not None and sparsity.has_full,
+        **_ragged(structure, config),
+        "element": triton_type(structure.dtype),
+        "grads": structure.grads,
+        **_products(structure, device),
+        "use_tma": config.use_tma,
+    }
+    return make_source(
+        "triton_backward/backward.py.jinja",
+        device,
+        [title, f"config: {describe(config)}", *expressions(structure)],
+        context,
+        backward_arguments(structure, config, reads_runs(structure, config)),
+        config.num_warps,
+        config.num_stages,
+    )
+
+
+def rows_of_delta(structure: Structure) -> int:
+    """How many query rows a program of delta takes."""
+    width = sum(piece.tile for piece in named_pieces("v", structure.head_dim_v))
+    return max(16, min(128, ELEMENTS // power(width)))
+
+
+def render_delta(structure: Structure, device: Device, through_lse: bool) -> Source:
+    """The kernel that makes delta, which every backward reads; through_lse: lse has a gradient."""
+    context: dict[str, object] = {
+        "v_pieces": named_pieces("v", structure.head_dim_v),
+        "constants": (("ROWS", rows_of_delta(structure)),),
+        "through_lse": through_lse,
+    }
+    title = f"delta {structure.dtype} D={structure.head_dim_v} for {device.arch}"
+    found = delta_arguments(structure, through_lse)
+    return make_source("triton_backward/delta.py.jinja", device, [title], context, found, 4, 1)
+
+
+def _printed(
+    structure: Structure, device: Device, dialect: Dialect, slots: tuple[int, ...]
+) -> tuple[PrintedGradient | None, Printed | None]:
+    """The score_mod with its derivatives and the mask_mod, as one half has them."""
+    traits = replace(traits_of(device, structure), dialect=dialect)
+    score = mask = None
+    if structure.score is not None:
+        score = print_gradient(structure.score, slots, traits)
+    if structure.mask is not None:
+        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+    return score, mask
+
+
+def _hoisted(score: PrintedGradient | None, mask: Printed | None) -> tuple[str, ...]:
+    return tuple(line for each in (score, mask) if each is not None for line in each.hoisted)
+
+
+def _ragged(structure: Structure, config: BackwardConfig) -> dict[str, bool]:
+    """Of each tile, whether a mask's blocks are no whole number of it."""
+    sparsity = structure.sparsity
+    names = {"m1": "q", "n1": "kv", "m2": "q", "n2": "kv"}
+    if sparsity is None:
+        return {f"ragged_{name}": False for name in names}
+    blocks, tiles = {"q": sparsity.q_block, "kv": sparsity.kv_block}, dict(config.tiles)
+    return {
+        f"ragged_{name}": blocks[side] % tiles[f"BLOCK_{name.upper()}"] != 0
+        for name, side in names.items()
+    }
+
+
+def _products(structure: Structure, device: Device) -> dict[str, object]:
+    """How tiles are multiplied."""
+    precision = ""
+    if structure.dtype == "float32":
+        precision = "tf32x3" if structure.tf32 else "ieee"
+    upcast = device.backend == "interpreter" and structure.dtype == "bfloat16"
+    return {"precision": precision, "upcast": upcast, "natural": structure.dtype == "float32"}

@@ -1,0 +1,259 @@
+"""derivatives(): of a score_mod with respect to the score and to what it loads, as expressions."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flexattn.errors import UnsupportedError
+from flexattn.mods.expr import Expr, Mod, const, walk
+from flexattn.mods.gradient import gradient
+from flexattn.mods.ops import is_float
+from flexattn.mods.simplify import make
+
+__all__ = ["Derivatives", "LoadDerivative", "derivatives", "loaded_floats"]
+
+_FLOAT = "float32"
+# What a number of each dtype is computed in: a derivative in 16 bits would be rounded once and
+# multiplied into every score.
+_WIDE = {"float64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDerivative:
+    """The derivative of a score_mod with respect to one of its loads.
+
+    load: the node, whose slot says which tensor it reads, and whose operands say where.
+    """
+
+    load: Expr
+    factor: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Derivatives:
+    """What the gradient of a modified score is multiplied by, to become another's.
+
+    score: of the score; None where the score is not read. loads: of loads, in walk's order.
+    All are float32 (float64 where the mod computes in it), and share the mod's own nodes.
+    """
+
+    score: Expr | None
+    loads: tuple[LoadDerivative, ...]
+
+    @property
+    def roots(self) -> tuple[Expr, ...]:
+        """All of them."""
+        score = () if self.score is None else (self.score,)
+        return (*score, *(each.factor for each in self.loads))
+
+
+def loaded_floats(mod: Mod) -> tuple[int, ...]:
+    """The slots of the captured tensors that may have a gradient: those of floating point."""
+    return tuple(slot for slot, buffer in enumerate(mod.buffers) if is_float(buffer.dtype))
+
+
+@lru_cache(maxsize=256)
+def derivatives(mod: Mod, slots: tuple[int, ...] = ()) -> Derivatives:
+    """The derivatives of a score_mod with respect to the score, and to its loads of these slots.
+
+    By torch's conventions where it bends; a cast to an integer and a condition end a path.
+    Raises UnsupportedError, which names the operation, where torch has no derivative or Triton
+    cannot express it. Method: the chain rule from the result to its operands, once over the graph.
+    """
+    nodes = list(walk(mod.expr))
+    wanted = {node for node in nodes if _is_wanted(node, slots)}
+    reached = _reached(nodes, wanted)
+    grads: dict[Expr, Expr] = {mod.expr: const(1.0, _wide(mod.expr.dtype))}
+    for node in reversed(nodes):
+        if node not in grads or node not in reached:
+            continue
+        for place, operand in enumerate(node.args):
+            if operand in reached and is_float(operand.dtype) and is_float(node.dtype):
+                part = _part(node, place, grads[node])
+                grads[operand] = (
+                    make("add", part.dtype, (grads[operand], part)) if operand in grads else part
+                )
+    tidy = _Tidy(nodes)
+    factors = {node: tidy(grads[node]) for node in nodes if node in wanted and node in grads}
+    loads = [
+        LoadDerivative(n, f) for n, f in factors.items() if n.op == "load" and not _is_zero(f)
+    ]
+    score = [factor for node, factor in factors.items() if node.op == "var"]
+    return Derivatives(score[0] if score and not _is_zero(score[0]) else None, tuple(loads))
+
+
+def _is_wanted(node: Expr, slots: tuple[int, ...]) -> bool:
+    if node.op == "load":
+        return node.value in slots and is_float(node.dtype)
+    return node.op == "var" and node.value == "score"
+
+
+def _reached(nodes: Iterable[Expr], wanted: set[Expr]) -> set[Expr]:
+    """Of nodes in walk's order, those whose value moves with a wanted one, by floats alone."""
+    found: set[Expr] = set()
+    for node in nodes:
+        if node in wanted or (is_float(node.dtype) and any(arg in found for arg in node.args)):
+            found.add(node)
+    return found
+
+
+def _part(node: Expr, place: int, grad: Expr) -> Expr:
+    """What a node's gradient hands to one operand, in the operand's wide dtype."""
+    operand = node.args[place]
+    if node.op == "cast":
+        return make("cast", _wide(operand.dtype), (grad,))
+    # The same operation on the same numbers, of which none is rounded to 16 bits on the way back.
+    wide = tuple(
+        make("cast", _wide(arg.dtype), (arg,)) if is_float(arg.dtype) else arg for arg in node.args
+    )
+    try:
+        return gradient(Expr(node.op, grad.dtype, wide, node.value), place, grad)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"score_mod's derivative goes through {node.op}, of which there is none: {error.rule}",
+            "each operation between the score, or a tensor that requires grad, and the result "
+            "has a derivative",
+            "call it under torch.no_grad(), or write it with other operations",
+        ) from None
+
+
+def _wide(dtype: str) -> str:
+    return _WIDE.get(dtype, _FLOAT)
+
+
+def _is_zero(expr: Expr) -> bool:
+    return expr.op == "const" and expr.value == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A number times an expression; None stands for 1."""
+
+    number: float
+    core: Expr | None
+
+
+class _Tidy:
+    """The algebra of real numbers on what the chain rule leaves, numbers gathered in front.
+
+    The mod's own nodes stay as they are: a kernel computes them already. What a gradient of 0 is
+    multiplied by is left out, so a product with an infinity there is 0.
+    """
+
+    def __init__(self, own: Iterable[Expr]) -> None:
+        self.own = frozenset(own)
+        self.done: dict[Expr, _Scaled] = {}
+        self.rules: dict[str, Callable[..., _Scaled]] = {
+            "neg": self._neg, "mul": self._mul, "div": self._div, "add": self._add,
+            "sub": self._sub, "where": self._where,
+        }  # fmt: skip
+
+    def __call__(self, expr: Expr) -> Expr:
+        for node in walk(expr):
+            if node not in self.done:
+                self.done[node] = self._node(node)
+        return _whole(self.done[expr], expr.dtype)
+
+    def _node(self, node: Expr) -> _Scaled:
+        if node.op == "const" and is_float(node.dtype):
+            return _Scaled(float(node.value or 0.0), None)
+        if node in self.own or not is_float(node.dtype) or not node.args:
+            return _Scaled(1.0, node)
+        args = [self.done[arg] for arg in node.args]
+        rule = self.rules.get(node.op)
+        if rule is not None:
+            return rule(node.dtype, *args)
+        whole = [_whole(x, arg.dtype) for x, arg in zip(args, node.args, strict=True)]
+        return _Scaled(1.0, make(node.op, node.dtype, whole, node.value))
+
+    def _neg(self, dtype: str, x: _Scaled) -> _Scaled:
+        return _Scaled(-x.number, x.core)
+
+    def _mul(self, dtype: str, x: _Scaled, y: _Scaled) -> _Scaled:
+        number = x.number * y.number
+        if number == 0.0:
+            return _Scaled(0.0, None)
+        if x.core is None or y.core is None:
+            return _Scaled(number, x.core or y.core)
+        for one, other in ((x.core, y.core), (y.core, x.core)):
+            if self._halved(one):
+                return _Scaled(number, self._inside("mul", one, other))
+        return _Scaled(number, make("mul", dtype, (x.core, y.core)))
+
+    def _div(self, dtype: str, x: _Scaled, y: _Scaled) -> _Scaled:
+        if y.number == 0.0:
+            return _Scaled(1.0, make("div", dtype, (_whole(x, dtype), _whole(y, dtype))))
+        if x.number == 0.0:
+            return _Scaled(0.0, None)
+        number = x.number / y.number
+        if y.core is None:
+            return _Scaled(number, x.core)
+        if x.core is not None and self._halved(x.core):
+            return _Scaled(number, self._inside("div", x.core, y.core))
+        return _Scaled(number, make("div", dtype, (x.core or const(1.0, dtype), y.core)))
+
+    def _halved(self, expr: Expr) -> bool:
+        """Whether it is a derivative of `where`, which is 0 on one side."""
+        return expr.op == "where" and expr not in self.own and any(map(_is_zero, expr.args[1:]))
+
+    def _inside(self, op: str, chosen: Expr, other: Expr) -> Expr:
+        """where(c, a, 0) * y as where(c, a * y, 0): 0 also where y is no number."""
+        condition, *sides = chosen.args
+        found = []
+        for side in sides:
+            if _is_one(side) and op == "mul":
+                found.append(other)
+            else:
+                found.append(side if _is_zero(side) else make(op, chosen.dtype, (side, other)))
+        return make("where", chosen.dtype, (condition, *found))
+
+    def _add(self, dtype: str, x: _Scaled, y: _Scaled) -> _Scaled:
+        if x.core is y.core:
+            return _Scaled(x.number + y.number, x.core)
+        if x.number == 0.0 or y.number == 0.0:
+            return y if x.number == 0.0 else x
+        return _Scaled(1.0, make("add", dtype, (_whole(x, dtype), _whole(y, dtype))))
+
+    def _sub(self, dtype: str, x: _Scaled, y: _Scaled) -> _Scaled:
+        if x.core is y.core or x.number == 0.0 or y.number == 0.0:
+            return self._add(dtype, x, _Scaled(-y.number, y.core))
+        return _Scaled(1.0, make("sub", dtype, (_whole(x, dtype), _whole(y, dtype))))
+
+    def _where(self, dtype: str, condition: _Scaled, x: _Scaled, y: _Scaled) -> _Scaled:
+        assert condition.core is not None
+        number = 1.0
+        if x.number == 0.0 or y.number == 0.0:  # the number of the other side comes in front
+            number = y.number if x.number == 0.0 else x.number
+            x, y = (s if s.number == 0.0 else _Scaled(1.0, s.core) for s in (x, y))
+        if number == 0.0:
+            return _Scaled(0.0, None)
+        sides = (_whole(x, dtype), _whole(y, dtype))
+        chosen = make("where", dtype, (condition.core, *sides))
+        return _Scaled(number, None) if _is_one(chosen) else _Scaled(number, chosen)
+
+
+def _is_one(expr: Expr) -> bool:
+    return expr.op == "const" and expr.value == 1.0
+
+
+def _whole(x: _Scaled, dtype: str) -> Expr:
+    if x.number == 0.0 or x.core is None:
+        return const(_rounded(0.0 if x.number == 0.0 else x.number, dtype), dtype)
+    if x.number == 1.0:
+        return x.core
+    if x.number == -1.0:
+        return make("neg", dtype, (x.core,))
+    return make("mul", dtype, (x.core, const(_rounded(x.number, dtype), dtype)))
+
+
+def _rounded(number: float, dtype: str) -> float:
+    """A number as a dtype holds it."""
+    if dtype == "float64":
+        return number
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", number))[0])
+    except OverflowError:
+        return number * float("inf")

@@ -1,0 +1,59 @@
+"""The softmax of the reference run with a backward that rounds as kernels do.
+
+A kernel saves the output in its dtype and lse in float32, and makes the weights and delta of them
+anew, in base 2. Autograd keeps the weights, and would set a budget that no such kernel can hold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexattn.reference.rounding import Rounding
+
+__all__ = ["saved_softmax"]
+
+_LOG2E = 1.0 / math.log(2.0)
+
+
+def saved_softmax(
+    scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """out, and lse as kernels make it, in base 2; both with gradients.
+
+    scores [b, h, m, n], v [b, kv heads, n, i].
+
+    Method: FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4).
+    """
+    apply: Any = _Saved.apply
+    found: tuple[Tensor, Tensor] = apply(scores, v, out.detach(), lse.detach(), rounding)
+    return found
+
+
+class _Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
+    ) -> tuple[Tensor, Tensor]:
+        lse = lse * _LOG2E * math.log(2.0)
+        ctx.save_for_backward(scores, v, rounding.store(out).to(out.dtype), lse)
+        ctx.rounding = rounding
+        return out.clone(), lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        scores, v, out, lse = ctx.saved_tensors
+        b, heads, rows, keys = scores.shape
+        kv_heads, width = v.shape[1], v.shape[-1]
+        shared = heads * rows // kv_heads
+        shift = torch.where(lse == -math.inf, 0.0, lse) * _LOG2E
+        p = torch.exp2(scores * _LOG2E - shift[..., None])
+        grouped = dout.reshape(b, kv_heads, shared, width)
+        dv = ctx.rounding.weights(p).reshape(b, kv_heads, shared, keys).mT @ grouped
+        dp = (grouped @ v.mT).reshape(scores.shape)
+        delta = (out * dout).sum(-1) - dlse
+        ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
+        return ds, dv, None, None, None

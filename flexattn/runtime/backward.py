@@ -1,0 +1,219 @@
+"""Backward: the launches of a call's gradients, prepared once for its shapes; then tensors in.
+
+Every family of the kind "backward" is given the same: q, k, v, the gradient of the output, lse as
+the forward writes it, and delta, fp32 [B, Hq, q_len]: rowsum(out * its gradient) - lse's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexattn.device import Device
+from flexattn.kernels.base.arguments import captured_arguments, captured_values
+from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.printers.gradient_printer import grad_name
+from flexattn.kernels.triton_backward.source import render_delta, rows_of_delta
+from flexattn.mods import Bound
+from flexattn.problem import Problem
+from flexattn.runtime.build import Launcher, builder
+from flexattn.runtime.dispatch import Choice, Dispatcher
+from flexattn.runtime.key_lists import BothLists
+from flexattn.runtime.launch import box_of, raw_stream, strides_like
+
+__all__ = ["BackwardLaunch", "Gradients", "fits", "prepare_backward"]
+
+_TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
+_GIVEN = ("Q", "K", "V", "DO", "LSE", "DELTA", "DQ", "DK", "DV", "sm_scale")
+_DELTA_GIVEN = ("OUT", "DO", "LSE", "DLSE", "DELTA")
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v in their shapes; of captured tensors, by the slots of the structure."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: tuple[Tensor, ...]
+    delta: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardLaunch:
+    """A chosen kernel, and that of delta, with what does not change while shapes do not.
+
+    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives.
+    """
+
+    choice: Choice
+    geometry: Geometry
+    gpu: int
+    deltas: tuple[Launcher, Launcher]
+    attend: Launcher
+    runs: bool
+    rest: tuple[str, ...]
+
+    @property
+    def problem(self) -> Problem:
+        """What the kernel was chosen for."""
+        return self.choice.problem
+
+    def rest_of(
+        self, lists: BothLists | None, score: Bound | None, mask: Bound | None
+    ) -> tuple[Any, ...]:
+        """What the mask's lists hold and what the mods capture, as the kernel is given it."""
+        structure = self.problem.structure
+        values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
+        values.update(captured_values(structure.score, score))
+        values.update(captured_values(structure.mask, mask))
+        return tuple([values[name] for name in self.rest])
+
+    def run(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grads: tuple[Tensor, Tensor | None],
+        scale: float,
+        rest: Sequence[Any],
+        captured: Sequence[Tensor],
+    ) -> Gradients:
+        """Allocate the gradients and launch on the current stream.
+
+        inputs: q, k and v. grads: of out, laid out as `fits` asks, and of lse. captured: the
+        tensors of the structure's slots.
+        """
+        if self.gpu >= 0 and self.gpu != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.gpu):
+                return self.run(inputs, out, lse, grads, scale, rest, captured)
+        stream = raw_stream(self.gpu) if self.gpu >= 0 else -1
+        dout, dlse = grads
+        delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
+        dq, dk, dv = map(_like, inputs)
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
+        self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
+        q, k, v = inputs
+        given = (q, k, v, dout, lse, delta, dq, dk, dv, scale, q, dout, k, v, *rest, *sums)
+        self.attend.launch(stream, given)
+        found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
+        return Gradients(dq, dk, dv, tuple(found), delta)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Memory for a gradient, dense in the order of its tensor's dimensions."""
+    strides = strides_like(tensor, tuple(tensor.shape))
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether kernels can read an output or its gradient as it lies: dense, rows aligned."""
+    if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+        return False
+    return tensor.stride() == strides_like(tensor, tuple(tensor.shape))
+
+
+def prepare_backward(
+    problem: Problem,
+    target: Device,
+    device: torch.device,
+    dispatcher: Dispatcher,
+    options: Options,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    dout: Tensor,
+    lists: BothLists | None,
+) -> BackwardLaunch:
+    """Choose and build the kernels for a problem.
+
+    inputs: q, k and v. out and dout: laid out as `fits` asks.
+    """
+    index = device.index if device.type == "cuda" else -1
+    choice, kernel, _ = dispatcher.kernels(problem, target, index, options)
+    config, structure = choice.config, problem.structure
+    family = family_of(config)
+    grid = family.grid(problem, config, target)
+    layout = structure.layout
+    q, k, v = inputs
+    dq, dk, dv = (strides_like(x, tuple(x.shape)) for x in inputs)
+    fixed: dict[str, Any] = {
+        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
+        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
+        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
+        **strides("stride_do", "bhm", dout),
+        **_named("stride_dq", "bhm", dq),
+        **_named("stride_dk", "bhn", dk),
+        **_named("stride_dv", "bhn", dv),
+        "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
+        "q_len": problem.q_len, "kv_len": problem.kv_len,
+        **family.bind(problem, config, grid),
+    }  # fmt: skip
+    rest: list[str] = []
+    runs = any(each.name == "KV_RUNS" for each in choice.source.arguments)
+    if lists is not None:
+        fixed |= _mask_strides(lists, runs)
+        rest += lists.read(runs)
+    for captures in (structure.score, structure.mask):
+        rest += [argument.name for argument in captured_arguments(captures)]
+    described = {each.name for each in choice.source.arguments if each.described}
+    boxes = {
+        name: box_of(x)
+        for name, x in zip(_TILES, (q, dout, k, v), strict=True)
+        if name in described
+    }
+    given = (*_GIVEN, *_TILES, *rest, *map(grad_name, structure.grads))
+    return BackwardLaunch(
+        choice,
+        grid,
+        index,
+        _deltas(problem, target, index, out, dout),
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=_TILES),
+        runs,
+        tuple(rest),
+    )
+
+
+def _deltas(
+    problem: Problem, target: Device, index: int, out: Tensor, dout: Tensor
+) -> tuple[Launcher, Launcher]:
+    """Launchers of delta without and with a gradient of lse."""
+    rows = problem.B * problem.Hq * problem.q_len
+    fixed = {
+        **strides("stride_o", "bhm", out), **strides("stride_do", "bhm", dout),
+        "Hq": problem.Hq, "q_len": problem.q_len, "rows": rows,
+    }  # fmt: skip
+    programs = -(-rows // rows_of_delta(problem.structure))
+    found = [
+        builder().kernel(render_delta(problem.structure, target, through_lse), target, index)
+        for through_lse in (False, True)
+    ]
+    one, other = (
+        kernel.prepare(programs, fixed, _DELTA_GIVEN, spare=("DLSE",)) for kernel in found
+    )
+    return one, other
+
+
+def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:
+    return {f"{prefix}{axis}": step for axis, step in zip(axes, steps, strict=False)}
+
+
+def _mask_strides(lists: BothLists, runs: bool) -> dict[str, int]:
+    """Rows between batches and heads, 0 where the mask broadcasts, and the widths of lists."""
+    found: dict[str, int] = {}
+    for name, each in (("kv", lists.by_query), ("q", lists.by_key)):
+        B, H, blocks = each.kv_num.shape
+        found[f"stride_{name}_mask_b"] = 0 if B == 1 else H * blocks
+        found[f"stride_{name}_mask_h"] = 0 if H == 1 else blocks
+    if not runs:
+        found |= {
+            key.replace("IDX", "WIDTH"): tensor.shape[-1]
+            for key, tensor in lists.read(runs).items()
+            if key.endswith("IDX")
+        }
+    return found

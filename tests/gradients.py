@@ -1,0 +1,74 @@
+"""Gradients held to float64's by the accuracy rule: what the tests of backwards share."""
+
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import flexattn
+from flexattn.reference import Precision, attention
+from tests.support import assert_close_as, block_mask
+
+
+def cotangents(q, v, lse):
+    """Gradients of out [B, Hq, L, Ev], and of lse where asked: the same on every device."""
+    draw = torch.Generator().manual_seed(q.shape[2])
+    shape = (*q.shape[:3], v.shape[-1])
+    dout = torch.randn(shape, generator=draw).to(q.device, q.dtype)
+    return dout, torch.randn(shape[:3], generator=draw).to(q.device) if lse else None
+
+
+def gradients(attend, inputs, grads):
+    """Those of inputs, from the gradients of (out, lse); zeros where nothing depends on one."""
+    out, lse = attend(*inputs)
+    pairs = [(x, g.to(x.dtype)) for x, g in zip((out, lse), grads, strict=True) if g is not None]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
+    )
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def assert_gradients(
+    q, k, v, *, make=None, tensors=(), mask_mod=None, block=16, lse=True, sinks=None,
+    kernel_options=None, scale=None,
+):  # fmt: skip
+    """Hold the gradients of q, k, v, sinks and tensors to the oracle's; returns them.
+
+    make(*tensors) gives the score_mod that captures them. lse: its gradient comes in, too.
+    """
+    mask = block_mask(mask_mod, q, k, block)
+    grads = cotangents(q, v, lse)
+    given = [q, k, v, *([] if sinks is None else [sinks]), *tensors]
+
+    def attend(run):
+        def call(q, k, v, *rest):
+            own = rest[0] if sinks is not None else None
+            captured = rest[sinks is not None :]
+            return run(q, k, v, None if make is None else make(*captured), own)
+
+        return call
+
+    def ours(q, k, v, score_mod, sinks):
+        out, aux = flexattn.flex_attention(
+            q, k, v, score_mod, mask, scale, enable_gqa=True, sinks=sinks,
+            kernel_options=kernel_options, return_aux=AuxRequest(lse=lse),
+        )  # fmt: skip
+        return out, aux.lse
+
+    def plain(precision):
+        def run(q, k, v, score_mod, sinks):
+            found = attention(
+                q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, sinks=sinks,
+                precision=precision,
+            )  # fmt: skip
+            return found.out, found.lse
+
+        return run
+
+    wide = [x.detach().double().requires_grad_() for x in given]
+    leaves = [[x.detach().clone().requires_grad_() for x in given] for _ in range(2)]
+    exact = gradients(attend(plain(Precision.ORACLE)), wide, grads)
+    rounded = gradients(attend(plain(Precision.ROUNDED)), leaves[0], grads)
+    got = gradients(attend(ours), leaves[1], grads)
+    for x, found, oracle, other in zip(given, got, exact, rounded, strict=True):
+        assert found.dtype == x.dtype and found.shape == x.shape
+        assert_close_as(found, oracle, other)
+    return got
