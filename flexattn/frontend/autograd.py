@@ -108,10 +108,10 @@ def _gradients(
     asked = _with_tensors(asked, others[:captures], others[captures:])
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
-    dlse = None if dlse is None else dlse.resolve_neg().contiguous()
+    lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
     launch, rest = plan_backward(asked, q, k, v, out, dout)
     summed = [others[slot] for slot in asked.slots]
-    found = launch.run((q, k, v), out, lse.contiguous(), (dout, dlse), asked.scale, rest, summed)
+    found = launch.run((q, k, v), out, lse, (dout, dlse), asked.scale, rest, summed)
     dsinks = _of_sinks(sinks, lse, found.delta) if wanted[3] else None
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(captures)))
@@ -123,6 +123,11 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     logits = sinks.float()[:, None]
     weight = torch.where(logits == -torch.inf, 0.0, torch.exp(logits - lse))
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Statistics of rows as kernels read them: contiguous, at an address of whole 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else _dense(x)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -187,10 +187,12 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
 def _backward(call: Call) -> Backward:
     check_gradients(call)
     problem, choice = choice_of(call)
-    score, factor = problem.structure.score, None
-    if score is not None:
-        found = derivatives(score.mod, problem.structure.grads).score
-        factor = "0" if found is None else pretty(found).replace("\n", "; ")
+    structure = problem.structure
+    factor, summed = None, structure.grads
+    if structure.score is not None:
+        found = derivatives(structure.score.mod, structure.grads)
+        factor = "0" if found.score is None else pretty(found.score).replace("\n", "; ")
+        summed = found.summed(structure.grads)
     grid = family_of(choice.config).grid(problem, choice.config, choice.device)
     return Backward(
         problem=problem.describe(),
@@ -199,7 +201,7 @@ def _backward(call: Call) -> Backward:
         grid=grid,
         source=path_of(choice.source),
         score_gradient=factor,
-        captured=tuple(map(grad_name, problem.structure.grads)),
+        captured=tuple(map(grad_name, summed)),
         candidates=choice.attempts,
     )
 

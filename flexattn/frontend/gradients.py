@@ -30,6 +30,8 @@ from flexattn.util.lru import Lru
 __all__ = ["Asked", "BackwardPlan", "check_gradients", "choice_of", "plan_backward", "slots_of"]
 
 _launches: Lru[Any, BackwardLaunch] = Lru(4096)
+# Calls that were found to have a backward.
+_checked: Lru[Any, bool] = Lru(1024)
 
 
 class Asked(NamedTuple):
@@ -71,10 +73,22 @@ def slots_of(score: Bound | None) -> tuple[int, ...]:
 def check_gradients(call: Call) -> None:
     """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
     asked = Asked.of(call)
+    if asked.score is not None and derivatives(asked.score.mod, asked.slots).summed(asked.slots):
+        _check_deterministic(asked)
+    mask = call.block_mask
+    blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
+    key = (
+        call.facts(), _identity(call.score), _identity(call.mask), blocks, asked.slots,
+        asked.options, detect(call.q.device),
+    )  # fmt: skip
+    if _checked.get(key) is None:
+        _check(call, asked)
+        _checked.put(key, True)
+
+
+def _check(call: Call, asked: Asked) -> None:
     if asked.score is not None:
         derivatives(asked.score.mod, asked.slots)
-    if asked.slots:
-        _check_deterministic(asked)
     target, problem = detect(call.q.device), _problem_of(call, asked)
     # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
     config = _options(asked.options, problem, target).exact or default(problem, target)

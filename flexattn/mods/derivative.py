@@ -16,6 +16,7 @@ from flexattn.mods.simplify import make
 __all__ = ["Derivatives", "LoadDerivative", "derivatives", "loaded_floats"]
 
 _FLOAT = "float32"
+_POSITIONS = {"b", "h", "q_idx", "kv_idx"}
 # What a number of each dtype is computed in: a derivative in 16 bits would be rounded once and
 # multiplied into every score.
 _WIDE = {"float64": "float64"}
@@ -42,6 +43,18 @@ class Derivatives:
 
     score: Expr | None
     loads: tuple[LoadDerivative, ...]
+
+    def summed(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the slots, those in which an element may be read for several scores.
+
+        What is read once, by all four positions as they are, is only written.
+        """
+        return tuple(slot for slot in slots if not self._once(slot))
+
+    def _once(self, slot: int) -> bool:
+        loads = [each.load for each in self.loads if each.load.value == slot]
+        read = [{arg.value for arg in load.args if arg.op == "var"} for load in loads]
+        return not loads or read == [_POSITIONS]
 
     @property
     def roots(self) -> tuple[Expr, ...]:

@@ -143,6 +143,8 @@ def key_of(problem: Problem | Keyed) -> Key:
     precision += [f"tanh={s.tanh}"] * (s.tanh != "auto")
     precision += [f"without-{name}" for name in s.rules_off]
     precision += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
+    precision += [f"grads={','.join(map(str, s.grads))}"] * bool(s.grads)
+    precision += ["one-kv"] * problem.broadcast_kv
     sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,

@@ -53,10 +53,10 @@ class Lists(NamedTuple):
         """The lists of a BlockMask; views of them where they are as kernels read them."""
         full_num, full_idx = mask.full_kv_num_blocks, mask.full_kv_indices
         return cls(
-            as_list(mask.kv_num_blocks),
-            as_list(mask.kv_indices),
-            None if full_num is None else as_list(full_num),
-            None if full_idx is None else as_list(full_idx),
+            _list(mask.kv_num_blocks),
+            _list(mask.kv_indices),
+            None if full_num is None else _list(full_num),
+            None if full_idx is None else _list(full_idx),
             known_runs(mask),
         )
 
@@ -188,7 +188,7 @@ class Launch:
         return Outputs(out, lse, maxima)
 
 
-def as_list(tensor: Tensor) -> Tensor:
+def _list(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.int32:
         tensor = tensor.to(torch.int32)
     return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -28,7 +28,10 @@ from flexattn.kernels.paged_decode.join import render_join
 from flexattn.kernels.paged_decode.space import ServingConfig, ServingForm
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render_combine
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.source import render_delta
 from flexattn.mods import bind
+from flexattn.mods.derivative import loaded_floats
 from flexattn.problem import Layout, captures_of
 from tests.families import render
 from tests.problems import problem
@@ -42,6 +45,7 @@ TAKEN = HopperPrefillConfig(
     3, 128, 2, 160, ping_pong=True, tile_scheduler="dynamic", order="sections"
 )
 DECODE = DecodeConfig(16, 64, 4, 3)
+BACKWARD = BackwardConfig(64, 128, 128, 64, 8, 2)
 
 
 def per_head(b, h, q_idx, kv_idx):
@@ -50,6 +54,12 @@ def per_head(b, h, q_idx, kv_idx):
 
 def kernel(config, kind="prefill", *args, **kwargs):
     return render(problem(kind, *args, **kwargs).structure, config, DEVICE, "golden")
+
+
+def with_gradients(**mods):
+    structure = problem("backward", block=(48, 80), lse=False, **mods).structure
+    structure = replace(structure, grads=loaded_floats(structure.score.mod))
+    return render(structure, BackwardConfig(32, 32, 64, 32), DEVICE, "golden")
 
 
 def block_mask(mask_mod, block):
@@ -132,6 +142,19 @@ GOLDENS = {
     "gluon_fp8_causal_sinks": lambda: kernel(
         TAKEN, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
     ),
+    "backward_noop": lambda: kernel(BACKWARD, "backward", lse=False),
+    "backward_tma_runs_softcap": lambda: kernel(
+        replace(BACKWARD, use_tma=True),
+        "backward",
+        score_mod=softcap(50.0),
+        mask_mod=causal,
+        runs=True,
+        lse=False,
+    ),
+    "backward_lists_relative_bias": lambda: with_gradients(
+        score_mod=relative_bias(torch.zeros(32, 64), 32), mask_mod=causal, D=192, Dv=128
+    ),
+    "delta_through_lse": lambda: render_delta(problem("backward").structure, DEVICE, True),
     "decode_noop": lambda: kernel(DECODE, "decode"),
     "decode_alibi_document": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())

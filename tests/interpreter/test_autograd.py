@@ -179,6 +179,25 @@ def test_determinism_is_kept_or_refused(deterministic):
     assert any("atomic" in str(each.message) for each in said)
 
 
+def test_a_dense_bias_is_written_once_and_deterministic(deterministic):
+    """Each score has an element of its own: nothing is added up, in lists of ragged blocks too."""
+    given = leaves()
+    table = torch.linspace(-1, 1, 2 * 21 * 30).reshape(1, 2, 21, 30).requires_grad_()
+
+    def biased(s, b, h, q, k):
+        return s + table[b, h, q, k]
+
+    mask = flexattn.create_block_mask(
+        lambda b, h, q, k: (q // 10 + k // 9) % 2 == 0, None, None, 21, 27, "cpu", (10, 9)
+    )
+    assert explain(*given, biased, mask).backward.captured == ()
+    (found,) = torch.autograd.grad(flex_attention(*given, biased, mask).square().sum(), [table])
+    kept = mask.mask_mod(0, 0, torch.arange(21)[:, None], torch.arange(27)[None, :])
+    scores = (given[0] @ given[1].mT / 4 + table[..., :27]).masked_fill(~kept, -torch.inf)
+    plain = (torch.softmax(scores, -1) @ given[2]).square().sum()
+    torch.testing.assert_close(found, torch.autograd.grad(plain, [table])[0], rtol=1e-4, atol=1e-5)
+
+
 def test_determinism_by_an_option():
     given, table = leaves(), torch.ones(2, requires_grad=True)
     asked = {"DETERMINISTIC": True}
@@ -293,3 +312,15 @@ def test_a_captured_tensor_that_is_computed():
     torch.testing.assert_close(
         found, torch.autograd.grad(plain, [weight])[0], rtol=1e-4, atol=1e-5
     )
+
+
+def test_gradients_of_lse_at_any_address():
+    """Kernels are told that rows of statistics begin at whole 16 bytes; a view need not."""
+    given = leaves()
+    out, lse = flex_attention(*given, return_lse=True)
+    wide = torch.linspace(-1, 1, lse.numel() + 1)
+    shifted = wide[1:].view(lse.shape)
+    assert shifted.is_contiguous() and shifted.data_ptr() % 16
+    found = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted], True)
+    plain = torch.autograd.grad([out, lse], given, [torch.ones_like(out), shifted.clone()])
+    assert all(map(torch.equal, found, plain))

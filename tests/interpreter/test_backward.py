@@ -229,3 +229,24 @@ def test_scores_below_the_softmaxs_range():
         return torch.where(k <= q, s - 40.0 * (q - k), -torch.inf)
 
     assert_gradients(q, k, v, make=lambda: steep)
+
+
+def test_a_mask_that_lists_no_full_blocks():
+    q, k, v = inputs(1, 2, 1, 45, 61)
+    given = [x.requires_grad_() for x in (q, k, v)]
+    wide = flexattn.create_block_mask(causal, None, None, 61, 61, "cpu", 16)
+    alone = flexattn.create_block_mask(
+        causal, None, None, 61, 61, "cpu", 16, separate_full_blocks=False
+    )
+    found, wanted = (
+        torch.autograd.grad(
+            flexattn.flex_attention(
+                torch.nn.functional.pad(given[0], (0, 0, 0, 16)), *given[1:], block_mask=mask,
+                enable_gqa=True,
+            ).square().sum(),
+            given,
+        )
+        for mask in (alone, wide)
+    )  # fmt: skip
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

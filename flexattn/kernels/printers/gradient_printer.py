@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, Tensor
-from flexattn.kernels.printers.triton_printer import TILE, MultiPrinter, Traits, buffer_names
-from flexattn.mods.derivative import LoadDerivative, derivatives
-from flexattn.mods.expr import Expr
-from flexattn.problem import Captures
+from flexattn.kernels.printers.triton_printer import (
+    TILE,
+    MultiPrinter,
+    Traits,
+    View,
+    buffer_names,
+)
+from flexattn.mods.analysis.dependence import along_diagonals
+from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
+from flexattn.mods.expr import Expr, reads
+from flexattn.problem import Captures, Structure
 
-__all__ = ["OVER_KEYS", "OVER_ROWS", "PrintedGradient", "Scatter", "grad_name", "print_gradient"]
+__all__ = [
+    "OVER_KEYS",
+    "OVER_ROWS",
+    "PrintedGradient",
+    "Scatter",
+    "adds_along_diagonals",
+    "grad_name",
+    "print_gradient",
+]
 
 # The two halves of a backward: one holds query rows and walks the keys, the other holds keys and
 # walks the rows. What is held lies along a tile's first axis.
@@ -69,10 +85,25 @@ def grad_name(slot: int) -> str:
     return f"{buffer_names('score', slot, 0)[0]}_grad"
 
 
-def print_gradient(captures: Captures, slots: tuple[int, ...], traits: Traits) -> PrintedGradient:
+def adds_along_diagonals(structure: Structure) -> bool:
+    """Whether a load that gets a gradient has one place for all of a diagonal of a tile."""
+    if structure.score is None or not structure.grads:
+        return False
+    found = derivatives(structure.score.mod, structure.grads)
+    return any(_on_diagonals(each.load) for each in found.loads)
+
+
+def _on_diagonals(load: Expr) -> bool:
+    return reads(load, "kv_idx") and all(map(along_diagonals, load.args))
+
+
+def print_gradient(
+    captures: Captures, slots: tuple[int, ...], traits: Traits, diagonals: bool = True
+) -> PrintedGradient:
     """A score_mod of one half, whose dialect the traits have, with its derivatives.
 
     slots: the captured tensors whose gradients this half adds up, which is one that holds rows.
+    diagonals: of a tile's diagonals, where these have one place each, the sums are added.
     Raises UnsupportedError as `derivatives` and `print_mod` do.
     """
     found = derivatives(captures.mod, slots)
@@ -81,7 +112,9 @@ def print_gradient(captures: Captures, slots: tuple[int, ...], traits: Traits) -
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
     factor = "0" if found.score is None else _factor(printer, found.score)
-    scatters = tuple(_Scatter(printer, i, each).run() for i, each in enumerate(found.loads))
+    scatters = tuple(
+        _Scatter(printer, i, each, diagonals).run(found) for i, each in enumerate(found.loads)
+    )
     steps = [line for slot in sorted({int(each.load.value or 0) for each in found.loads})
              for line in _steps(slot, captures.mod.buffers[slot].rank)]  # fmt: skip
     hoisted = (*printed.hoisted, *steps)
@@ -113,46 +146,106 @@ def _steps(slot: int, rank: int) -> list[str]:
     return lines
 
 
+class _PlacePrinter(MultiPrinter):
+    """Prints where a load reads, and not the load."""
+
+    def _load(self, node: Expr) -> Any:
+        if node is not self.roots[0]:
+            return super()._load(node)
+        self._places(node)
+        return self.values[node.args[0]]
+
+
+def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePrinter:
+    """Where a load reads on the diagonals of a tile: of its first row, and keys `diagonal_kv`."""
+    view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
+    dialect = replace(printer.dialect, key=Tensor("[BLOCK_N2]"))
+    traits = replace(printer.traits, dialect=dialect)
+    found = _PlacePrinter(printer.mod, printer.contiguous, traits, view, (load,))
+    found.run()
+    return found
+
+
 class _Scatter:
     """One load's gradient, summed over what its place does not depend on, then added there.
 
     Where no index depends on the keys, that is once for all of the loop.
     """
 
-    def __init__(self, printer: MultiPrinter, number: int, each: LoadDerivative) -> None:
+    def __init__(
+        self, printer: MultiPrinter, number: int, each: LoadDerivative, diagonals: bool
+    ) -> None:
         self.slot = int(each.load.value or 0)
         self.base = buffer_names("score", self.slot, 0)[0]
-        self.indices, self.inside = printer.places[each.load]
-        self.row = any(index.row for index in self.indices)
-        self.key = any(index.key for index in self.indices)
+        self.places = printer.places[each.load]
+        self.row = any(index.row for index, _ in self.places)
+        self.key = any(index.key for index, _ in self.places)
         self.factor = _factor(printer, each.factor)
         self.logical = printer.logical
+        self.number = number
         self.sum = f"{self.base}_sum{number}"
+        self.along = None
+        if diagonals and self.row and self.key and _on_diagonals(each.load):
+            self.along = _along_diagonals(printer, each.load, f"{self.base}_along{number}")
 
-    def run(self) -> Scatter:
+    def run(self, found: Derivatives) -> Scatter:
+        """The statements; found: of all loads."""
         each = f"ds * {self.factor}" if self.factor else "ds"
         # A derivative may be no number where a weight is 0.
         each = f"tl.where(p == 0.0, 0.0, {each})" if self.factor else each
+        if not found.summed((self.slot,)):
+            own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
+            return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
+        if self.along is not None:
+            return self._over_diagonals(each, self.along)
+        some = f"({self.sum} != 0.0)"
         if self.row and self.key:
-            grad = f"{self.sum} = {each}"
-            return Scatter((), (grad, self._add(f"({self.sum} != 0.0)", "rows[:, None]")), ())
+            return Scatter((), (f"{self.sum} = {each}", *self._add(some, "rows[:, None]")), ())
         if self.key:
             kept = f"tl.where(rows[:, None], {each}, 0.0)"
             grad = f"{self.sum} = tl.sum({kept}, 0)[None, :]"
-            return Scatter((), (grad, self._add(f"({self.sum} != 0.0)")), ())
+            return Scatter((), (grad, *self._add(some)), ())
         before = f"{self.sum} = tl.zeros([BLOCK_M2, 1], tl.float32)"
         inside = f"{self.sum} += tl.sum({each}, 1)[:, None]"
         if self.row:
-            return Scatter((before,), (inside,), (self._add("rows[:, None]"),))
+            return Scatter((before,), (inside,), self._add("rows[:, None]"))
         total = f"{self.sum} = tl.sum(tl.where(rows[:, None], {self.sum}, 0.0))"
-        return Scatter((before,), (inside,), (total, self._add()))
+        return Scatter((before,), (inside,), (total, *self._add()))
 
-    def _add(self, *kept: str) -> str:
-        places = [
-            index.text if dim == len(self.indices) - 1 else f"{index.text} * {self.base}_step{dim}"
-            for dim, index in enumerate(self.indices)
+    def _over_diagonals(self, each: str, along: _PlacePrinter) -> Scatter:
+        """One addition for each diagonal of a tile, in place of one for each of its scores.
+
+        Row i moved by i columns has element (i, j) in column c = (j - i) mod N: a column then
+        holds the diagonals i - j = N t - c, for as many t as rows of M pass over N columns.
+        """
+        self.places = along.places[along.roots[0]]
+        moved, turned = f"{self.base}_moved{self.number}", f"{self.base}_turned{self.number}"
+        lines = [
+            f"{moved} = lanes_n[None, :] + lanes_m[:, None]",
+            f"{turned} = tl.where(rows[:, None], {each}, 0.0)",
+            f"{turned} = tl.gather({turned}, {moved} % BLOCK_N2, 1)",
+            "for turn in tl.static_range(0, (BLOCK_M2 + BLOCK_N2 - 2) // BLOCK_N2 + 1):",
         ]
-        address = " + ".join([f"{self.base}_grad", *places])
-        checks = [*self.inside, *kept]
-        mask = f", mask={self.logical('and', checks)}" if checks else ""
-        return f'tl.atomic_add({address}, {self.sum}{mask}, sem="relaxed")'
+        inner = [
+            f"{self.sum} = tl.sum(tl.where({moved} // BLOCK_N2 == turn, {turned}, 0.0), 0)",
+            "diagonal_kv = start_n + lanes_n - turn * BLOCK_N2",
+            *along.hoisted, *along.early, *along.body,
+            *self._add(f"({self.sum} != 0.0)"),
+        ]  # fmt: skip
+        return Scatter((), (*lines, *(f"    {line}" for line in inner)), ())
+
+    def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:
+        """Statements that add the sum to the gradient where it is kept and inside."""
+        last = len(self.places) - 1
+        steps = [
+            index.text if dim == last else f"{index.text} * {self.base}_step{dim}"
+            for dim, (index, _) in enumerate(self.places)
+        ]
+        place, inside = (f"{self.base}_{what}{self.number}" for what in ("place", "inside"))
+        checks = [*(inside for _, inside in self.places), *kept]
+        lines = [f"{place} = {' + '.join([f'{self.base}_grad', *steps])}"]
+        if checks:
+            lines.append(f"{inside} = {self.logical('and', checks)}")
+        mask = f", mask={inside}" if checks else ""
+        relaxed = ', sem="relaxed"' if by == "atomic_add" else ""
+        return (*lines, f"tl.{by}({place}, {self.sum}{mask}{relaxed})")

@@ -151,7 +151,7 @@ class MultiPrinter:
         self.count = 0
         self.values: dict[Expr, _Value] = {}
         # Of each load, its indices and that they are inside, as its statement has them.
-        self.places: dict[Expr, tuple[list[_Value], list[str]]] = {}
+        self.places: dict[Expr, list[tuple[_Value, str]]] = {}
         nodes = list(walk(*self.roots))
         self.uses = Counter(arg for node in nodes for arg in node.args)
         self.ranges = intervals_of(self.roots[0], INDEX_RANGES, *self.roots[1:])
@@ -329,29 +329,15 @@ class MultiPrinter:
         """Read a captured tensor, wrapping negative indices and never outside its bounds."""
         slot = int(node.value or 0)
         buffer = self.mod.buffers[slot]
-        base, sizes, strides = buffer_names(self.mod.kind, slot, buffer.rank)
+        base, _, strides = buffer_names(self.mod.kind, slot, buffer.rank)
         terms: dict[bool, list[str]] = {True: [], False: []}
         checks: dict[bool, list[str]] = {True: [], False: []}
-        indices: list[_Value] = []
         row = key = False
-        for dim, arg in enumerate(node.args):
-            index = self.values[arg]
-            found = self.ranges[arg]
-            size = sizes[dim]
-            if found is None or found[0] < 0:
-                wrapped = f"{self.tl}.where({index.text} < 0, {index.text} + {size}, {index.text})"
-                index = self._name(replace(index, text=wrapped))
-                # As an unsigned number a negative index is above every size: one comparison.
-                unsigned = self.dialect.type(index.dtype.replace("int", "uint"))
-                inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
-            else:
-                inside = f"({index.text} < {size})"
+        for dim, (index, inside) in enumerate(self._places(node)):
             checks[index.key].append(inside)
-            indices.append(index)
             unit = dim == buffer.rank - 1 and self.contiguous[slot]
             terms[index.key].append(index.text if unit else f"{index.text} * {strides[dim]}")
             row, key = row or index.row, key or index.key
-        self.places[node] = indices, [*checks[False], *checks[True]]
         if key and terms[False]:
             rows = _Value(" + ".join([base, *terms.pop(False)]), "pointer", row)
             base = self._name(rows).text
@@ -369,6 +355,26 @@ class MultiPrinter:
         # A mask_mod stands behind a condition already, and a value for every score comes alone.
         guarded = key and not row and self.mod.kind == "score"
         return self._guarded(loaded) if guarded else self._name(loaded)
+
+    def _places(self, node: Expr) -> list[tuple[_Value, str]]:
+        """A load's indices, each with the text of whether it is inside."""
+        slot = int(node.value or 0)
+        sizes = buffer_names(self.mod.kind, slot, self.mod.buffers[slot].rank)[1]
+        places = []
+        for size, arg in zip(sizes, node.args, strict=True):
+            index = self.values[arg]
+            found = self.ranges[arg]
+            if found is None or found[0] < 0:
+                wrapped = f"{self.tl}.where({index.text} < 0, {index.text} + {size}, {index.text})"
+                index = self._name(replace(index, text=wrapped))
+                # As an unsigned number a negative index is above every size: one comparison.
+                unsigned = self.dialect.type(index.dtype.replace("int", "uint"))
+                inside = f"({index.text}.to({unsigned}) < {size}.to({unsigned}))"
+            else:
+                inside = f"({index.text} < {size})"
+            places.append((index, inside))
+        self.places[node] = places
+        return places
 
     def _guarded(self, load: _Value) -> _Value:
         """A load of keys inside the loop, kept out of Triton's software pipeline.

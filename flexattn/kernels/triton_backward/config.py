@@ -8,7 +8,9 @@ from typing import ClassVar
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language, padded, pieces
 from flexattn.kernels.base.features import tma_layout
+from flexattn.kernels.base.knobs import knob
 from flexattn.kernels.base.rule import Rule, Rules
+from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.problem import Structure
 
 __all__ = ["RULES", "BackwardConfig", "Case", "case_of", "estimate"]
@@ -23,7 +25,8 @@ class BackwardConfig:
 
     BLOCK_N1 keys are held for dK and dV, and query rows walked BLOCK_M1 at a time; BLOCK_M2 rows
     are held for dQ, and keys walked BLOCK_N2 at a time. use_tma: what is walked is read through
-    tensor descriptors, by the bulk copy engine.
+    tensor descriptors, by the bulk copy engine. sum_diagonals: the gradient of a relative bias is
+    summed along each tile's diagonals before it is added up.
     """
 
     BLOCK_M1: int
@@ -33,6 +36,7 @@ class BackwardConfig:
     num_warps: int = 4
     num_stages: int = 2
     use_tma: bool = False
+    sum_diagonals: bool = knob(True, False, word="scattered", moves=adds_along_diagonals)
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"
@@ -92,8 +96,9 @@ def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Cas
 
 
 def _whole(structure: Structure) -> bool:
-    """Whether each head dimension is one tile."""
-    return len(pieces(structure.head_dim_qk)) == len(pieces(structure.head_dim_v)) == 1
+    """Whether each head dimension is one tile, and dense rows of the output are whole 16 bytes."""
+    one = len(pieces(structure.head_dim_qk)) == len(pieces(structure.head_dim_v)) == 1
+    return one and structure.head_dim_v * structure.itemsize % 16 == 0
 
 
 def estimate(case: Case) -> None:

@@ -9,7 +9,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.feasibility import Feasibility
-from flexattn.kernels.base.knobs import words
+from flexattn.kernels.base.knobs import turned, words
 from flexattn.kernels.base.plain import PlainFamily
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
@@ -33,7 +33,8 @@ class _Backward(PlainFamily[BackwardConfig]):
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[BackwardConfig]:
         every = axes(problem, device, effort == "exhaustive")
-        return (fit_to_mask(each, problem.structure) for each in every)
+        for each in every:
+            yield from turned(fit_to_mask(each, problem.structure), problem.structure)
 
     def fit_to_mask(self, config: BackwardConfig, structure: Structure) -> BackwardConfig:
         return fit_to_mask(config, structure)

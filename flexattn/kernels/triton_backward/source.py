@@ -38,7 +38,9 @@ ELEMENTS = 4096
 
 def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
     """The backward kernel of a structure with a config; title goes into its header."""
-    over_keys, mask_over_keys = _printed(structure, device, OVER_KEYS, structure.grads)
+    over_keys, mask_over_keys = _printed(
+        structure, device, OVER_KEYS, structure.grads, config.sum_diagonals
+    )
     over_rows, mask_over_rows = _printed(structure, device, OVER_ROWS, ())
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
@@ -99,13 +101,17 @@ def render_delta(structure: Structure, device: Device, through_lse: bool) -> Sou
 
 
 def _printed(
-    structure: Structure, device: Device, dialect: Dialect, slots: tuple[int, ...]
+    structure: Structure,
+    device: Device,
+    dialect: Dialect,
+    slots: tuple[int, ...],
+    diagonals: bool = False,
 ) -> tuple[PrintedGradient | None, Printed | None]:
     """The score_mod with its derivatives and the mask_mod, as one half has them."""
     traits = replace(traits_of(device, structure), dialect=dialect)
     score = mask = None
     if structure.score is not None:
-        score = print_gradient(structure.score, slots, traits)
+        score = print_gradient(structure.score, slots, traits, diagonals)
     if structure.mask is not None:
         mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
     return score, mask

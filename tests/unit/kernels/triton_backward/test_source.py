@@ -1,0 +1,68 @@
+"""What the text of a backward holds, and what it leaves out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal, relative_bias, softcap
+from flexattn.device import named
+from flexattn.kernels.base.knobs import turned
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.source import render
+from flexattn.mods.derivative import loaded_floats
+from tests.problems import problem
+
+CONFIG = BackwardConfig(64, 128, 128, 64, 8, 2)
+H200 = named("nvidia-h200")
+
+
+def structure(score_mod=None, mask_mod=None, grads=False, **more):
+    found = problem("backward", score_mod=score_mod, mask_mod=mask_mod, **more).structure
+    slots = loaded_floats(found.score.mod) if grads else ()
+    return replace(found, grads=slots)
+
+
+def text(given, config=CONFIG):
+    return render(given, config, H200, "title").text
+
+
+BIAS = relative_bias(torch.zeros(32, 128), 64)
+
+
+def test_plain_attention_has_no_mods():
+    found = text(structure())
+    assert not any(word in found for word in ("score", "masked", "kv_idx", "atomic", "libdevice"))
+
+
+def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
+    assert "atomic" not in text(structure(BIAS))
+    assert text(structure(BIAS, grads=True)).count("atomic_add") == 1
+
+
+def test_a_relative_bias_is_summed_along_diagonals_or_scattered():
+    given = structure(BIAS, grads=True)
+    configs = list(turned(CONFIG, given))
+    assert [each.sum_diagonals for each in configs] == [True, False]
+    one, other = (text(given, each) for each in configs)
+    assert "tl.gather" in one and "tl.gather" not in other
+    assert list(turned(CONFIG, structure(softcap(50.0)))) == [CONFIG]
+
+
+def test_a_soft_caps_derivative_uses_its_tanh():
+    found = text(structure(softcap(50.0)))
+    assert found.count(" = short_tanh(") + found.count(" = fast_tanh(") == 2, "once in each half"
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_lists_or_runs_in_both_directions(runs):
+    found = text(structure(mask_mod=causal, runs=runs))
+    assert ("KV_RUNS" in found and "Q_RUNS" in found) is runs
+    assert ("FULL_Q_IDX" in found and "KV_NUM" in found) is not runs
+
+
+def test_walked_tiles_come_by_the_copy_engine_where_a_config_says_so():
+    found = render(structure(), replace(CONFIG, use_tma=True), H200, "title")
+    described = [each.name for each in found.arguments if each.described]
+    assert described == ["Q_TILES", "DO_TILES", "K_TILES", "V_TILES"]
+    assert all(f"{name}.load(" in found.text for name in described)

@@ -1,0 +1,72 @@
+"""A mask's lists by key: those of the lists that a forward reads, whatever the mask has."""
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal
+from flexattn.problem.dense_blocks import dense_blocks
+from flexattn.problem.mask_class import mask_class
+from flexattn.runtime.key_lists import BothLists
+
+
+def holes(b, h, q, k):
+    return ((q // 16 + k // 16 + h) % 2 == 0) | (q == k)
+
+
+def made(mask_mod, B=None, H=None, L=87, S=103, block=16):
+    mask = flexattn.create_block_mask(mask_mod, B, H, L, S, "cpu", block)
+    mask_class(mask)
+    return mask
+
+
+@pytest.mark.parametrize("mask_mod", [causal, holes], ids=["causal", "holes"])
+def test_they_say_the_same_in_both_directions(mask_mod):
+    mask = made(mask_mod, 2, 3)
+    both = BothLists.of(mask)
+    columns, rows = -(-103 // 16), -(-87 // 16)
+    for kind in ("kv", "full"):
+        one, other = (
+            dense_blocks(getattr(x, f"{kind}_num"), getattr(x, f"{kind}_idx"), size)
+            for x, size in ((both.by_query, columns), (both.by_key, rows))
+        )
+        assert torch.equal(one, other.mT)
+    assert all(x is None or x.is_contiguous() for x in both.by_key)
+    assert BothLists.of(mask).by_key.kv_num is both.by_key.kv_num
+
+
+def test_runs_where_both_directions_have_them():
+    both = BothLists.of(made(causal))
+    assert both.by_query.runs is not None and both.by_key.runs is not None
+    assert sorted(both.read(True)) == ["KV_RUNS", "Q_RUNS"]
+    assert "FULL_Q_IDX" in both.read(False) and "Q_NUM" in both.read(False)
+    none = BothLists.of(made(holes, 1, 2))
+    assert none.by_query.runs is None and none.by_key.runs is None
+
+
+def test_rows_that_join_up_and_columns_that_do_not():
+    def bands(b, h, q, k):  # of each row one block, of each column two that are apart
+        return (q // 16) % 3 == k // 16
+
+    both = BothLists.of(made(bands))
+    assert both.by_query.runs is None and both.by_key.runs is None
+
+
+def test_lists_that_were_written_since_are_read_anew():
+    """A mask's own lists by key are made once, and stay as they were."""
+    mask = made(holes, 1, 2)
+    before = BothLists.of(mask).by_key.kv_num.clone()
+    assert mask.q_num_blocks is not None
+    mask.full_kv_num_blocks.zero_()
+    after = BothLists.of(mask).by_key
+    assert not after.full_num.any() and torch.equal(after.kv_num, before)
+
+
+def test_a_mask_without_lists_by_key():
+    mask = made(holes, 1, 2)
+    alone = flexattn.BlockMask(
+        mask.seq_lengths, mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks,
+        mask.full_kv_indices, None, None, None, None, mask.BLOCK_SIZE, mask.mask_mod,
+    )  # fmt: skip
+    for one, other in zip(BothLists.of(alone).by_key, BothLists.of(mask).by_key, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
