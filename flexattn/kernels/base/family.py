@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
@@ -12,10 +12,22 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.problem import Kind, Problem, Structure
 
-__all__ = ["Effort", "KernelFamily"]
+__all__ = ["Around", "Effort", "KernelFamily"]
 
 Effort = Literal["quick", "full", "exhaustive"]
 C = TypeVar("C", bound=Config)
+
+
+class Around(NamedTuple):
+    """What a backward launches before and after its kernel, each `programs` programs.
+
+    scratch: names and shapes of float32 memory that all three share.
+    """
+
+    before: Source
+    after: Source
+    programs: int
+    scratch: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class KernelFamily(Protocol[C]):
@@ -86,6 +98,9 @@ class KernelFamily(Protocol[C]):
 
     def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
         """The kernel that lays V out anew before a launch; None where it is read as it lies."""
+
+    def around(self, problem: Problem, config: C, device: Device) -> Around | None:
+        """The kernels around a backward's own; None where it needs none."""
 
     def bind(self, problem: Problem, config: C, grid: Geometry) -> dict[str, Any]:
         """Values of the arguments that this family's kernels alone have, by name."""

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config
+from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry, check_power
@@ -68,6 +69,9 @@ class PlainFamily(Generic[C]):
         return None
 
     def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
+        return None
+
+    def around(self, problem: Problem, config: C, device: Device) -> Around | None:
         return None
 
     def bind(self, problem: Problem, config: C, grid: Geometry) -> dict[str, Any]:

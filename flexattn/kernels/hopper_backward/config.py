@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.knobs import knob
 
-__all__ = ["WARPS", "HopperBackwardConfig"]
+__all__ = ["CONSUMER_REGISTERS", "WARPS", "HopperBackwardConfig"]
 
 # Two consumer warpgroups, which share a tile: of 240 registers a thread, beside 24 of the loading
 # warps'.
 WARPS = 8
+CONSUMER_REGISTERS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class HopperBackwardConfig:
     BLOCK_M: queries of a tile, 64 or 128. BLOCK_N: keys of a tile; 128, of which each warpgroup
     has 64 in registers, or 64, of which both have half the columns each.
     num_stages: tiles of Q, and of dO, in shared memory at once.
+    one_head: whether each key head has one query head, of one batch; default False: a block walks
+    the queries of all that read its keys. even_keys: whether BLOCK_N divides the keys; default
+    False. Both are of a problem's sizes, and spare a counter and a comparison of each score.
     prefetch: whether the next scores are multiplied before dk; default False. They then are there
     when the next step begins, and take registers from then on.
     trailing: whether dk's product may go on when the next step begins; default False. It takes two
@@ -38,13 +43,17 @@ class HopperBackwardConfig:
     BLOCK_M: int
     BLOCK_N: int
     num_stages: int
+    one_head: bool = False
+    even_keys: bool = False
     prefetch: bool = False
-    trailing: bool = False
+    trailing: bool = knob(False, True, word="trailing")
     short: bool = False
-    opaque: bool = False
-    dk_operand: Literal["registers", "shared"] = "registers"
+    opaque: bool = knob(False, True, word="opaque")
+    dk_operand: Literal["registers", "shared"] = knob("registers", "shared", word="dk-shared")
     dq: Literal["red", "tma"] = "red"
 
+    heads: ClassVar[int] = 1
+    num_warps: ClassVar[int] = WARPS
     language: ClassVar[Language] = "gluon"
 
     @property
