@@ -80,8 +80,7 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "trailing",
-            "trailing takes two stages or more: the next Q is awaited before this one is "
-            "released",
+            "trailing takes two stages or more: the next Q is awaited before this one is released",
             lambda case: not case.trailing or case.num_stages >= 2,
         ),
         Rule(
