@@ -75,7 +75,7 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     lse = torch.zeros(2, 4, 300)
     found = prepared.run((q, k, v), q, lse, (dout, None), 0.1, rest, ())
     assert [x.shape for x in found[:3]] == [q.shape, k.shape, v.shape]
-    names = [list(values)[0] for _, values in launched]
+    names = [next(iter(values)) for _, values in launched]
     assert names == (["OUT", "Q"] if language == "triton" else ["OUT", "LSE", "Q", "DQ_ACC"])
     if language == "gluon":
         (tiles, before), (programs, kernel), (again, after) = launched[1:]
