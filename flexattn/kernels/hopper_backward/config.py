@@ -21,8 +21,13 @@ class HopperBackwardConfig:
     BLOCK_M: queries of a tile, 64 or 128. BLOCK_N: keys of a tile; 128, of which each warpgroup
     has 64 in registers, or 64, of which both have half the columns each.
     num_stages: tiles of Q, and of dO, in shared memory at once.
-    prefetch: whether the next scores are multiplied before dk; default False. They then are there
-    when the next step begins, and take registers from then on.
+    rotated: whether dq of a tile is multiplied and added in the next step, beside its scores, and
+    dk before dS is in shared memory; default False. It takes two stages or more.
+    stagger: whether the second warpgroup's scores wait for the first one's; default False. One then
+    weighs while the other multiplies, where both would weigh at once.
+    early: whether lse and delta are read before the products they go with; default False.
+    polynomial: of 8 powers of 2, how many are made by multiply-adds; default 0. The unit for them
+    makes 16 a clock.
     trailing: whether dk's product may go on when the next step begins; default False. It takes two
     stages or more: the next Q is awaited before this one is given back.
     opaque: whether the addresses of tiles are computed in the loop; default False. Known from
@@ -38,7 +43,10 @@ class HopperBackwardConfig:
     BLOCK_M: int
     BLOCK_N: int
     num_stages: int
-    prefetch: bool = False
+    rotated: bool = False
+    stagger: bool = False
+    early: bool = False
+    polynomial: int = 0
     trailing: bool = False
     short: bool = False
     opaque: bool = False

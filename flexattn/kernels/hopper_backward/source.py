@@ -30,6 +30,8 @@ ARGUMENTS = (
     *("num_heads", "num_tiles", "num_queries", "group", "kv_len", "sm_scale", "qk_scale"),
 )
 HARDWARE_BARRIERS = 16
+# The hardware barrier at which the second warpgroup waits for the first.
+TURN = 7
 
 
 def render(
@@ -70,7 +72,13 @@ def render(
         "constants": tuple(settings.items()),
         "arguments": ARGUMENTS,
         "num_stages": config.num_stages,
-        "prefetch": config.prefetch,
+        "rotated": config.rotated,
+        "stagger": config.stagger,
+        "turn": TURN,
+        "masked_most": -(-keys // rows),
+        "early": config.early,
+        "polynomial": config.polynomial,
+        "of": 8,
         "trailing": config.trailing,
         "short": config.short,
         "opaque": config.opaque,
