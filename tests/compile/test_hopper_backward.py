@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flexattn.device import named
+from flexattn.errors import RenderError
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import ARGUMENTS, render
 from flexattn.runtime.resources import resources
@@ -20,11 +21,19 @@ H200 = named("nvidia-h200")
 # Its ptxas keeps in registers what the loops hold; that of 3.9 spills where D is 256.
 KEPT = triton.__version__.startswith("3.6.")
 TRAILING = HopperBackwardConfig(64, 128, 2, trailing=True, dk_operand="shared")
+ROTATED = {"rotated": True, "opaque": True, "dk_operand": "shared", "by_length": True}
+SPREAD = {"spread": True, "stagger": True, "polynomial": 2}
+STAGGERED = {"stagger": True, "opaque": True, "polynomial": 2, "by_length": True}
 CASES = {
     "128": (TRAILING, 128, False),
     "128 causal": (TRAILING, 128, True),
     "128 tma": (HopperBackwardConfig(64, 128, 2, dq="tma"), 128, False),
     "64": (HopperBackwardConfig(64, 128, 2, trailing=True), 64, True),
+    "128 rotated": (HopperBackwardConfig(64, 128, 2, **ROTATED, **SPREAD), 128, False),
+    "128 rotated tma": (HopperBackwardConfig(64, 128, 2, dq="tma", **ROTATED), 128, True),
+    "128 staggered": (HopperBackwardConfig(64, 128, 2, stagger=True, by_length=True), 128, True),
+    "64 staggered": (HopperBackwardConfig(128, 128, 2, **STAGGERED), 64, True),
+    "256 rotated": (HopperBackwardConfig(64, 64, 2, **ROTATED), 256, True),
     "256": (HopperBackwardConfig(64, 64, 2), 256, True),
 }
 
@@ -66,3 +75,10 @@ def test_it_keeps_its_registers_and_overlaps(name, tmp_path):
     assert not [each for each in taken.serialised if each != "C7519"]
     assert taken.shared <= H200.shared_memory
     assert taken.register_split == (240, 24)
+
+
+def test_a_rotated_causal_loop_refuses_shared_key_heads():
+    config = HopperBackwardConfig(64, 128, 2, **ROTATED)
+    with pytest.raises(RenderError, match="one query head"):
+        render(config, 128, causal=True, grouped=True)
+    assert "wrapped" not in render(config, 128, grouped=True)

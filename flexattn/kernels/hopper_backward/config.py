@@ -23,8 +23,11 @@ class HopperBackwardConfig:
     num_stages: tiles of Q, and of dO, in shared memory at once.
     rotated: whether dq of a tile is multiplied and added in the next step, beside its scores, and
     dk before dS is in shared memory; default False. It takes two stages or more.
-    stagger: whether the second warpgroup's scores wait for the first one's; default False. One then
-    weighs while the other multiplies, where both would weigh at once.
+    stagger: whether the second warpgroup's scores wait for the first one's; default False. One
+    then weighs while the other multiplies, where both would weigh at once.
+    spread: whether blocks of a head begin at different queries where no mask is; default False.
+    by_length: whether of a causal mask the longest tiles of several heads begin first, not of one;
+    default False.
     early: whether lse and delta are read before the products they go with; default False.
     polynomial: of 8 powers of 2, how many are made by multiply-adds; default 0. The unit for them
     makes 16 a clock.
@@ -45,6 +48,8 @@ class HopperBackwardConfig:
     num_stages: int
     rotated: bool = False
     stagger: bool = False
+    spread: bool = False
+    by_length: bool = False
     early: bool = False
     polynomial: int = 0
     trailing: bool = False

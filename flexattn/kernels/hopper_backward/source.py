@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexattn.errors import RenderError
 from flexattn.kernels.base.environment import render_template
 from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig
 
@@ -30,6 +31,8 @@ ARGUMENTS = (
     *("num_heads", "num_tiles", "num_queries", "group", "kv_len", "sm_scale", "qk_scale"),
 )
 HARDWARE_BARRIERS = 16
+# So many powers of 2 of a thread are made by one piece of assembly.
+POWERS_AT_ONCE = 8
 # The hardware barrier at which the second warpgroup waits for the first.
 TURN = 7
 
@@ -44,7 +47,14 @@ def render(
     api: str = "flexattn.gluon_api",
 ) -> str:
     """The text of the kernel; even_keys: BLOCK_N divides the keys; grouped: several
-    query heads share a key head. api: where Gluon's names are."""
+    query heads share a key head. api: where Gluon's names are. RenderError: `rotated` of a causal
+    mask with shared key heads."""
+    if config.rotated and causal and grouped:
+        raise RenderError(
+            f"{config} of a causal mask whose key heads are shared",
+            "the rotated loop walks the tiles of one query head",
+            "render it without `rotated`",
+        )
     rows, keys = config.BLOCK_M, config.BLOCK_N
     sums = _sums(config, head_dim)
     parts, width = sums["PARTS"], sums["WIDTH"]
@@ -74,11 +84,12 @@ def render(
         "num_stages": config.num_stages,
         "rotated": config.rotated,
         "stagger": config.stagger,
+        "spread": config.spread and not (causal or grouped),
+        "by_length": config.by_length,
         "turn": TURN,
-        "masked_most": -(-keys // rows),
         "early": config.early,
         "polynomial": config.polynomial,
-        "of": 8,
+        "of": POWERS_AT_ONCE,
         "trailing": config.trailing,
         "short": config.short,
         "opaque": config.opaque,
