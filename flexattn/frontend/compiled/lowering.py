@@ -26,10 +26,18 @@ _LISTS, _BLOCK, _GRAPH = slice(2, 6), slice(-3, -1), -1
 
 
 def lower(
-    query: Any, key: Any, value: Any, subgraph: Any, block_mask: tuple[Any, ...], scale: Any,
-    kernel_options: dict[str, Any], score_captures: Sequence[Any], mask_captures: Sequence[Any],
-    *, options: dict[str, Any],
-) -> Any:  # fmt: skip
+    query: Any,
+    key: Any,
+    value: Any,
+    subgraph: Any,
+    block_mask: tuple[Any, ...],
+    scale: Any,
+    kernel_options: dict[str, Any],
+    score_captures: Sequence[Any],
+    mask_captures: Sequence[Any],
+    *,
+    options: dict[str, Any],
+) -> Any:
     """(out, lse, max_scores) of a node, statistics in base 2; None where torch's kernel serves.
 
     options: the call's own. Raises ConfigError for options that no kernel has.
