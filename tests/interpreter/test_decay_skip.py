@@ -1,6 +1,7 @@
 """Keys too far behind to count: left out where that is proven, and nothing else changes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,7 +216,8 @@ def test_where_its_kernels_do_not_build_all_keys_are_visited(monkeypatch, caplog
         raise BuildError("a check refused it")
 
     monkeypatch.setattr("flexattn.frontend.plan._launches", Lru(64))
-    monkeypatch.setattr(DecaySkip, "_of", refused)
+    builder = SimpleNamespace(kernel=refused)
+    monkeypatch.setattr("flexattn.runtime.decay_skip.builder", lambda: builder)
     with override(strict=False):
         found = both(q, k, v, score_mod=alibi())
     assert torch.equal(found.out, wanted.out) and "far keys are not left out" in caplog.text
