@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+import flexattn
 from flexattn.frontend.compiled import op
 
 
@@ -36,3 +37,16 @@ def compiling(monkeypatch, backend="inductor"):
 def nodes(counter, name="flex_attention"):
     """How many nodes of a name each graph has that Dynamo gave to the backend."""
     return [sum(name in str(node.target) for node in g.graph.nodes) for g in counter.graphs]
+
+
+def gpt(x, weights, mask, cap, width):
+    """A decoder of heads of a width, with documents and soft-capping, and attention alone."""
+
+    def capped(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    for weight in weights:
+        parts = (x @ weight).view(*x.shape[:2], 3, -1, width).permute(2, 0, 3, 1, 4)
+        out = flexattn.flex_attention(*parts.unbind(), capped, mask)
+        x = x + out.transpose(1, 2).flatten(2)
+    return x

@@ -153,6 +153,15 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
+    if wants and q.is_cuda and "backward" not in current().experimental:
+        untried = "this library's backward has not run on a GPU yet"
+        if call.options.deterministic:
+            raise UnsupportedError(
+                "kernel_options ask for DETERMINISTIC gradients on a GPU",
+                f"{untried}, and torch's promises no such bits",
+                "leave it out, or set FLEXATTN_EXPERIMENTAL=backward",
+            )
+        return "torch", f"{wants} requires grad, and {untried} (FLEXATTN_EXPERIMENTAL=backward)"
     if wants and (transformed := functionals(call.tensors)):
         if q.is_cuda:
             raise UnsupportedError(
@@ -241,7 +250,7 @@ def _laid_as(q: Tensor, out: Tensor) -> Tensor:
 
 
 def _torch(call: Call) -> Outputs:
-    """What no backward here differentiates as autograd does: torch's own flex_attention."""
+    """torch's own flex_attention, which differentiates what the kernels here do not."""
     from flexattn.frontend.training import torch_flex_attention
 
     asked = call.statistics

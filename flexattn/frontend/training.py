@@ -1,4 +1,4 @@
-"""torch's compiled flex_attention, for a call whose mod has a gradient of its own."""
+"""torch's compiled flex_attention, for calls that are differentiated by it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import flexattn
 from flexattn.catalogue import CASES, causal
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
-from tests.compiled import compiling, nodes
+from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, inputs, sinks
 
 pytestmark = pytest.mark.gpu
@@ -77,19 +77,6 @@ def test_decode_and_prefill_with_sinks(inductor, lengths):
     assert verdict.passed, verdict.message()
 
 
-def gpt(x, weights, mask, cap):
-    """A decoder with documents and soft-capping, without what is not attention."""
-
-    def capped(score, b, h, q_idx, kv_idx):
-        return cap * torch.tanh(score / cap)
-
-    for weight in weights:
-        q, k, v = ((x @ weight).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)).unbind()
-        out = flexattn.flex_attention(q, k, v, capped, mask)
-        x = x + out.transpose(1, 2).flatten(2)
-    return x
-
-
 def documents(length):
     ids = torch.arange(length, device="cuda") // 150
 
@@ -109,7 +96,7 @@ def test_a_gpt_trains_in_one_graph(inductor, dynamic, amp):
 
     def gradients(call, x, mask):
         with torch.autocast("cuda", torch.bfloat16, enabled=amp):
-            loss = (call(x, weights, mask, 20.0).float() ** 2).mean()
+            loss = (call(x, weights, mask, 20.0, 64).float() ** 2).mean()
         return torch.autograd.grad(loss, weights)
 
     for length in (512, 640, 768, 640):

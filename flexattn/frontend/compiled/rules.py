@@ -11,7 +11,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
 from flexattn.problem.checks import mixes
+from flexattn.settings import current
 
+# Dynamo reads it as a constant.
+NODES = "compile" in current().experimental
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
 # Whether torch's node takes keys narrower than queries, as from 2.13 on.
@@ -25,6 +28,8 @@ def breaks(call: Call) -> str:
 
     Dynamo reads this function: it asks for nothing but types, sizes, dtypes and devices.
     """
+    if not NODES:
+        return "nodes of compiled graphs have not run on a GPU yet (FLEXATTN_EXPERIMENTAL=compile)"
     q, k, v = call.q, call.k, call.v
     for each in (q, k, v):
         if not isinstance(each, Tensor) or each.dim() != 4:

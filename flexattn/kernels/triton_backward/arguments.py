@@ -18,7 +18,8 @@ from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.problem import Structure
 
 _SIZES = (
-    "Hq", "group", "q_len", "kv_len", "sharers", "kv_units", "kv_programs", "q_units", "q_tiles",
+    "Hq", "group", "q_len", "kv_len", "shared_heads", "kv_units", "kv_programs", "q_units",
+    "q_tiles",
 )  # fmt: skip
 # The lists of a mask in both directions, and their widths.
 _LISTS = ("KV", "Q")

@@ -54,7 +54,7 @@ def backward_grid(problem: Problem, config: BackwardConfig) -> Geometry:
 def sizes_of_launch(problem: Problem, config: BackwardConfig) -> dict[str, int]:
     """Numbers that the kernel takes beside lengths and heads.
 
-    sharers: query heads, of all batches, that read the same keys.
+    shared_heads: query heads, of all batches, that read the same keys.
     """
     batches = 1 if problem.broadcast_kv else problem.B
     sparsity = problem.structure.sparsity
@@ -62,7 +62,7 @@ def sizes_of_launch(problem: Problem, config: BackwardConfig) -> dict[str, int]:
     q_tiles = _tiles(problem.q_len, config.BLOCK_M2, sparsity.q_block if sparsity else 0)
     kv_units = batches * problem.Hkv
     return {
-        "sharers": problem.Hq // problem.Hkv * (problem.B // max(batches, 1)),
+        "shared_heads": problem.Hq // problem.Hkv * (problem.B // max(batches, 1)),
         "kv_units": kv_units,
         "kv_programs": kv_units * kv_tiles,
         "q_units": problem.B * problem.Hq,

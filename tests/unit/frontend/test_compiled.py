@@ -12,7 +12,7 @@ from flexattn.catalogue import causal
 from flexattn.errors import InputError
 from flexattn.frontend.compiled import node, rules
 from flexattn.kernels.choose.options import parse
-from tests.compiled import compiling, nodes
+from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, heads_inside, inputs, sinks
 
 LAYERS = 3
@@ -30,19 +30,6 @@ def dynamo(monkeypatch):
         yield found
 
 
-def gpt(x, weights, mask, cap):
-    """A decoder with documents and soft-capping, without what is not attention."""
-
-    def capped(score, b, h, q_idx, kv_idx):
-        return cap * torch.tanh(score / cap)
-
-    for weight in weights:
-        q, k, v = ((x @ weight).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)).unbind()
-        out = flexattn.flex_attention(q, k, v, capped, mask)
-        x = x + out.transpose(1, 2).flatten(2)
-    return x
-
-
 def documents(length):
     ids = torch.arange(length) // 19
 
@@ -58,8 +45,8 @@ def test_a_layer_is_a_node_and_a_third_length_compiles_nothing(dynamo):
     for length, compiles in ((40, 1), (40, 1), (57, 2), (71, 2), (33, 2)):
         x = torch.randn(1, length, 32)
         mask = documents(length)
-        got = model(x, weights, mask, 20.0)
-        torch.testing.assert_close(got, gpt(x, weights, mask, 20.0), rtol=1e-4, atol=1e-4)
+        got = model(x, weights, mask, 20.0, 16)
+        torch.testing.assert_close(got, gpt(x, weights, mask, 20.0, 16), rtol=1e-4, atol=1e-4)
         assert dynamo.counter.frame_count == compiles
     assert nodes(dynamo.counter) == [LAYERS, LAYERS]
 

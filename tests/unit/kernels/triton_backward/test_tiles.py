@@ -25,7 +25,7 @@ def test_programs_without_a_mask(q_len, kv_len):
     wanted = problem("backward", q_len=q_len, kv_len=kv_len)
     sizes = sizes_of_launch(wanted, CONFIG)
     keys, rows = -(-kv_len // 128), -(-q_len // 128)
-    assert sizes["kv_programs"] == wanted.B * wanted.Hkv * keys and sizes["sharers"] == 4
+    assert sizes["kv_programs"] == wanted.B * wanted.Hkv * keys and sizes["shared_heads"] == 4
     grid = backward_grid(wanted, CONFIG)
     assert grid.programs == sizes["kv_programs"] + wanted.B * wanted.Hq * rows
 
@@ -33,7 +33,7 @@ def test_programs_without_a_mask(q_len, kv_len):
 def test_keys_of_one_batch_are_shared_by_the_heads_of_all():
     wanted = replace(problem("backward"), broadcast_kv=True)
     sizes = sizes_of_launch(wanted, CONFIG)
-    assert sizes["kv_units"] == wanted.Hkv and sizes["sharers"] == 4 * wanted.B
+    assert sizes["kv_units"] == wanted.Hkv and sizes["shared_heads"] == 4 * wanted.B
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 256), (24, 40), (1024, 16)], ids=str)
