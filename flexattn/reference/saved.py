@@ -1,7 +1,7 @@
 """The softmax of the reference run with a backward that rounds as kernels do.
 
 A kernel saves the output in its dtype and lse in float32, and makes the weights and delta of them
-anew, in base 2. Autograd keeps the weights, and would set a budget that no such kernel can hold.
+anew. Autograd keeps the weights, and would set a budget that no such kernel can hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG2E = 1.0 / math.log(2.0)
 def saved_softmax(
     scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """out, and lse as kernels make it, in base 2; both with gradients.
+    """out, and lse as the forward makes it, through base 2; both with gradients.
 
     scores [b, h, m, n], v [b, kv heads, n, i].
 
@@ -47,8 +47,8 @@ class _Saved(torch.autograd.Function):
         b, heads, rows, keys = scores.shape
         kv_heads, width = v.shape[1], v.shape[-1]
         shared = heads * rows // kv_heads
-        shift = torch.where(lse == -math.inf, 0.0, lse) * _LOG2E
-        p = torch.exp2(scores * _LOG2E - shift[..., None])
+        shift = torch.where(lse == -math.inf, 0.0, lse)
+        p = torch.exp(scores - shift[..., None])
         grouped = dout.reshape(b, kv_heads, shared, width)
         dv = ctx.rounding.weights(p).reshape(b, kv_heads, shared, keys).mT @ grouped
         dp = (grouped @ v.mT).reshape(scores.shape)

@@ -19,8 +19,10 @@ pytestmark = [
 @pytest.mark.parametrize("entry", CASES, ids=[entry.name for entry in CASES])
 def test_every_mod_of_the_catalogue(entry):
     dtype = DTYPES["fp16" if len(entry.name) % 2 else "fp32"]
-    built = entry.make(2, 2, 1, 37, 53, dtype=dtype)
-    q, k, v = inputs(2, 2, 1, 37, 53, dtype=dtype)
+    # The worst of a few rows says little of a kernel, and rows of documents have few keys.
+    batch = 6 if entry.name.startswith("document") else 2
+    built = entry.make(batch, 2, 1, 37, 53, dtype=dtype)
+    q, k, v = inputs(batch, 2, 1, 37, 53, dtype=dtype)
     make = None if built.score_mod is None else lambda: built.score_mod
     assert_gradients(q, k, v, make=make, mask_mod=built.mask_mod)
 
