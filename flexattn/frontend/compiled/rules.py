@@ -8,13 +8,23 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from flexattn.errors import SettingsError
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
 from flexattn.problem.checks import mixes
 from flexattn.settings import current
 
+
+def _asked_for() -> bool:
+    """Whether nodes are asked for; a bad environment is for the first call to say."""
+    try:
+        return "compile" in current().experimental
+    except SettingsError:
+        return False
+
+
 # Dynamo reads it as a constant.
-NODES = "compile" in current().experimental
+NODES = _asked_for()
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
 # Whether torch's node takes keys narrower than queries, as from 2.13 on.
