@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.frontend.call import Call
-from flexattn.kernels.choose.defaults import default, reasons
+from flexattn.kernels.base.config import Language
+from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives, loaded_floats
@@ -77,7 +78,7 @@ def check_gradients(call: Call) -> None:
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
     key = (
         call.facts(), _identity(call.score), _identity(call.mask), blocks, asked.slots,
-        asked.options, detect(call.q.device),
+        asked.options, detect(call.q.device), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if _checked.get(key) is None:
         _check(call, asked)
@@ -144,6 +145,7 @@ def plan_backward(
         *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
         settings.mode, settings.cache, settings.cache_dir, generation(),
+        torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -183,10 +185,24 @@ def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | N
 
 def _options(given: Options, problem: Problem, target: Device) -> Options:
     """Those of a call that mean its backward: numbers of a config, over the static default's."""
+    language = _language(given, problem, target)
     if not given.backward:
-        return NONE
-    config: Any = default(problem, target)
+        return NONE if language is None else Options(language=language)
+    config: Any = default(problem, target, "triton")
     return Options(exact=replace(config, **dict(given.backward)))
+
+
+def _language(given: Options, problem: Problem, target: Device) -> Language | None:
+    """What a backward's template is written in, where the caller decided; None where open.
+
+    Gluon's adds dq up in no order. Where it cannot serve, Triton's does, whatever was asked of the
+    forward.
+    """
+    if given.deterministic or torch.are_deterministic_algorithms_enabled():
+        return "triton"
+    if given.language == "gluon" and refused(problem, target, "gluon"):
+        return None
+    return given.language
 
 
 def _identity(bound: Bound | None) -> object:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import captured_arguments, captured_values
 from flexattn.kernels.base.binding import strides
+from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
@@ -26,10 +27,11 @@ from flexattn.problem import Problem
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import box_of, raw_stream, strides_like
+from flexattn.runtime.launch import Box, box_of, dense_box, raw_stream, strides_like
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = ("Q", "K", "V", "DO", "LSE", "DELTA", "DQ", "DK", "DV", "sm_scale")
+_RESULTS = ("DQ", "DK", "DV")
 _DELTA_GIVEN = ("OUT", "DO", "LSE", "DLSE", "DELTA")
 
 
@@ -44,10 +46,36 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class _AroundLaunch:
+    """What is launched before and after the kernel, and the memory that they share with it."""
+
+    before: Launcher
+    after: Launcher
+    scratch: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(
+        cls, around: Around, target: Device, index: int, fixed: dict[str, Any]
+    ) -> _AroundLaunch:
+        given = (*_GIVEN, *(name for name, _ in around.scratch))
+        one, other = (
+            builder()
+            .kernel(source, target, index)
+            .prepare(around.programs, fixed, given, spare=(*fixed, *given))
+            for source in (around.before, around.after)
+        )
+        return cls(one, other, tuple(shape for _, shape in around.scratch))
+
+    def allocate(self, device: torch.device) -> list[Tensor]:
+        return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardLaunch:
     """A chosen kernel, and that of delta, with what does not change while shapes do not.
 
-    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives.
+    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives. around: of a
+    family that has kernels before and after its own.
     """
 
     choice: Choice
@@ -57,6 +85,7 @@ class BackwardLaunch:
     attend: Launcher
     runs: bool
     rest: tuple[str, ...]
+    around: _AroundLaunch | None = None
 
     @property
     def problem(self) -> Problem:
@@ -98,8 +127,15 @@ class BackwardLaunch:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
         q, k, v = inputs
-        given = (q, k, v, dout, lse, delta, dq, dk, dv, scale, q, dout, k, v, *rest, *sums)
-        self.attend.launch(stream, given)
+        given = (q, k, v, dout, lse, delta, dq, dk, dv, scale)
+        around = self.around
+        if around is None:
+            self.attend.launch(stream, (*given, q, dout, k, v, *rest, *sums))
+        else:
+            scratch = around.allocate(out.device)
+            around.before.launch(stream, (*given, *scratch))
+            self.attend.launch(stream, (*given, *scratch, *rest))
+            around.after.launch(stream, (*given, *scratch))
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
 
@@ -153,27 +189,41 @@ def prepare_backward(
         **family.bind(problem, config, grid),
     }  # fmt: skip
     rest: list[str] = []
-    runs = any(each.name == "KV_RUNS" for each in choice.source.arguments)
+    names = {each.name: each for each in choice.source.arguments}
+    runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
     if lists is not None:
         fixed |= _mask_strides(lists, runs)
         rest += lists.read(runs)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
-    described = {each.name for each in choice.source.arguments if each.described}
-    boxes = {
-        name: box_of(x)
-        for name, x in zip(_TILES, (q, dout, k, v), strict=True)
-        if name in described
+    boxes = {name: box_of(x) for name, x in zip("QKV", inputs, strict=True)}
+    boxes |= {f"{name}_TILES": box for name, box in boxes.items()}
+    boxes |= {"DO": box_of(dout), "DO_TILES": box_of(dout)}
+    boxes |= {
+        name: Box(tuple(x.shape), steps)
+        for name, x, steps in zip(_RESULTS, inputs, (dq, dk, dv), strict=True)
     }
-    given = (*_GIVEN, *_TILES, *rest, *map(grad_name, structure.grads))
+    around = family.around(problem, config, target)
+    if around is None:
+        given: tuple[str, ...] = (*_GIVEN, *_TILES, *rest, *map(grad_name, structure.grads))
+        spare: tuple[str, ...] = _TILES
+        launched = None
+    else:
+        # Of what all families are given it takes some.
+        given = (*_GIVEN, *(name for name, _ in around.scratch), *rest)
+        spare = (*fixed, *given)
+        boxes |= {name: dense_box(shape) for name, shape in around.scratch}
+        launched = _AroundLaunch.of(around, target, index, fixed)
+    boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
         choice,
         grid,
         index,
         _deltas(problem, target, index, out, dout),
-        kernel.prepare(grid.programs, fixed, given, boxes, spare=_TILES),
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=spare),
         runs,
         tuple(rest),
+        launched,
     )
 
 

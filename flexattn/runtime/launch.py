@@ -251,7 +251,7 @@ def prepare(
         transpose_v = TransposeV.of(lays_out, v, target, index)
     values = box_of(v)
     if structure.fp8:
-        values = _dense(v.shape if transpose_v is None else transpose_v.shape)
+        values = dense_box(v.shape if transpose_v is None else transpose_v.shape)
     boxes = {"Q": box_of(q), "K": box_of(k), "V": values, "OUT": Box(out_shape, out_strides)}
     names = {each.name: each for each in choice.source.arguments}
     boxes = {name: box for name, box in boxes.items() if names[name].described}
@@ -316,8 +316,8 @@ def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _dense(shape: tuple[int, ...]) -> Box:
-    """Of what lies contiguous: fp8's V in bfloat16, or with its keys innermost."""
+def dense_box(shape: tuple[int, ...]) -> Box:
+    """Of what lies contiguous: scratch memory, and fp8's V in bfloat16 or with keys innermost."""
     _, heads, rows, width = shape
     return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
 

@@ -6,16 +6,29 @@ import pytest
 import sympy
 
 from flexattn.kernels.hopper import printed as printed_gluon
+from flexattn.kernels.hopper_backward import printed as printed_hopper_backward
 from flexattn.kernels.nki import printed as printed_nki
 from flexattn.kernels.paged_decode import printed as printed_serving
 from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
-from flexattn.kernels.stated import gluon, inequalities, nki, serving, serving_warps
+from flexattn.kernels.stated import (
+    gluon,
+    hopper_backward,
+    inequalities,
+    nki,
+    serving,
+    serving_warps,
+)
 from flexattn.kernels.stated.printer import text
 from flexattn.kernels.triton import printed
 
 PRINTED = {
     "triton": (printed, inequalities, inequalities.TRITON),
     "hopper": (printed_gluon, gluon, gluon.HOPPER),
+    "hopper backward": (
+        printed_hopper_backward,
+        hopper_backward,
+        hopper_backward.HOPPER_BACKWARD,
+    ),
     "programs": (printed_serving, serving, serving.PROGRAMS),
     "warps": (printed_serving_warps, serving_warps, serving_warps.WARPS),
     "nki": (printed_nki, nki, nki.NKI),

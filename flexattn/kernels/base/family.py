@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
@@ -18,6 +18,18 @@ from flexattn.problem import Kind, Problem, Structure
 Effort = Literal["quick", "full", "exhaustive"]
 C = TypeVar("C", bound=Config)
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+
+
+class Around(NamedTuple):
+    """What a backward launches before and after its kernel, each `programs` programs.
+
+    scratch: names and shapes of the float32 memory that all three share.
+    """
+
+    before: Source
+    after: Source
+    programs: int
+    scratch: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class KernelFamily(ABC, Generic[C]):
@@ -111,6 +123,10 @@ class KernelFamily(ABC, Generic[C]):
 
     def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
         """The kernel that lays V out anew before a launch; None where it is read as it lies."""
+        return None
+
+    def around(self, problem: Problem, config: C, device: Device) -> Around | None:
+        """The kernels around a backward's own; None where it needs none."""
         return None
 
     def bind(self, problem: Problem, config: C, grid: Geometry) -> dict[str, Any]:

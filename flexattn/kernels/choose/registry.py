@@ -31,6 +31,7 @@ ROWS = (
     Row("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
     Row("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
     Row("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
+    Row("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
     Row("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
     Row("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
     Row("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),

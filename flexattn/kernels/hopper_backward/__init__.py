@@ -1,0 +1,1 @@
+"""The warp-specialised backward template, in Gluon, for GPUs with wgmma."""

@@ -1,0 +1,67 @@
+"""Arguments of the Hopper backward's kernels: the launch's, and those of its scratch memory."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from flexattn.kernels.base.arguments import Argument, captured_arguments, descriptor
+from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.printers.triton_ops import signature_type
+from flexattn.problem import Structure
+
+_SIZES = ("num_heads", "num_tiles", "num_queries", "group", "shared_heads", "q_len", "kv_len")
+_SCRATCH = (Argument("DQ_ACC", "*fp32", 16),)
+
+
+def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
+    """Of the kernel, in order."""
+    dtype, width = structure.dtype, structure.head_dim_qk
+    rows, keys = config.BLOCK_M, config.BLOCK_N
+    tiles = {"Q": rows, "K": keys, "V": keys, "DO": rows}
+    found = [Argument(*descriptor(name, dtype, size, width)) for name, size in tiles.items()]
+    found.append(Argument("STATS", _unswizzled(2 * rows)))
+    found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
+    found += [*_SCRATCH, *(Argument(name, "i32") for name in _SIZES)]
+    found.append(Argument("sm_scale", "fp32"))
+    return (*found, *mod_arguments(structure, config))
+
+
+def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
+    """Of the mask's lists by key, and of what mods capture."""
+    found = _sparse(structure, config)
+    for captures in (structure.score, structure.mask):
+        found += captured_arguments(captures)
+    return tuple(found)
+
+
+def before_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Of the kernel that makes STATS and clears DQ_ACC."""
+    found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
+    return (*found, *_SCRATCH, Argument("q_len", "i32"), Argument("num_queries", "i32"))
+
+
+def after_arguments(structure: Structure) -> tuple[Argument, ...]:
+    """Of the kernel that makes DQ of DQ_ACC."""
+    found = [*_SCRATCH, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
+    divisor = gcd(16, structure.head_dim_qk)
+    found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
+    found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
+    return (*found, Argument("sm_scale", "fp32"))
+
+
+def _unswizzled(width: int) -> str:
+    """A descriptor of one row of float32 as it lies in memory."""
+    layout = "NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)"
+    return f"tensordesc<fp32[1, 1, 1, {width}],{layout}>"
+
+
+def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:
+    if structure.sparsity is None:
+        return []
+    strides = [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
+    if walks_runs(structure, config):
+        return [Argument("Q_RUNS", "*i32", 4), *strides]
+    kinds = ("Q", "FULL_Q") if structure.sparsity.has_full else ("Q",)
+    found = [Argument(f"{kind}_{what}", "*i32", 4) for kind in kinds for what in ("NUM", "IDX")]
+    return [*found, *(Argument(f"{kind}_WIDTH", "i64") for kind in kinds), *strides]

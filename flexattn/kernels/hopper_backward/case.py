@@ -1,0 +1,35 @@
+"""The numbers of one case that the symbols of the Hopper backward's feasibility stand for."""
+
+from __future__ import annotations
+
+from flexattn.device import Device
+from flexattn.kernels.base.features import tma_layout
+from flexattn.kernels.hopper_backward.config import CONSUMER_REGISTERS, HopperBackwardConfig
+from flexattn.kernels.hopper_backward.masks import loads_pairs
+from flexattn.kernels.hopper_backward.printed import Case
+from flexattn.problem import Structure
+
+
+def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) -> Case:
+    """What the symbols of stated/hopper_backward.py stand for; nothing is estimated yet."""
+    sparsity = structure.sparsity
+    blocks = (0, 0) if sparsity is None else (sparsity.q_block, sparsity.kv_block)
+    return Case(
+        config.BLOCK_M,
+        config.BLOCK_N,
+        config.num_stages,
+        config.prefetch,
+        config.trailing,
+        config.dq == "tma",
+        structure.itemsize,
+        structure.head_dim_qk,
+        structure.head_dim_v,
+        *blocks,
+        structure.kv_dtype == "",
+        tma_layout(structure),
+        structure.grads != (),
+        loads_pairs(structure),
+        device.has_wgmma,
+        device.shared_memory,
+        CONSUMER_REGISTERS,
+    )

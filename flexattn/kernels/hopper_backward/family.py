@@ -1,0 +1,110 @@
+"""Hopper's backward as a family: a warp-specialised template in Gluon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.family import Around, Effort, KernelFamily
+from flexattn.kernels.base.feasibility import Feasibility
+from flexattn.kernels.base.knobs import turned, words
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.base.tiles import Geometry
+from flexattn.kernels.hopper_backward import printed
+from flexattn.kernels.hopper_backward.case import case_of
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.defaults import defaults
+from flexattn.kernels.hopper_backward.source import render, render_after, render_before
+from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
+from flexattn.problem import Kind, Problem, Structure
+
+_API = "experimental/gluon/language/nvidia/hopper"
+
+
+class _Backward(KernelFamily[HopperBackwardConfig]):
+    name = "hopper_backward"
+    kind: Kind = "backward"
+    language: Language = "gluon"
+    feasibility = Feasibility(printed.RULES, case_of, printed.estimate)
+
+    def offered(self, device: Device) -> bool:
+        found = find_spec("triton")
+        places = () if found is None else found.submodule_search_locations or ()
+        return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
+
+    def leads(self, structure: Structure, device: Device) -> bool:
+        return self.offered(device)
+
+    def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
+        return defaults(problem)
+
+    def axes(
+        self, problem: Problem, device: Device, effort: Effort
+    ) -> Iterator[HopperBackwardConfig]:
+        for rows, keys, stages in product((64, 128), (64, 128), (1, 2, 3)):
+            config = at_sizes(HopperBackwardConfig(rows, keys, stages), problem)
+            yield from turned(config, problem.structure)
+
+    def forced(
+        self, config: HopperBackwardConfig, numbers: Mapping[str, Any]
+    ) -> HopperBackwardConfig:
+        """Its warps and its loads are no choice."""
+        names = ("BLOCK_M", "BLOCK_N", "num_stages")
+        return replace(config, **{name: numbers[name] for name in names if name in numbers})
+
+    def options_of(self, config: HopperBackwardConfig) -> dict[str, int | bool | str]:
+        return {"BACKEND": "GLUON"}
+
+    def at_sizes(
+        self,
+        config: HopperBackwardConfig,
+        measured: Problem,
+        problem: Problem,
+        device: Device,
+    ) -> HopperBackwardConfig:
+        return at_sizes(config, problem)
+
+    def grid(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
+        return backward_grid(problem, config)
+
+    def render(
+        self, structure: Structure, config: HopperBackwardConfig, device: Device, title: str
+    ) -> Source:
+        return render(structure, config, device, title)
+
+    def around(self, problem: Problem, config: HopperBackwardConfig, device: Device) -> Around:
+        """dq is added up in fp32, in the order in which threads hold it."""
+        structure = problem.structure
+        tiles = problem.B * problem.Hq * sizes_of_launch(problem, config)["num_queries"]
+        return Around(
+            render_before(structure, config, device),
+            render_after(structure, config, device),
+            tiles,
+            (
+                ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
+                ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * structure.head_dim_qk)),
+            ),
+        )
+
+    def bind(
+        self, problem: Problem, config: HopperBackwardConfig, grid: Geometry
+    ) -> dict[str, Any]:
+        return sizes_of_launch(problem, config)
+
+    def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
+        return config.BLOCK_M, config.BLOCK_N
+
+    def short(self, config: HopperBackwardConfig) -> str:
+        """64x128 s2, and the words of what is turned."""
+        sizes = ["one-head"] * config.one_head + ["even"] * config.even_keys
+        tile = f"{config.BLOCK_M}x{config.BLOCK_N} s{config.num_stages}"
+        return " ".join([tile, *sizes, *words(config)])
+
+
+BACKWARD = _Backward()

@@ -1,0 +1,140 @@
+"""Feasibility of Hopper's backward.
+
+Printed of stated/hopper_backward.py, which says what the numbers mean, by `make golden`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import floor
+
+from flexattn.kernels.base.rule import Rule, Rules
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Case:
+    """The numbers of one case."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_stages: int
+    prefetch: bool
+    trailing: bool
+    bulk_dq: bool
+    itemsize: int
+    qk_dim: int
+    v_dim: int
+    mask_rows: int
+    mask_keys: int
+    same_dtype: bool
+    dense_layout: bool
+    has_grads: bool
+    loads_pairs: bool
+    has_wgmma: bool
+    shared_limit: int
+    consumer_registers: int
+    # Known where the rules of the shape hold.
+    shared_memory: int = 0
+    registers: int = 0
+
+
+def shared_memory(c: Case) -> int:
+    """Bytes of shared memory."""
+    # Q, dO, lse and delta.
+    walked_tiles = c.BLOCK_M * c.num_stages * (2 * c.itemsize * c.qk_dim + 8)
+    # K and V.
+    held_tiles = 2 * c.BLOCK_N * c.itemsize * c.qk_dim
+    # dS, and P as well where the warpgroups share a tile's columns.
+    scored = 2 if c.BLOCK_N == 64 else 1
+    score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
+    return held_tiles + score_tiles + walked_tiles + 512
+
+
+def registers(c: Case) -> int:
+    """Registers of a consumer's thread."""
+    dk_dv = floor(c.BLOCK_N * c.qk_dim / 128)
+    # Of one tile; dP has as many.
+    scores = floor(c.BLOCK_M * c.BLOCK_N / 256)
+    # It is made in parts.
+    dq_tile = min(floor(c.BLOCK_M * c.qk_dim / 256), 64)
+    return dk_dv + max(2 * scores, dq_tile + floor(scores / 2)) + 32
+
+
+def estimate(c: Case) -> None:
+    """Write into a case what its config takes."""
+    c.shared_memory = shared_memory(c)
+    c.registers = registers(c)
+
+
+RULES: Rules[Case] = Rules(
+    shape=(
+        Rule(
+            "tile",
+            "tiles of {BLOCK_M} rows and {BLOCK_N} keys: both are 64 or 128",
+            lambda c: (c.BLOCK_M in (64, 128)) and (c.BLOCK_N in (64, 128)),
+        ),
+        Rule(
+            "stages",
+            "num_stages={num_stages} is not between 1 and 4",
+            lambda c: c.num_stages >= 1 and c.num_stages <= 4,
+        ),
+        Rule(
+            "trailing",
+            "trailing takes two stages or more: the next Q is awaited before this one is released",
+            lambda c: not c.trailing or c.num_stages >= 2,
+        ),
+        Rule(
+            "prefetch",
+            "prefetch: ptxas of CUDA 12.8 and 12.9 fails on this form",
+            lambda c: not c.prefetch,
+        ),
+        Rule(
+            "dq", "dq=tma: a launch describes no tensor of two dimensions", lambda c: not c.bulk_dq
+        ),
+    ),
+    fit=(
+        Rule("arch", "{arch} has no wgmma", lambda c: c.has_wgmma),
+        Rule(
+            "dtype",
+            "Hopper's backward multiplies 16 bits, of one dtype",
+            lambda c: c.same_dtype and c.itemsize == 2,
+        ),
+        Rule(
+            "head dimension",
+            "head dimensions ({qk_dim}, {v_dim}) are both 64, 128 or 256 in Hopper's backward",
+            lambda c: c.qk_dim == c.v_dim and (c.qk_dim in (64, 128, 256)),
+        ),
+        Rule(
+            "layout",
+            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+            lambda c: c.dense_layout,
+        ),
+        Rule(
+            "mask block",
+            "the mask's blocks of {mask_rows}x{mask_keys} are no whole tiles of "
+            "{BLOCK_M}x{BLOCK_N}",
+            lambda c: c.mask_keys % c.BLOCK_N == 0 and c.mask_rows % c.BLOCK_M == 0,
+        ),
+        Rule(
+            "captured gradients",
+            "gradients of what score_mod captures are added up by Triton's backward",
+            lambda c: not c.has_grads,
+        ),
+        Rule(
+            "mods",
+            "a mod reads memory for each query and key, which Hopper's backward has no tile for",
+            lambda c: not c.loads_pairs,
+        ),
+        Rule(
+            "shared memory",
+            "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+            lambda c: c.shared_memory <= c.shared_limit,
+        ),
+        Rule(
+            "registers",
+            "about {registers} registers a thread, consumers have {consumer_registers}",
+            lambda c: c.registers <= c.consumer_registers,
+        ),
+    ),
+    worth=(),
+)

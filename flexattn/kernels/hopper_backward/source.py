@@ -1,0 +1,182 @@
+"""Sources of the Hopper backward: what comes before it, the kernel, and what comes after."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import describe
+from flexattn.kernels.base.dialect import Dialect, Tensor
+from flexattn.kernels.base.source import (
+    BASE_2,
+    Source,
+    expressions,
+    make_source,
+    mod_context,
+    traits_of,
+)
+from flexattn.kernels.base.tiles import walks_runs
+from flexattn.kernels.hopper_backward.arguments import (
+    after_arguments,
+    arguments,
+    before_arguments,
+    mod_arguments,
+)
+from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig
+from flexattn.kernels.hopper_backward.masks import band_of
+from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_gradient
+from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.problem import Structure
+
+TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
+HARDWARE_BARRIERS = 16
+# A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
+TRANSPOSED = Dialect(
+    "gl",
+    "gluon.jit",
+    gluon=True,
+    rows="BLOCK_N",
+    tile=Tensor("[BLOCK_N, BLOCK_M]", "MMA_S"),
+    key=Tensor("[1, BLOCK_M]", "MMA_S"),
+    row=Tensor("[BLOCK_N]", "BY_KEY"),
+    over_rows="BY_KEY",
+    over_keys="BY_ROW",
+    walked="q_idx",
+    within="start_m < q_len",
+)
+
+
+def render(
+    structure: Structure, config: HopperBackwardConfig, device: Device, title: str
+) -> Source:
+    """The kernel of a structure with a config; title goes into its header."""
+    score, mask = _printed(structure, device)
+    band = None if structure.mask is None else band_of(structure.mask.mod.expr)
+    if band is not None:
+        mask = None
+    used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
+    head_dim, sparsity = structure.head_dim_qk, structure.sparsity
+    found = arguments(structure, config)
+    context: dict[str, object] = {
+        **mod_context([each.lines for each in used], device, TRANSPOSED),
+        **_shapes(config, head_dim),
+        "api": "flexattn.gluon_api",
+        "constants": (*_settings(structure, config).items(), *BASE_2),
+        "mod_arguments": [each.name for each in mod_arguments(structure, config)],
+        "list_arguments": [
+            each.name for each in mod_arguments(replace(structure, score=None, mask=None), config)
+        ],
+        "score": score,
+        "mask": mask,
+        "band": band,
+        "hoisted": [line for each in used for line in each.hoisted],
+        "indexed": bool(used),
+        "sparse": sparsity is not None,
+        "runs": walks_runs(structure, config),
+        "has_full": sparsity is not None and sparsity.has_full,
+        "num_stages": config.num_stages,
+        "prefetch": config.prefetch,
+        "trailing": config.trailing,
+        "short": config.short,
+        "opaque": config.opaque,
+        "even_keys": config.even_keys,
+        "grouped": not config.one_head,
+        "dk_operand": "shared" if config.split else config.dk_operand,
+        "dq": config.dq,
+    }
+    header = [title, f"config: {describe(config)}", *expressions(structure)]
+    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+
+
+def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that makes STATS and clears DQ_ACC: a program a tile of a head."""
+    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": structure.head_dim_qk}
+    context: dict[str, object] = {"constants": (*settings.items(), *BASE_2)}
+    template, found = "hopper_backward/before.py.jinja", before_arguments(structure)
+    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
+    """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
+    sums = _sums(config, structure.head_dim_qk)
+    settings = {"BLOCK_M": config.BLOCK_M, **sums}
+    context: dict[str, object] = {
+        "constants": tuple(settings.items()),
+        **_places(config, sums["WIDTH"]),
+    }
+    template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
+    return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def _title(structure: Structure) -> str:
+    return f"backward {structure.dtype} D={structure.head_dim_qk}"
+
+
+def _printed(
+    structure: Structure, device: Device
+) -> tuple[PrintedGradient | None, Printed | None]:
+    traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
+    score = mask = None
+    if structure.score is not None:
+        score = print_gradient(structure.score, (), traits)
+    if structure.mask is not None:
+        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+    return score, mask
+
+
+def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
+    """The constants of the kernel."""
+    rows, head_dim, sparsity = config.BLOCK_M, structure.head_dim_qk, structure.sparsity
+    sums = _sums(config, head_dim)
+    free_do = HARDWARE_BARRIERS - config.num_stages
+    settings: dict[str, object] = {
+        "BLOCK_M": rows,
+        "BLOCK_N": config.BLOCK_N,
+        "HEAD_DIM": head_dim,
+        "STAGES": config.num_stages,
+        "Q_TYPE": f"gl.{structure.dtype}",
+        "FREE_DO": free_do,
+        "FREE_Q": free_do - config.num_stages,
+    }
+    if sparsity is not None:
+        settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
+    if config.dq == "tma":
+        part_rows = rows * sums["WIDTH"] // 256
+        settings |= {
+            "DQ_FULL": free_do - config.num_stages - 1,
+            "DQ_FREE": free_do - config.num_stages - 2,
+            "DQ_ROWS": part_rows * sums["PARTS"],
+            "DQ_PART_ROWS": part_rows,
+        }
+    return settings
+
+
+def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
+    """How the warps share the tiles."""
+    sums, rows = _sums(config, head_dim), config.BLOCK_M
+    width = sums["WIDTH"]
+    return {
+        "split": config.split,
+        "s_warps": [4, 2] if config.split else [8, 1],
+        "s_columns": rows // 2 if config.split else rows,
+        "dkv_columns": head_dim // 2 if config.split else head_dim,
+        **_places(config, width),
+        "dq_parts": sums["PARTS"],
+        "dq_width": width,
+        "dq_part_rows": rows * width // 256,
+        "per_thread": rows * width // (32 * WARPS),
+    }
+
+
+def _sums(config: HopperBackwardConfig, head_dim: int) -> dict[str, int]:
+    parts = config.dq_parts(head_dim)
+    return {"PARTS": parts, "WIDTH": head_dim // parts}
+
+
+def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
+    """How the warps share a tile of dq, or a part of it, `width` columns wide."""
+    tall = config.BLOCK_M == 64 * WARPS // 4
+    return {
+        "dq_warps": [WARPS, 1] if tall else [WARPS // 2, 2],
+        "dq_columns": width if tall else width // 2,
+    }

@@ -1,0 +1,136 @@
+"""Feasibility of Hopper's backward, in sympy: what tiles take of memory and registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympy import And, Eq, Max, Min, Mod, Not, Or, Piecewise, floor, symbols
+
+from flexattn.kernels.stated.statement import Inequality, Statement, Steps
+
+# A config's numbers. Then truth values: whether the next scores are multiplied ahead, dk's product
+# may go on, and dq leaves by bulk reductions.
+CONFIG = (BLOCK_M, BLOCK_N, num_stages, prefetch, trailing, bulk_dq) = symbols(
+    "BLOCK_M BLOCK_N num_stages prefetch trailing bulk_dq"
+)
+# A structure's sizes, those of a mask's blocks 0 where there is none; then truth values: k and v
+# are as q, q, k and v lie as TMA reads them, something captured gets a gradient, and a mod reads
+# memory for a query and a key.
+PROBLEM = (
+    itemsize, qk_dim, v_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
+    loads_pairs,
+) = symbols(
+    "itemsize qk_dim v_dim mask_rows mask_keys same_dtype dense_layout has_grads loads_pairs"
+)  # fmt: skip
+DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
+    "has_wgmma shared_limit consumer_registers"
+)
+ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
+# Threads that share a tile; barriers beside the tiles, in bytes; addresses and what is known of
+# rows and keys, in registers.
+THREADS = 256
+BARRIERS = 512
+BESIDE = 32
+
+let = Steps()
+walked_tiles = let(
+    "walked_tiles", num_stages * BLOCK_M * (2 * qk_dim * itemsize + 8), "Q, dO, lse and delta."
+)
+held_tiles = let("held_tiles", 2 * BLOCK_N * qk_dim * itemsize, "K and V.")
+scored = let(
+    "scored",
+    Piecewise((2, Eq(BLOCK_N, 64)), (1, True)),
+    "dS, and P as well where the warpgroups share a tile's columns.",
+)
+score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
+SHARED = let.formula(
+    "shared_memory",
+    "Bytes of shared memory.",
+    walked_tiles + held_tiles + score_tiles + BARRIERS,
+)
+let = Steps()
+dk_dv = let("dk_dv", floor(2 * BLOCK_N * qk_dim / THREADS))
+scores = let("scores", floor(BLOCK_M * BLOCK_N / THREADS), "Of one tile; dP has as many.")
+dq_tile = let("dq_tile", Min(64, floor(BLOCK_M * qk_dim / THREADS)), "It is made in parts.")
+REGISTERS = let.formula(
+    "registers",
+    "Registers of a consumer's thread.",
+    dk_dv + Max(2 * scores, floor(scores / 2) + dq_tile) + BESIDE,
+)
+
+
+def _one_of(size: Any, among: tuple[int, ...]) -> Any:
+    return Or(*(Eq(size, each) for each in among))
+
+
+HOPPER_BACKWARD = Statement(
+    "Hopper's backward",
+    (*CONFIG, *PROBLEM, *DEVICE),
+    estimated=ESTIMATED,
+    formulas=(SHARED, REGISTERS),
+    shape=(
+        Inequality(
+            "tile",
+            And(_one_of(BLOCK_M, (64, 128)), _one_of(BLOCK_N, (64, 128))),
+            "tiles of {BLOCK_M} rows and {BLOCK_N} keys: both are 64 or 128",
+        ),
+        Inequality(
+            "stages",
+            And(num_stages >= 1, num_stages <= 4),
+            "num_stages={num_stages} is not between 1 and 4",
+        ),
+        Inequality(
+            "trailing",
+            Or(Not(trailing), num_stages >= 2),
+            "trailing takes two stages or more: the next Q is awaited before this one is released",
+        ),
+        Inequality(
+            "prefetch", Not(prefetch), "prefetch: ptxas of CUDA 12.8 and 12.9 fails on this form"
+        ),
+        Inequality("dq", Not(bulk_dq), "dq=tma: a launch describes no tensor of two dimensions"),
+    ),
+    fit=(
+        Inequality("arch", has_wgmma, "{arch} has no wgmma"),
+        Inequality(
+            "dtype",
+            And(Eq(itemsize, 2), same_dtype),
+            "Hopper's backward multiplies 16 bits, of one dtype",
+        ),
+        Inequality(
+            "head dimension",
+            And(_one_of(qk_dim, (64, 128, 256)), Eq(qk_dim, v_dim)),
+            "head dimensions ({qk_dim}, {v_dim}) are both 64, 128 or 256 in Hopper's backward",
+        ),
+        Inequality(
+            "layout",
+            dense_layout,
+            "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
+        ),
+        Inequality(
+            "mask block",
+            And(Eq(Mod(mask_rows, BLOCK_M), 0), Eq(Mod(mask_keys, BLOCK_N), 0)),
+            "the mask's blocks of {mask_rows}x{mask_keys} are no whole tiles of "
+            "{BLOCK_M}x{BLOCK_N}",
+        ),
+        Inequality(
+            "captured gradients",
+            Not(has_grads),
+            "gradients of what score_mod captures are added up by Triton's backward",
+        ),
+        Inequality(
+            "mods",
+            Not(loads_pairs),
+            "a mod reads memory for each query and key, which Hopper's backward has no tile for",
+        ),
+        Inequality(
+            "shared memory",
+            shared_memory <= shared_limit,
+            "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+        ),
+        Inequality(
+            "registers",
+            registers <= consumer_registers,
+            "about {registers} registers a thread, consumers have {consumer_registers}",
+        ),
+    ),
+)

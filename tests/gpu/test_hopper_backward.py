@@ -1,0 +1,167 @@
+"""Hopper's backward on a GPU, held to float64's gradients: what it serves, in each of its forms."""
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.device import detect
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from tests.gradients import assert_gradients
+from tests.support import block_mask, inputs
+
+pytestmark = pytest.mark.gpu
+
+GLUON = {"BACKEND": "GLUON"}
+DOCUMENT = torch.arange(1024).div(230, rounding_mode="floor").int()
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not detect(torch.device("cuda")).has_wgmma:
+        pytest.skip("no wgmma")
+
+
+def on_gpu(*sizes, dtype=torch.bfloat16, **more):
+    return inputs(*sizes, device="cuda", dtype=dtype, **more)
+
+
+def explained(q, k, v, mask_mod=None, make=None, kernel_options=None, block=128):
+    mask = block_mask(mask_mod, q, k, block)
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    return flexattn.explain(
+        *given, make and make(), mask, enable_gqa=True, kernel_options=kernel_options
+    ).backward.config
+
+
+def check(q, k, v, mask_mod=None, make=None, block=128, config=HopperBackwardConfig):
+    served = explained(q, k, v, mask_mod, make, block=block)
+    assert isinstance(served, config), served
+    assert_gradients(q, k, v, mask_mod=mask_mod, make=make, block=block)
+    return served
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+def test_shapes(heads, mask_mod, D):
+    for L, S in ((512, 512), (333, 401), (200, 640)):
+        served = check(*on_gpu(2, *heads, L, S, D), mask_mod)
+        assert served.one_head == (heads[0] == heads[1])
+        assert served.even_keys == (S % served.BLOCK_N == 0)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_float16(D):
+    check(*on_gpu(2, 4, 2, 333, 401, D, dtype=torch.float16), causal)
+    check(*on_gpu(2, 2, 2, 300, 256, D, dtype=torch.float16), None)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(("L", "S"), [(1, 128), (1, 777), (777, 1), (64, 63), (129, 1030)])
+def test_lengths(L, S, D):
+    check(*on_gpu(1, 2, 1, L, S, D))
+    check(*on_gpu(1, 2, 2, L, S, D), causal)
+
+
+MASKS = {
+    "window": sliding_window(100),
+    "an offset": lambda b, h, q, k: q + 77 >= k,
+    "far keys": lambda b, h, q, k: q >= k + 150,
+    "by head": lambda b, h, q, k: (q >= k) & (q - k < 100 * (h + 1)),
+    "holes": lambda b, h, q, k: ((q // 128 + k // 128) % 2 == 0) & (q > 70),
+    "columns": lambda b, h, q, k: (k % 3 == 0) | (q == k),
+}
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_masks(name, D, heads):
+    check(*on_gpu(2, *heads, 520, 640, D), MASKS[name])
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_documents(D):
+    numbers = DOCUMENT.cuda()
+    q, k, v = on_gpu(2, 4, 2, 700, 700, D)
+    check(q, k, v, lambda b, h, q, k: (numbers[q] == numbers[k]) & (q >= k))
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["full", "causal"])
+def test_score_mods(mask_mod, heads, D):
+    slopes = torch.exp2(-torch.arange(1.0, heads[0] + 1)).cuda()
+    cap = softcap(5.0)
+    check(*on_gpu(2, *heads, 400, 390, D), mask_mod, lambda: cap)
+    check(
+        *on_gpu(1, *heads, 400, 512, D), mask_mod,
+        lambda: lambda s, b, h, q, k: s + slopes[h] * (k - q),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_keys_of_one_batch(D):
+    check(*on_gpu(3, 4, 2, 300, 400, D, Bkv=1), causal)
+
+
+def test_blocks_of_a_mask():
+    q, k, v = on_gpu(1, 2, 2, 700, 700, 128)
+    for block in (128, 256, (64, 128), (128, 384)):
+        check(q, k, v, causal, block=block)
+    check(q, k, v, causal, block=64, config=BackwardConfig)
+
+
+def test_large_negative_scores_leave_no_nan():
+    """Weights of keys past the last one were infinite where every score lies below -128."""
+    q, k, v = on_gpu(1, 2, 2, 300, 200, 128)
+    check(q.abs() + 3, -k.abs() - 3, v)
+
+
+def test_strided_inputs():
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in on_gpu(2, 4, 2, 333, 333, 128)
+    )
+    check(q, k, v, causal)
+
+
+def test_deterministic_algorithms_are_triton_s():
+    q, k, v = on_gpu(1, 2, 2, 600, 600, 128)
+    options = {"DETERMINISTIC": True}
+    assert isinstance(explained(q, k, v, causal, kernel_options=options), BackwardConfig)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert isinstance(explained(q, k, v, causal, kernel_options=None), BackwardConfig)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert isinstance(explained(q, k, v, causal, kernel_options=None), HopperBackwardConfig)
+
+
+def test_dk_and_dv_have_the_same_bits():
+    """Each is summed by one block, in one order; dq alone is added up in no order."""
+    q, k, v = (x.requires_grad_() for x in on_gpu(1, 4, 2, 1111, 1111, 128))
+    mask = block_mask(causal, q, k, 128)
+    out = flexattn.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=GLUON)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    for _ in range(5):
+        found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert torch.equal(found[1], first[1]) and torch.equal(found[2], first[2])
+        torch.testing.assert_close(found[0], first[0], rtol=2e-2, atol=2e-3)
+
+
+def test_memory_is_one_fp32_dq_beside_the_gradients():
+    q, k, v = (x.requires_grad_() for x in on_gpu(1, 8, 8, 4096, 4096, 128))
+    out = flexattn.flex_attention(q, k, v, kernel_options=GLUON)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    statistics = 4 * out.numel() // out.shape[-1]
+    assert peak <= sum(g.nbytes for g in grads) + 2 * grads[0].nbytes + 4 * statistics + 2**20

@@ -1,0 +1,150 @@
+"""Which problems Hopper's backward serves, in which form, and what it refuses in words."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal, document, relative_bias, sliding_window, softcap
+from flexattn.device import named
+from flexattn.errors import ConfigError
+from flexattn.frontend.gradients import _options
+from flexattn.kernels.choose.defaults import candidates, default, refused
+from flexattn.kernels.choose.options import parse
+from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.masks import Band, band_of
+from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
+from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.mods import bind
+from flexattn.problem import Layout
+from tests.problems import problem
+
+H200, A100 = named("nvidia-h200"), named("nvidia-a100")
+CONFIG = HopperBackwardConfig(64, 128, 2)
+BIAS = relative_bias(torch.zeros(32, 128), 64)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_serves_on_hopper_and_triton_behind_it(D, dtype):
+    wanted = problem("backward", D, dtype=dtype, mask_mod=causal, runs=True)
+    found = list(candidates(wanted, H200))
+    assert isinstance(found[0], HopperBackwardConfig) and isinstance(found[-1], BackwardConfig)
+    assert isinstance(default(wanted, A100), BackwardConfig)
+    assert isinstance(default(wanted, H200, "triton"), BackwardConfig)
+    resources = family_of(found[0]).feasibility.resources(found[0], wanted.structure, H200)
+    assert resources[0] <= H200.shared_memory and resources[1] <= 240
+
+
+REFUSED = {
+    "head dimensions (96, 96)": {"D": 96},
+    "head dimensions (192, 128)": {"D": 192, "Dv": 128},
+    "multiplies 16 bits": {"dtype": "float32"},
+    "inner stride 1": {"layout": Layout(True, False, True, True)},
+    "no whole tiles": {"mask_mod": causal, "block": (128, 96)},
+    "no whole tiles of 64x128": {"mask_mod": causal, "block": (32, 128)},
+    "memory for each query and key": {"score_mod": BIAS},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_refuses_is_triton_s(words):
+    wanted = problem("backward", **REFUSED[words])
+    assert words in refused(wanted, H200, "gluon")
+    assert isinstance(default(wanted, H200), BackwardConfig)
+
+
+def test_narrower_keys_have_no_backward_of_this_family():
+    wanted = problem("backward", kv_dtype="float8_e4m3fn")
+    assert "of one dtype" in refused(wanted, H200, "gluon")
+
+
+def test_gradients_of_captured_tensors_are_triton_s():
+    wanted = problem("backward", score_mod=lambda s, b, h, q, k: s * SLOPES[h])
+    assert isinstance(default(wanted, H200), HopperBackwardConfig)
+    learned = replace(wanted, structure=replace(wanted.structure, grads=(0,)))
+    assert "added up by Triton's backward" in refused(learned, H200, "gluon")
+
+
+SLOPES = torch.zeros(32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"BLOCK_M": 32}, "64 or 128"),
+        ({"num_stages": 5}, "between 1 and 4"),
+        ({"num_stages": 1, "trailing": True}, "two stages"),
+        ({"prefetch": True}, "ptxas"),
+        ({"dq": "tma"}, "dq=tma"),
+        ({"BLOCK_M": 128, "num_stages": 3}, "shared memory"),
+        ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
+    ],
+)
+def test_configs_that_cannot_run(changes, words):
+    structure = problem("backward").structure
+    found = family_of(CONFIG).feasibility.reasons(replace(CONFIG, **changes), structure, H200)
+    assert words in "; ".join(found)
+
+
+def test_options_decide_the_language(monkeypatch):
+    wanted = problem("backward", mask_mod=causal, runs=True)
+    apart = problem("backward", 96)
+
+    def language(asked, **options):
+        return _options(parse(options), asked, H200).language
+
+    assert language(wanted) is None
+    assert language(wanted, BACKEND="GLUON") == "gluon"
+    assert language(wanted, BACKEND="TRITON") == "triton"
+    assert language(apart, BACKEND="GLUON") is None
+    assert language(wanted, DETERMINISTIC=True, BACKEND="GLUON") == "triton"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert language(wanted) == "triton"
+    tiles = _options(parse({"BLOCK_M1": 32}), wanted, H200).exact
+    assert isinstance(tiles, BackwardConfig) and tiles.BLOCK_M1 == 32
+
+
+def test_the_form_follows_the_sizes():
+    alone = problem("backward", group=1)
+    assert at_sizes(CONFIG, alone) == replace(CONFIG, one_head=True, even_keys=True)
+    assert at_sizes(CONFIG, problem("backward", kv_len=8191)) == CONFIG
+    assert not at_sizes(CONFIG, replace(alone, broadcast_kv=True)).one_head
+    for promised in ({"one_head": True}, {"even_keys": True}):
+        with pytest.raises(ConfigError, match="one_head is of problems"):
+            backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised))
+
+
+@pytest.mark.parametrize("kv_len", [1, 128, 129, 8191])
+def test_programs_cover_the_keys(kv_len):
+    wanted = problem("backward", kv_len=kv_len, q_len=130)
+    sizes = sizes_of_launch(wanted, CONFIG)
+    assert sizes["shared_heads"] == 4 and sizes["num_queries"] == 3
+    assert backward_grid(wanted, CONFIG).programs == -(-kv_len // 128) * wanted.B * wanted.Hkv
+    shared = replace(wanted, broadcast_kv=True)
+    assert sizes_of_launch(shared, CONFIG)["shared_heads"] == 4 * wanted.B
+    assert backward_grid(shared, CONFIG).programs == -(-kv_len // 128) * wanted.Hkv
+    # Lists name whole blocks: what they name beyond the last row has scratch memory as well.
+    listed = problem("backward", kv_len=kv_len, q_len=130, mask_mod=causal)
+    assert sizes_of_launch(listed, CONFIG)["num_queries"] == 4
+
+
+def test_bands():
+    def found(mask):
+        return band_of(bind(mask, "mask").mod.expr)
+
+    assert found(causal) == Band(0, None)
+    assert found(lambda b, h, q, k: q > k + 3) == Band(4, None)
+    assert found(lambda b, h, q, k: (q - k < 100) & (k - 7 <= q)) == Band(-7, 99)
+    assert found(sliding_window(128)) is not None
+    assert found(document(torch.zeros(8).int())) is None
+    assert found(lambda b, h, q, k: q + k > 3) is None
+    assert found(lambda b, h, q, k: q - h > k) is None
+
+
+def test_mods_are_printed_transposed():
+    wanted = problem("backward", score_mod=softcap(30.0), mask_mod=causal, runs=True)
+    config = default(wanted, H200)
+    text = family_of(config).render(wanted.structure, config, H200, "test").text
+    assert "Q_RUNS" in text and "within_band" in text and "ds = gl.where(p == 0.0" in text
