@@ -1,4 +1,4 @@
-"""Hopper's backward on a GPU, held to float64's gradients: what it serves, in each of its forms."""
+"""Hopper's backward on a GPU, held to float64's gradients, in each of its forms."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def check(q, k, v, mask_mod=None, make=None, block=128, config=HopperBackwardCon
 def test_shapes(heads, mask_mod, D):
     for L, S in ((512, 512), (333, 401), (200, 640)):
         served = check(*on_gpu(2, *heads, L, S, D), mask_mod)
-        assert served.one_head == (heads[0] == heads[1])
-        assert served.even_keys == (S % served.BLOCK_N == 0)
+        assert served.mha == (heads[0] == heads[1])
+        assert served.even_n == (S % served.BLOCK_N == 0)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

@@ -6,17 +6,20 @@ from math import gcd
 
 from flexattn.kernels.base.arguments import Argument, captured_arguments, descriptor
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.problem import Structure
 
-_SIZES = ("num_heads", "num_tiles", "num_queries", "group", "shared_heads", "q_len", "kv_len")
+_SIZES = (
+    "num_heads", "num_tiles", "num_queries", "kv_units", "section_heads", "group", "shared_heads",
+    "q_len", "kv_len",
+)  # fmt: skip
 _SCRATCH = (Argument("DQ_ACC", "*fp32", 16),)
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """Of the kernel, in order."""
-    dtype, width = structure.dtype, structure.head_dim_qk
+    dtype, width = structure.dtype, columns(structure)
     rows, keys = config.BLOCK_M, config.BLOCK_N
     tiles = {"Q": rows, "K": keys, "V": keys, "DO": rows}
     found = [Argument(*descriptor(name, dtype, size, width)) for name, size in tiles.items()]
@@ -35,7 +38,7 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
     return tuple(found)
 
 
-def before_arguments(structure: Structure) -> tuple[Argument, ...]:
+def before_arguments() -> tuple[Argument, ...]:
     """Of the kernel that makes STATS and clears DQ_ACC."""
     found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
     return (*found, *_SCRATCH, Argument("q_len", "i32"), Argument("num_queries", "i32"))

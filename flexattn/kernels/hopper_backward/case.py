@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
-from flexattn.kernels.hopper_backward.config import CONSUMER_REGISTERS, HopperBackwardConfig
+from flexattn.kernels.hopper_backward.config import (
+    CONSUMER_REGISTERS,
+    PIPELINED,
+    HopperBackwardConfig,
+    columns,
+)
 from flexattn.kernels.hopper_backward.masks import loads_pairs
 from flexattn.kernels.hopper_backward.printed import Case
 from flexattn.problem import Structure
@@ -18,12 +23,12 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_stages,
-        config.prefetch,
-        config.trailing,
-        config.dq == "tma",
+        config.pipelined != "",
+        config.pipelined in PIPELINED and 0 <= config.ex2_emulated <= 8,
         structure.itemsize,
         structure.head_dim_qk,
         structure.head_dim_v,
+        columns(structure),
         *blocks,
         structure.kv_dtype == "",
         tma_layout(structure),

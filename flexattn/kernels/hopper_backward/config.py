@@ -3,52 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.config import Language, power_above
 from flexattn.kernels.base.knobs import knob
+from flexattn.problem import Structure
 
 # Two consumer warpgroups, which share a tile: of 240 registers a thread, beside 24 of the loading
-# warps'.
+# warp's.
 WARPS = 8
 CONSUMER_REGISTERS = 240
+PIPELINED = ("", "dk", "dq")
+
+
+def _masked(structure: Structure) -> bool:
+    return structure.sparsity is not None
+
+
+def _dense(structure: Structure) -> bool:
+    return structure.sparsity is None
+
+
+def _bfloat16(structure: Structure) -> bool:
+    return structure.dtype == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig:
-    """A block owns BLOCK_N keys and walks the queries BLOCK_M at a time; dq is added up in fp32.
+    """A block holds BLOCK_N keys and walks the rows BLOCK_M at a time; dQ is summed in float32.
 
-    BLOCK_M: queries of a tile, 64 or 128. BLOCK_N: keys of a tile; 128, of which each warpgroup
-    has 64 in registers, or 64, of which both have half the columns each.
-    num_stages: tiles of Q, and of dO, in shared memory at once.
-    one_head: whether each key head has one query head, of one batch; default False: a block walks
-    the queries of all that read its keys. even_keys: whether BLOCK_N divides the keys; default
-    False. Both are of a problem's sizes, and spare a counter and a comparison of each score.
-    prefetch: whether the next scores are multiplied before dk; default False. They then are there
-    when the next step begins, and take registers from then on.
-    trailing: whether dk's product may go on when the next step begins; default False. It takes two
-    stages or more: the next Q is awaited before this one is given back.
-    opaque: whether the addresses of tiles are computed in the loop; default False. Known from
-    before it they take registers.
-    short: whether the scores' gradients are of weights as rounded for dv; default False. It spares
-    the registers of those in fp32.
-    dk_operand: where the product of dk has dS from; default "registers". "shared": the tile that
-    dq is multiplied from, which costs shared memory's bandwidth and spares registers.
-    dq: how a tile of dq gets to global memory; default "red", vectors of 4 by red.global.add from
-    registers. "tma": through shared memory, by a bulk reduction that a warp of its own starts.
+    BLOCK_M: query rows of a tile, 64 or 128.
+    BLOCK_N: keys of a tile; 128, of which each of the two consumer warpgroups has 64 rows of dK
+    and dV in registers, or 64, of which each has half the columns: 256 columns fit so alone.
+    num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
+    ahead.
+    mha: whether each key head has one query head, of one batch; default False: a block walks the
+    rows of every query head that reads its keys. It spares a counter in registers.
+    even_n: whether BLOCK_N divides the number of keys; default False. It spares a comparison of
+    each score. Both follow from a problem's sizes.
+    pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,
+    beside the next scores: 7 to 10 % faster at D 256 with a causal mask on an H200, slower at 64
+    and 128. "dq": dQ's, which is then multiplied and added beside the next scores: not measured.
+    Either takes two stages.
+    ping_pong: whether the second warpgroup's scores wait for the first one's; default False. One
+    then exponentiates beside the other's products (FlashAttention-3): not measured.
+    dk_rs: whether dK's product reads dS from registers (wgmma's RS form); default True. From
+    shared memory it costs bandwidth, and spares the registers that the pipelined forms lack.
+    ex2_emulated: powers of 2, of every 8, that are made by multiply-adds beside the unit for
+    them, which makes 16 a clock (FlashAttention-4); default 0. Their relative error is 9e-5:
+    P is rounded to 16 bits, with one of 2e-3 in bfloat16.
+    shift_rows: whether the blocks of a head begin at different rows where no mask is; default
+    False. Those that run together then do not add to one tile of dQ at once: not measured.
+    lpt: whether the longest tiles of as many heads as fill the device start first (longest
+    processing time first); default True. Else those of one head: the last wave of a causal mask
+    then is longer by 2 to 3 %, by simulation.
+    early_stats: whether lse and delta are read before the products that they go with are awaited;
+    default False. It hides a read of shared memory and takes registers.
+    remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
+    What is known from before it takes registers, which beside masks and counters are lacking.
     """
 
     BLOCK_M: int
     BLOCK_N: int
     num_stages: int
-    one_head: bool = False
-    even_keys: bool = False
-    prefetch: bool = False
-    trailing: bool = knob(False, True, word="trailing")
-    short: bool = False
-    opaque: bool = knob(False, True, word="opaque")
-    dk_operand: Literal["registers", "shared"] = knob("registers", "shared", word="dk-shared")
-    dq: Literal["red", "tma"] = "red"
+    mha: bool = False
+    even_n: bool = False
+    pipelined: str = knob("", "dk", "dq", word="pipelined")
+    ping_pong: bool = knob(False, True, word="pingpong")
+    dk_rs: bool = knob(True, False, word="dk-ss")
+    ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
+    shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
+    lpt: bool = knob(True, False, word="by-head", moves=_masked)
+    early_stats: bool = knob(False, True, word="early", moves=_dense)
+    remat: bool = knob(False, True, word="remat")
 
     heads: ClassVar[int] = 1
     num_warps: ClassVar[int] = WARPS
@@ -59,6 +86,7 @@ class HopperBackwardConfig:
         """Whether the warpgroups share the columns of a tile, not its keys."""
         return self.BLOCK_N == 64
 
-    def dq_parts(self, head_dim: int) -> int:
-        """Parts of a tile of dq, one product each: 64 registers of a thread hold one."""
-        return max(1, self.BLOCK_M * head_dim // (64 * 32 * WARPS))
+
+def columns(structure: Structure) -> int:
+    """Columns of every tile: a power of two of at least 64, past which the copy engine gives 0."""
+    return max(64, power_above(max(structure.head_dim_qk, structure.head_dim_v)))

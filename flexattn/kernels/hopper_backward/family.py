@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from flexattn.device import Device
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
-from flexattn.kernels.base.knobs import turned, words
+from flexattn.kernels.base.knobs import words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.hopper_backward import printed
+from flexattn.kernels.hopper_backward import printed, space
 from flexattn.kernels.hopper_backward.case import case_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
-from flexattn.kernels.hopper_backward.defaults import defaults
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.source import render, render_after, render_before
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.problem import Kind, Problem, Structure
@@ -39,17 +37,16 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        return self.offered(device)
+        """Where tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied."""
+        return self.offered(device) and not 64 < _widest(structure) < 96
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
-        return defaults(problem)
+        return space.defaults(problem)
 
     def axes(
         self, problem: Problem, device: Device, effort: Effort
     ) -> Iterator[HopperBackwardConfig]:
-        for rows, keys, stages in product((64, 128), (64, 128), (1, 2, 3)):
-            config = at_sizes(HopperBackwardConfig(rows, keys, stages), problem)
-            yield from turned(config, problem.structure)
+        return space.axes(problem, effort == "exhaustive")
 
     def forced(
         self, config: HopperBackwardConfig, numbers: Mapping[str, Any]
@@ -88,7 +85,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             tiles,
             (
                 ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
-                ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * structure.head_dim_qk)),
+                ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * columns(structure))),
             ),
         )
 
@@ -101,10 +98,15 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return config.BLOCK_M, config.BLOCK_N
 
     def short(self, config: HopperBackwardConfig) -> str:
-        """64x128 s2, and the words of what is turned."""
-        sizes = ["one-head"] * config.one_head + ["even"] * config.even_keys
+        """64x128 s2, then the form that sizes allow, and the words of what is turned."""
+        form = ["mha"] * config.mha + ["even"] * config.even_n
         tile = f"{config.BLOCK_M}x{config.BLOCK_N} s{config.num_stages}"
-        return " ".join([tile, *sizes, *words(config)])
+        ahead = [f"pipelined-{config.pipelined}"] if config.pipelined else []
+        return " ".join([tile, *form, *ahead, *words(replace(config, pipelined=""))])
+
+
+def _widest(structure: Structure) -> int:
+    return max(structure.head_dim_qk, structure.head_dim_v)
 
 
 BACKWARD = _Backward()

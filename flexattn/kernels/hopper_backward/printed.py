@@ -18,12 +18,12 @@ class Case:
     BLOCK_M: int
     BLOCK_N: int
     num_stages: int
-    prefetch: bool
-    trailing: bool
-    bulk_dq: bool
+    pipelined: bool
+    known_words: bool
     itemsize: int
     qk_dim: int
     v_dim: int
+    head_dim: int
     mask_rows: int
     mask_keys: int
     same_dtype: bool
@@ -41,22 +41,21 @@ class Case:
 def shared_memory(c: Case) -> int:
     """Bytes of shared memory."""
     # Q, dO, lse and delta.
-    walked_tiles = c.BLOCK_M * c.num_stages * (2 * c.itemsize * c.qk_dim + 8)
+    walked_tiles = c.BLOCK_M * c.num_stages * (2 * c.head_dim * c.itemsize + 8)
     # K and V.
-    held_tiles = 2 * c.BLOCK_N * c.itemsize * c.qk_dim
-    # dS, and P as well where the warpgroups share a tile's columns.
-    scored = 2 if c.BLOCK_N == 64 else 1
+    held_tiles = 2 * c.BLOCK_N * c.head_dim * c.itemsize
+    # dS, and a P a stage where the warpgroups share a tile's columns.
+    scored = c.num_stages + 1 if c.BLOCK_N == 64 else 1
     score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
     return held_tiles + score_tiles + walked_tiles + 512
 
 
 def registers(c: Case) -> int:
     """Registers of a consumer's thread."""
-    dk_dv = floor(c.BLOCK_N * c.qk_dim / 128)
+    dk_dv = floor(c.BLOCK_N * c.head_dim / 128)
     # Of one tile; dP has as many.
     scores = floor(c.BLOCK_M * c.BLOCK_N / 256)
-    # It is made in parts.
-    dq_tile = min(floor(c.BLOCK_M * c.qk_dim / 256), 64)
+    dq_tile = floor(c.BLOCK_M * c.head_dim / 256)
     return dk_dv + max(2 * scores, dq_tile + floor(scores / 2)) + 32
 
 
@@ -79,17 +78,15 @@ RULES: Rules[Case] = Rules(
             lambda c: c.num_stages >= 1 and c.num_stages <= 4,
         ),
         Rule(
-            "trailing",
-            "trailing takes two stages or more: the next Q is awaited before this one is released",
-            lambda c: not c.trailing or c.num_stages >= 2,
+            "pipelined",
+            "pipelined takes two stages or more: the next Q is awaited before this one is "
+            "released",
+            lambda c: not c.pipelined or c.num_stages >= 2,
         ),
         Rule(
-            "prefetch",
-            "prefetch: ptxas of CUDA 12.8 and 12.9 fails on this form",
-            lambda c: not c.prefetch,
-        ),
-        Rule(
-            "dq", "dq=tma: a launch describes no tensor of two dimensions", lambda c: not c.bulk_dq
+            "words",
+            "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
+            lambda c: c.known_words,
         ),
     ),
     fit=(
@@ -101,8 +98,14 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "head dimension",
-            "head dimensions ({qk_dim}, {v_dim}) are both 64, 128 or 256 in Hopper's backward",
-            lambda c: c.qk_dim == c.v_dim and (c.qk_dim in (64, 128, 256)),
+            "head dimensions ({qk_dim}, {v_dim}) are multiples of 8, and the wider one is from "
+            "40 to 256, in Hopper's backward",
+            lambda c: (
+                c.head_dim <= 256
+                and max(c.qk_dim, c.v_dim) > 32
+                and c.qk_dim % 8 == 0
+                and c.v_dim % 8 == 0
+            ),
         ),
         Rule(
             "layout",
@@ -129,6 +132,11 @@ RULES: Rules[Case] = Rules(
             "shared memory",
             "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
             lambda c: c.shared_memory <= c.shared_limit,
+        ),
+        Rule(
+            "dq",
+            "a tile of dQ of {BLOCK_M}x{head_dim} has more than 64 registers a thread",
+            lambda c: c.BLOCK_M * c.head_dim <= 16384,
         ),
         Rule(
             "registers",

@@ -22,7 +22,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     before_arguments,
     mod_arguments,
 )
-from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig
+from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_gradient
 from flexattn.kernels.printers.triton_printer import Printed, print_mod
@@ -30,6 +30,10 @@ from flexattn.problem import Structure
 
 TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 HARDWARE_BARRIERS = 16
+# The one at which the second warpgroup waits for the first: below those of four stages.
+TURN = 7
+# So many powers of 2 of a thread are made by one piece of assembly.
+POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
 TRANSPOSED = Dialect(
     "gl",
@@ -55,11 +59,11 @@ def render(
     if band is not None:
         mask = None
     used: list[PrintedGradient | Printed] = [each for each in (score, mask) if each is not None]
-    head_dim, sparsity = structure.head_dim_qk, structure.sparsity
+    sparsity = structure.sparsity
     found = arguments(structure, config)
     context: dict[str, object] = {
         **mod_context([each.lines for each in used], device, TRANSPOSED),
-        **_shapes(config, head_dim),
+        **_shapes(config, columns(structure)),
         "api": "flexattn.gluon_api",
         "constants": (*_settings(structure, config).items(), *BASE_2),
         "mod_arguments": [each.name for each in mod_arguments(structure, config)],
@@ -75,14 +79,16 @@ def render(
         "runs": walks_runs(structure, config),
         "has_full": sparsity is not None and sparsity.has_full,
         "num_stages": config.num_stages,
-        "prefetch": config.prefetch,
-        "trailing": config.trailing,
-        "short": config.short,
-        "opaque": config.opaque,
-        "even_keys": config.even_keys,
-        "grouped": not config.one_head,
-        "dk_operand": "shared" if config.split else config.dk_operand,
-        "dq": config.dq,
+        "pipelined": config.pipelined,
+        "ping_pong": config.ping_pong,
+        "dk_rs": config.dk_rs and not config.split,
+        "ex2_emulated": config.ex2_emulated,
+        "of": POWERS_AT_ONCE,
+        "shift_rows": config.shift_rows and sparsity is None,
+        "early_stats": config.early_stats,
+        "remat": config.remat,
+        "even_n": config.even_n,
+        "grouped": not config.mha,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
@@ -90,19 +96,20 @@ def render(
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes STATS and clears DQ_ACC: a program a tile of a head."""
-    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": structure.head_dim_qk}
+    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
     context: dict[str, object] = {"constants": (*settings.items(), *BASE_2)}
-    template, found = "hopper_backward/before.py.jinja", before_arguments(structure)
+    template, found = "hopper_backward/before.py.jinja", before_arguments()
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 
 def render_after(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes DQ of DQ_ACC: a program a tile of a head."""
-    sums = _sums(config, structure.head_dim_qk)
-    settings = {"BLOCK_M": config.BLOCK_M, **sums}
+    width = columns(structure)
+    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": width}
     context: dict[str, object] = {
         "constants": tuple(settings.items()),
-        **_places(config, sums["WIDTH"]),
+        **_places(config, width),
+        "used": structure.head_dim_qk if structure.head_dim_qk < width else 0,
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
@@ -126,55 +133,39 @@ def _printed(
 
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
     """The constants of the kernel."""
-    rows, head_dim, sparsity = config.BLOCK_M, structure.head_dim_qk, structure.sparsity
-    sums = _sums(config, head_dim)
+    rows, sparsity = config.BLOCK_M, structure.sparsity
     free_do = HARDWARE_BARRIERS - config.num_stages
     settings: dict[str, object] = {
         "BLOCK_M": rows,
         "BLOCK_N": config.BLOCK_N,
-        "HEAD_DIM": head_dim,
+        "HEAD_DIM": columns(structure),
         "STAGES": config.num_stages,
         "Q_TYPE": f"gl.{structure.dtype}",
         "FREE_DO": free_do,
         "FREE_Q": free_do - config.num_stages,
     }
+    if config.ping_pong:
+        settings["TURN"] = TURN
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
-    if config.dq == "tma":
-        part_rows = rows * sums["WIDTH"] // 256
-        settings |= {
-            "DQ_FULL": free_do - config.num_stages - 1,
-            "DQ_FREE": free_do - config.num_stages - 2,
-            "DQ_ROWS": part_rows * sums["PARTS"],
-            "DQ_PART_ROWS": part_rows,
-        }
     return settings
 
 
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
     """How the warps share the tiles."""
-    sums, rows = _sums(config, head_dim), config.BLOCK_M
-    width = sums["WIDTH"]
+    rows = config.BLOCK_M
     return {
         "split": config.split,
         "s_warps": [4, 2] if config.split else [8, 1],
         "s_columns": rows // 2 if config.split else rows,
         "dkv_columns": head_dim // 2 if config.split else head_dim,
-        **_places(config, width),
-        "dq_parts": sums["PARTS"],
-        "dq_width": width,
-        "dq_part_rows": rows * width // 256,
-        "per_thread": rows * width // (32 * WARPS),
+        **_places(config, head_dim),
+        "per_thread": rows * head_dim // (32 * WARPS),
     }
 
 
-def _sums(config: HopperBackwardConfig, head_dim: int) -> dict[str, int]:
-    parts = config.dq_parts(head_dim)
-    return {"PARTS": parts, "WIDTH": head_dim // parts}
-
-
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
-    """How the warps share a tile of dq, or a part of it, `width` columns wide."""
+    """How the warps share a tile of dq, `width` columns wide."""
     tall = config.BLOCK_M == 64 * WARPS // 4
     return {
         "dq_warps": [WARPS, 1] if tall else [WARPS // 2, 2],

@@ -9,44 +9,52 @@ from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.problem import Problem
 
+# One block fills an SM, of which a Hopper has 132 at most.
+BLOCKS_AT_ONCE = 128
+
 
 def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardConfig:
     """The config in the form that a problem's heads and keys allow."""
     return replace(
         config,
-        one_head=_shared_heads(problem) == 1,
-        even_keys=problem.kv_len % config.BLOCK_N == 0,
+        mha=_shared_heads(problem) == 1,
+        even_n=problem.kv_len % config.BLOCK_N == 0,
     )
 
 
 def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
     """A program for each tile of keys of each key head; raises ConfigError for another form."""
     allowed = at_sizes(config, problem)
-    if config.one_head > allowed.one_head or config.even_keys > allowed.even_keys:
+    if config.mha > allowed.mha or config.even_n > allowed.even_n:
         raise ConfigError(
             f"{config} for {problem.describe()}",
-            "one_head is of problems with as many key heads as query heads, even_keys of lengths "
+            "mha is of problems with as many key heads as query heads, even_n of lengths "
             "that BLOCK_N divides",
             f"use {allowed}",
         )
     sizes = sizes_of_launch(problem, config)
-    heads = sizes["num_heads"] * _batches(problem)
-    return Geometry(sizes["num_tiles"] * heads, sizes["num_tiles"], sizes["num_tiles"] * heads)
+    programs = sizes["num_tiles"] * sizes["kv_units"]
+    return Geometry(programs, sizes["num_tiles"], programs)
 
 
 def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:
     """Numbers that the kernels take beside lengths and heads.
 
     num_queries: tiles of queries of a head, for which there is scratch memory: a mask's lists name
-    all tiles of a block. shared_heads: query heads, of all batches, that read the same keys.
+    all tiles of a block. kv_units: key heads of all batches. section_heads: those whose tiles
+    start side by side, about as many as the device has SMs for. shared_heads: query heads, of all
+    batches, that read the same keys.
     """
     rows, sparsity = config.BLOCK_M, problem.structure.sparsity
     if sparsity is not None and not walks_runs(problem.structure, config):
         rows = sparsity.q_block
+    num_tiles = -(-problem.kv_len // config.BLOCK_N)
     return {
         "num_heads": problem.Hkv,
-        "num_tiles": -(-problem.kv_len // config.BLOCK_N),
+        "num_tiles": num_tiles,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
+        "kv_units": problem.Hkv * _batches(problem),
+        "section_heads": max(1, BLOCKS_AT_ONCE // num_tiles) if config.lpt else 1,
         "shared_heads": _shared_heads(problem),
     }
 

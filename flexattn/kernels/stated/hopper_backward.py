@@ -4,43 +4,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympy import And, Eq, Max, Min, Mod, Not, Or, Piecewise, floor, symbols
+from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-# A config's numbers. Then truth values: whether the next scores are multiplied ahead, dk's product
-# may go on, and dq leaves by bulk reductions.
-CONFIG = (BLOCK_M, BLOCK_N, num_stages, prefetch, trailing, bulk_dq) = symbols(
-    "BLOCK_M BLOCK_N num_stages prefetch trailing bulk_dq"
+# A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
+# its words and numbers are among those that there are.
+CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, known_words) = symbols(
+    "BLOCK_M BLOCK_N num_stages pipelined known_words"
 )
-# A structure's sizes, those of a mask's blocks 0 where there is none; then truth values: k and v
-# are as q, q, k and v lie as TMA reads them, something captured gets a gradient, and a mod reads
-# memory for a query and a key.
+# A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
+# none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
+# gets a gradient, and a mod reads memory for a query and a key.
 PROBLEM = (
-    itemsize, qk_dim, v_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
+    itemsize, qk_dim, v_dim, head_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
     loads_pairs,
 ) = symbols(
-    "itemsize qk_dim v_dim mask_rows mask_keys same_dtype dense_layout has_grads loads_pairs"
+    "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads "
+    "loads_pairs"
 )  # fmt: skip
 DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
     "has_wgmma shared_limit consumer_registers"
 )
 ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 # Threads that share a tile; barriers beside the tiles, in bytes; addresses and what is known of
-# rows and keys, in registers.
+# rows and keys, in registers; the most registers that hold a tile of dQ.
 THREADS = 256
 BARRIERS = 512
 BESIDE = 32
+DQ_REGISTERS = 64
 
 let = Steps()
 walked_tiles = let(
-    "walked_tiles", num_stages * BLOCK_M * (2 * qk_dim * itemsize + 8), "Q, dO, lse and delta."
+    "walked_tiles", num_stages * BLOCK_M * (2 * head_dim * itemsize + 8), "Q, dO, lse and delta."
 )
-held_tiles = let("held_tiles", 2 * BLOCK_N * qk_dim * itemsize, "K and V.")
+held_tiles = let("held_tiles", 2 * BLOCK_N * head_dim * itemsize, "K and V.")
 scored = let(
     "scored",
-    Piecewise((2, Eq(BLOCK_N, 64)), (1, True)),
-    "dS, and P as well where the warpgroups share a tile's columns.",
+    Piecewise((1 + num_stages, Eq(BLOCK_N, 64)), (1, True)),
+    "dS, and a P a stage where the warpgroups share a tile's columns.",
 )
 score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
 SHARED = let.formula(
@@ -49,9 +51,9 @@ SHARED = let.formula(
     walked_tiles + held_tiles + score_tiles + BARRIERS,
 )
 let = Steps()
-dk_dv = let("dk_dv", floor(2 * BLOCK_N * qk_dim / THREADS))
+dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / THREADS))
 scores = let("scores", floor(BLOCK_M * BLOCK_N / THREADS), "Of one tile; dP has as many.")
-dq_tile = let("dq_tile", Min(64, floor(BLOCK_M * qk_dim / THREADS)), "It is made in parts.")
+dq_tile = let("dq_tile", floor(BLOCK_M * head_dim / THREADS))
 REGISTERS = let.formula(
     "registers",
     "Registers of a consumer's thread.",
@@ -80,14 +82,16 @@ HOPPER_BACKWARD = Statement(
             "num_stages={num_stages} is not between 1 and 4",
         ),
         Inequality(
-            "trailing",
-            Or(Not(trailing), num_stages >= 2),
-            "trailing takes two stages or more: the next Q is awaited before this one is released",
+            "pipelined",
+            Or(Not(pipelined), num_stages >= 2),
+            "pipelined takes two stages or more: the next Q is awaited before this one is "
+            "released",
         ),
         Inequality(
-            "prefetch", Not(prefetch), "prefetch: ptxas of CUDA 12.8 and 12.9 fails on this form"
+            "words",
+            known_words,
+            "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
         ),
-        Inequality("dq", Not(bulk_dq), "dq=tma: a launch describes no tensor of two dimensions"),
     ),
     fit=(
         Inequality("arch", has_wgmma, "{arch} has no wgmma"),
@@ -98,8 +102,14 @@ HOPPER_BACKWARD = Statement(
         ),
         Inequality(
             "head dimension",
-            And(_one_of(qk_dim, (64, 128, 256)), Eq(qk_dim, v_dim)),
-            "head dimensions ({qk_dim}, {v_dim}) are both 64, 128 or 256 in Hopper's backward",
+            And(
+                Max(qk_dim, v_dim) > 32,
+                head_dim <= 256,
+                Eq(Mod(qk_dim, 8), 0),
+                Eq(Mod(v_dim, 8), 0),
+            ),
+            "head dimensions ({qk_dim}, {v_dim}) are multiples of 8, and the wider one is from 40 "
+            "to 256, in Hopper's backward",
         ),
         Inequality(
             "layout",
@@ -126,6 +136,11 @@ HOPPER_BACKWARD = Statement(
             "shared memory",
             shared_memory <= shared_limit,
             "shared memory: about {shared_memory} bytes, {device} has {shared_limit}",
+        ),
+        Inequality(
+            "dq",
+            BLOCK_M * head_dim <= DQ_REGISTERS * THREADS,
+            "a tile of dQ of {BLOCK_M}x{head_dim} has more than 64 registers a thread",
         ),
         Inequality(
             "registers",

@@ -33,7 +33,9 @@ class Recorded:
         def launch(stream, values):
             assert len(values) == found.passed
             told = {names[i]: values[place] for i, place in found.given}
-            self.launched.append((programs, {**dict(zip(names, found.fixed)), **told}))
+            self.launched.append(
+                (programs, {**dict(zip(names, found.fixed, strict=True)), **told})
+            )
 
         return SimpleNamespace(launch=launch, bound=found)
 

@@ -108,11 +108,11 @@ def test_options_decide_the_language(monkeypatch):
 
 def test_the_form_follows_the_sizes():
     alone = problem("backward", group=1)
-    assert at_sizes(CONFIG, alone) == replace(CONFIG, one_head=True, even_keys=True)
+    assert at_sizes(CONFIG, alone) == replace(CONFIG, mha=True, even_n=True)
     assert at_sizes(CONFIG, problem("backward", kv_len=8191)) == CONFIG
-    assert not at_sizes(CONFIG, replace(alone, broadcast_kv=True)).one_head
-    for promised in ({"one_head": True}, {"even_keys": True}):
-        with pytest.raises(ConfigError, match="one_head is of problems"):
+    assert not at_sizes(CONFIG, replace(alone, broadcast_kv=True)).mha
+    for promised in ({"mha": True}, {"even_n": True}):
+        with pytest.raises(ConfigError, match="mha is of problems"):
             backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised))
 
 
