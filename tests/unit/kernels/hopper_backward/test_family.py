@@ -38,8 +38,9 @@ def test_it_serves_on_hopper_and_triton_behind_it(D, dtype):
 
 
 REFUSED = {
-    "head dimensions (96, 96)": {"D": 96},
-    "head dimensions (192, 128)": {"D": 192, "Dv": 128},
+    "head dimensions (32, 32)": {"D": 32},
+    "head dimensions (100, 100)": {"D": 100},
+    "head dimensions (320, 64)": {"D": 320, "Dv": 64},
     "multiplies 16 bits": {"dtype": "float32"},
     "inner stride 1": {"layout": Layout(True, False, True, True)},
     "no whole tiles": {"mask_mod": causal, "block": (128, 96)},
@@ -75,9 +76,9 @@ SLOPES = torch.zeros(32)
     [
         ({"BLOCK_M": 32}, "64 or 128"),
         ({"num_stages": 5}, "between 1 and 4"),
-        ({"num_stages": 1, "trailing": True}, "two stages"),
-        ({"prefetch": True}, "ptxas"),
-        ({"dq": "tma"}, "dq=tma"),
+        ({"num_stages": 1, "pipelined": "dk"}, "two stages"),
+        ({"pipelined": "dv"}, "dk, dq or empty"),
+        ({"ex2_emulated": 9}, "of 8 at most 8"),
         ({"BLOCK_M": 128, "num_stages": 3}, "shared memory"),
         ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
     ],
@@ -90,7 +91,7 @@ def test_configs_that_cannot_run(changes, words):
 
 def test_options_decide_the_language(monkeypatch):
     wanted = problem("backward", mask_mod=causal, runs=True)
-    apart = problem("backward", 96)
+    apart = problem("backward", 32)
 
     def language(asked, **options):
         return _options(parse(options), asked, H200).language

@@ -1,0 +1,282 @@
+"""Runs a rendered Hopper backward in plain Python: what its pipeline computes, with no GPU.
+
+Each block is two threads, one for both consumer warpgroups and one for the loading warp, and a
+copy engine that is late by chance. A product is computed when it is issued or, as likely, not
+before it is awaited: a tile of shared memory that was overwritten too early gives wrong numbers,
+and one that was never written gives NaN. A thread that waits for ever ends the test.
+"""
+
+import math
+import random
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+SECONDS = 20
+CONSUMERS, LOADER = 256, 32
+
+
+class Tile(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, dtype):
+        return self
+
+
+def tile(values):
+    return np.asarray(values, np.float32).view(Tile)
+
+
+class Pointer:
+    """An address in a flat array."""
+
+    def __init__(self, array, offset=0):
+        self.array, self.offset = array, offset
+
+    def __add__(self, more):
+        return Pointer(self.array, self.offset + more)
+
+
+class Descriptor:
+    """A tensor as the copy engine knows it: what lies outside of it is read as 0, and not written."""
+
+    layout = None
+
+    def __init__(self, array, block, itemsize):
+        self.array, self.block, self.dtype = array, block, None
+        self.bytes = itemsize * math.prod(block)
+
+    def _inside(self, at):
+        ends = [
+            min(a + n, size) for a, n, size in zip(at, self.block, self.array.shape, strict=True)
+        ]
+        kept = tuple(slice(int(a), max(int(a), int(z))) for a, z in zip(at, ends, strict=True))
+        return kept, tuple(slice(0, max(0, int(z - a))) for a, z in zip(at, ends, strict=True))
+
+    def read(self, at):
+        found = np.zeros(self.block, np.float32)
+        kept, there = self._inside(at)
+        found[there] = self.array[kept]
+        return found
+
+    def write(self, at, values):
+        kept, there = self._inside(at)
+        self.array[kept] = values.reshape(self.block)[there]
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def index(self, i):
+        return Shared(self.array[int(i)])
+
+    def reshape(self, shape):
+        return Shared(self.array.reshape(shape))
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order))
+
+    def slice(self, start, length):
+        return Shared(self.array[start : start + length])
+
+    def load(self, layout):
+        return tile(self.array.copy())
+
+    def store(self, values):
+        self.array[...] = values
+
+
+class Meeting:
+    """What threads wait at, all of a block under one lock."""
+
+    def __init__(self, block):
+        self.block, self.generation, self.count, self.bytes = block, 0, 0, 0
+        self.parts = {}
+
+    def index(self, i):
+        return self.parts.setdefault(int(i), Meeting(self.block))
+
+    def _pass(self):
+        self.generation, self.count = self.generation + 1, 0
+        self.block.lock.notify_all()
+
+    def arrive(self, threads):
+        """Of a hardware barrier, at which so many threads of 288 arrive."""
+        with self.block.lock:
+            self.count += threads
+            assert self.count <= CONSUMERS + LOADER
+            if self.count == CONSUMERS + LOADER:
+                self._pass()
+
+    def sync(self, threads):
+        with self.block.lock:
+            before = self.generation
+        self.arrive(threads)
+        self._until(lambda: self.generation > before)
+
+    def expect(self, size, arrivals=1):
+        """Of an mbarrier with one arrival, which is passed where all bytes have come as well."""
+        with self.block.lock:
+            self.count, self.bytes = self.count + arrivals, self.bytes + size
+            if self.count and not self.bytes:
+                self._pass()
+
+    def wait(self, parity):
+        self._until(lambda: self.generation & 1 != parity)
+
+    def _until(self, condition):
+        with self.block.lock:
+            if not self.block.lock.wait_for(lambda: condition() or self.block.failed, SECONDS):
+                self.block.failed = True
+                raise AssertionError("a barrier that nobody passes")
+            assert not self.block.failed
+
+
+class Block:
+    """One program of the grid."""
+
+    def __init__(self, number, chance):
+        self.number, self.chance, self.failed = number, chance, False
+        self.lock = threading.Condition()
+        self.hardware, self.flying, self.copies = {}, [], []
+
+    def barrier(self, number):
+        return self.hardware.setdefault(int(number), Meeting(self))
+
+    def product(self, a, b, acc, use_acc=True, is_async=True):
+        found = SimpleNamespace(value=None, operands=(a, b), acc=acc if use_acc else None)
+        self.flying.append(found)
+        if self.chance.random() < 0.5:
+            self.await_products(0 if acc is None else self.chance.randrange(len(self.flying)))
+        return found
+
+    def await_products(self, most, deps=()):
+        while len(self.flying) > most:
+            each = self.flying.pop(0)
+            a, b = (x.array if isinstance(x, Shared) else x for x in each.operands)
+            acc = 0 if each.acc is None else getattr(each.acc, "value", each.acc)
+            each.value = tile(np.asarray(a, np.float64) @ np.asarray(b, np.float64) + acc)
+        found = [getattr(x, "value", x) for x in deps]
+        found = [x if y is None else y for x, y in zip(deps, found, strict=True)]
+        return found[0] if len(found) == 1 else found
+
+    def load(self, source, at, barrier, place):
+        at = [int(x) for x in at]
+
+        def copy():
+            place.array[...] = source.read(at).reshape(place.array.shape)
+            barrier.expect(-source.bytes, 0)
+
+        if self.chance.random() < 0.7:
+            copy()
+            return
+        later = threading.Timer(self.chance.random() * 1e-3, copy)
+        later.daemon = True
+        self.copies.append(later)
+        later.start()
+
+    def specialise(self, partitions, warps, registers):
+        def run(function, arguments):
+            try:
+                function(*arguments)
+            except BaseException as error:
+                errors.append(error)
+                with self.lock:
+                    self.failed = True
+                    self.lock.notify_all()
+
+        errors = []
+        threads = [threading.Thread(target=run, args=each, daemon=True) for each in partitions]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(2 * SECONDS)
+        if errors:
+            raise errors[0]
+        for each in self.copies:
+            each.join()
+        assert not self.flying and all(not each.count for each in self.hardware.values())
+
+
+def run(source, programs, arguments, seed=0):
+    """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name.
+
+    DQ_ACC is a Pointer to [tiles, BLOCK_M, columns]: in which order threads hold a tile is not
+    emulated.
+    """
+    body = source.text[source.text.index("\nBLOCK_M = ") :].replace(".to(gl.int64)", "")
+    code = compile(body, "kernel", "exec")
+    chance = random.Random(seed)
+    with np.errstate(all="ignore"):
+        for number in chance.sample(range(programs), programs):
+            block = Block(number, random.Random(chance.random()))
+            names = _language(block)
+            exec(code, names)
+            names.update(_assembly(block))
+            values = [arguments[each.name] for each in source.arguments]
+            names["kernel"](*values)
+
+
+def _language(block):
+    def allocate(dtype, shape, layout):
+        if dtype == "int64":
+            return Meeting(block)
+        return Shared(np.full(shape, np.nan, np.float32))
+
+    layout = SimpleNamespace(value=None)
+    gl = SimpleNamespace(
+        constexpr=lambda x: x, zeros=lambda shape, dtype, layout: tile(np.zeros(shape)),
+        arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
+        exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
+        minimum=min, maximum=max, convert_layout=lambda x, layout: x,
+        load=lambda place: int(place.array[place.offset]), allocate_shared_memory=allocate,
+        static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
+        float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
+        NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
+        SliceLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
+    )  # fmt: skip
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=lambda: None, init=lambda barrier, count: None,
+        expect=lambda barrier, size: barrier.expect(size),
+        wait=lambda barrier, parity: barrier.wait(parity),
+    )  # fmt: skip
+    return {
+        "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
+        "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=lambda n: None),
+        "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
+        "warpgroup_mma_wait": block.await_products, "load": block.load,
+        "store": lambda to, at, place: to.write(at, place.array),
+    }  # fmt: skip
+
+
+def _select(condition, a, b):
+    if np.ndim(condition) == 0 and np.ndim(a) == 0:
+        return a if condition else b
+    return np.where(condition, a, b).astype(np.float32).view(Tile)
+
+
+def _assembly(block):
+    """In place of the functions that are inline assembly."""
+
+    def add(place, values):
+        # One tile's address is a whole number of them.
+        size = values.size
+        assert place.offset % size == 0
+        place.array[place.offset // size] += np.asarray(values)
+
+    return {
+        "give": lambda at: block.barrier(at).arrive(CONSUMERS),
+        "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
+        "take": lambda at: block.barrier(at).sync(LOADER),
+        "no_offset": lambda: 0,
+        "block_of_thread": lambda: block.number,
+        "await_first": lambda: None,
+        "let_second": lambda: None,
+        "shared_exp2": lambda x: np.exp2(x).view(Tile),
+        "add_tile": add,
+        "add_tile_if": lambda place, values, n: add(place, values) if n > 0 else None,
+    }

@@ -1,0 +1,141 @@
+"""The pipelines of Hopper's backward, run in plain Python: their gradients are float64's."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from flexattn import create_block_mask
+from flexattn.catalogue import causal, sliding_window
+from flexattn.device import named
+from flexattn.frontend.gradients import Asked, _problem
+from flexattn.kernels.choose.options import NONE, Options
+from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.tiles import at_sizes
+from flexattn.mods import bind as bound
+from flexattn.reference import attention
+from flexattn.runtime import backward
+from flexattn.runtime.dispatch import Candidate
+from flexattn.runtime.key_lists import BothLists
+from tests.emulated_gluon import Descriptor, Pointer, run
+from tests.launches import Recorded
+
+H200 = named("nvidia-h200")
+SIZES = {"Q": "BLOCK_M", "DO": "BLOCK_M", "K": "BLOCK_N", "V": "BLOCK_N"}
+SIZES |= {"DK": "BLOCK_N", "DV": "BLOCK_N"}
+
+
+class Emulated(Recorded):
+    """A kernel of one launch, run on arrays by the names of its arguments."""
+
+    def __init__(self, source, config, width, seen):
+        super().__init__(source)
+        self.config, self.width, self.seen = config, width, seen
+
+    def launch(self, stream, given):
+        super().launch(stream, given)
+        self.run(self.programs, self.launched[-1])
+
+    def run(self, programs, told):
+        names, rows, seen = told.keys(), self.config.BLOCK_M, self.seen
+        if "OUT" in names:
+            told["DELTA"].copy_((told["OUT"] * told["DO"]).double().sum(-1))
+        elif "LSE" in names:
+            tiles, length = told["num_queries"], told["q_len"]
+            stats = np.zeros((*told["LSE"].shape[:2], tiles * rows, 2), np.float32)
+            stats[..., 0] = np.inf
+            lse = told["LSE"].double().numpy() * np.log2(np.e)
+            stats[:, :, :length, 0] = np.where(np.isneginf(lse), np.inf, lse)
+            stats[:, :, :length, 1] = told["DELTA"].numpy()
+            stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
+            seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
+        elif "DQ" in names:
+            heads = told["DQ"].shape[:2]
+            sums = seen["sums"].reshape(*heads, -1, self.width) * told["sm_scale"]
+            told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
+        else:
+            run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
+
+    def argument(self, name, value):
+        if name in SIZES:
+            block = (1, 1, getattr(self.config, SIZES[name]), self.width)
+            return Descriptor(value.numpy(), block, 2)
+        if name == "STATS":
+            return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
+        if name == "DQ_ACC":
+            return Pointer(self.seen["sums"])
+        return Pointer(value.flatten().numpy()) if isinstance(value, torch.Tensor) else value
+
+
+def gradients(config, q, k, v, dout, mask_mod, monkeypatch):
+    """dq, dk and dv of the kernels that a launch has."""
+    mask = mask_mod and create_block_mask(
+        mask_mod, None, None, q.shape[2], k.shape[2], device="cpu"
+    )
+    lists = None if mask is None else BothLists.of(mask)
+    asked = Asked(None, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
+    like = [x.bfloat16() for x in (q, k, v)]
+    problem, seen = _problem(asked, *like, lists), {}
+    config, width = at_sizes(config, problem), columns(problem.structure)
+    assert not family_of(config).feasibility.reasons(config, problem.structure, H200)
+
+    def kernels(problem, target, index, options):
+        choice = Candidate(problem, H200, config, "forced", "test").choice()
+        return choice, Emulated(choice.source, config, width, seen), None
+
+    def build(source, *_):
+        return Emulated(source, config, width, seen)
+
+    monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=build))
+    out, lse, _ = attention(q, k, v, block_mask=mask, scale=0.1)
+    prepared = backward.prepare_backward(
+        problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
+        dout, lists,
+    )  # fmt: skip
+    rest = prepared.rest_of(lists, None, asked.mask)
+    given = [x.float() for x in (q, k, v)]
+    found = prepared.run(
+        tuple(given), out.float(), lse.float(), (dout.float(), None), 0.1, rest, ()
+    )
+    return found[:3], mask
+
+
+def holes(b, h, q_idx, kv_idx):
+    return ((q_idx // 128 + kv_idx // 128) % 2 == 0) & (q_idx >= 70)
+
+
+PIPELINES = {
+    "plain": {},
+    "dk": {"pipelined": "dk"},
+    "dq": {"pipelined": "dq", "dk_rs": False, "remat": True},
+    "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
+}
+MASKS = {"full": None, "causal": causal, "window": sliding_window(90), "holes": holes}
+MHA, GQA = (2, 2), (4, 2)
+CASES = [
+    *(("plain", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("causal", MHA))),
+    *(("dk", mask, (64, 128, 2), heads) for mask, heads in (("causal", GQA), ("window", MHA))),
+    *(("dq", mask, (64, 128, 2), GQA) for mask in ("causal", "holes")),
+    *(("dq", mask, (64, 128, 2), MHA) for mask in ("full", "window")),
+    *(("shifted dq", "full", (64, 128, 3), heads) for heads in (MHA, GQA)),
+    ("dk", "causal", (64, 64, 3), MHA),
+    ("dq", "holes", (64, 64, 2), GQA),
+    ("plain", "causal", (128, 128, 1), MHA),
+]
+
+
+@pytest.mark.parametrize(("name", "mask", "tile", "heads"), CASES, ids=str)
+def test_gradients(name, mask, tile, heads, monkeypatch):
+    """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read."""
+    config = HopperBackwardConfig(*tile, **PIPELINES[name])
+    torch.manual_seed(0)
+    batch = 2 if heads[0] == heads[1] else 1
+    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in (40, 24))
+    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in (40, 24))
+    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
