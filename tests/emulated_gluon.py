@@ -39,7 +39,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A tensor as the copy engine knows it: what lies outside of it is read as 0, and not written."""
+    """A tensor as the copy engine sees it: outside of it zeros are read, and nothing written."""
 
     layout = None
 

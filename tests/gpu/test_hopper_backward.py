@@ -6,8 +6,13 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.device import detect
+from flexattn.frontend import gradients
+from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.util.lru import Lru
 from tests.gradients import assert_gradients
 from tests.support import block_mask, inputs
 
@@ -42,6 +47,23 @@ def check(q, k, v, mask_mod=None, make=None, block=128, config=HopperBackwardCon
     return served
 
 
+@pytest.fixture
+def forced(monkeypatch):
+    """Backwards have this config, in the form that their sizes allow."""
+
+    def force(config):
+        def options(given, problem, target):
+            exact = at_sizes(config, problem)
+            family_of(exact).grid(problem, exact, target)
+            return Options(exact=exact)
+
+        # What was prepared for the same facts had another config.
+        monkeypatch.setattr(gradients, "_launches", Lru(64))
+        monkeypatch.setattr(gradients, "_options", options)
+
+    return force
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("mask_mod", [None, causal], ids=["full", "causal"])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
@@ -50,6 +72,50 @@ def test_shapes(heads, mask_mod, D):
         served = check(*on_gpu(2, *heads, L, S, D), mask_mod)
         assert served.mha == (heads[0] == heads[1])
         assert served.even_n == (S % served.BLOCK_N == 0)
+
+
+FORMS = {
+    "ping_pong": {"ping_pong": True},
+    "dk": {"pipelined": "dk", "remat": True, "dk_rs": False},
+    "dq": {"pipelined": "dq", "remat": True, "dk_rs": False},
+    "dq shifted": {"pipelined": "dq", "remat": True, "ping_pong": True, "shift_rows": True},
+    "ex2": {"ex2_emulated": 2, "lpt": False},
+    "early": {"early_stats": True, "ping_pong": True},
+}
+TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
+
+
+@pytest.mark.parametrize("D", TILES)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name, D, forced):
+    for tile in TILES[D]:
+        forced(HopperBackwardConfig(*tile, **FORMS[name]))
+        check(*on_gpu(2, 2, 2, 520, 640, D), causal)
+        check(*on_gpu(1, 4, 2, 333, 401, D), None)
+        check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
+
+
+@pytest.mark.parametrize("name", ["ping_pong", "ex2"])
+def test_scores_that_are_no_number_give_none(name, forced):
+    """Powers by multiply-adds made a number of them, by a maximum that takes the other operand."""
+    forced(HopperBackwardConfig(64, 128, 2, **FORMS[name]))
+    q, k, v = (x.requires_grad_() for x in on_gpu(1, 2, 2, 200, 256, 128))
+    with torch.no_grad():
+        q[:, :, 70] = float("nan")
+    dq, dk, dv = torch.autograd.grad(flexattn.flex_attention(q, k, v).sum(), (q, k, v))
+    assert dq[:, :, 70].isnan().all() and dk.isnan().all() and dv.isnan().all()
+    assert not dq[:, :, :70].isnan().any() and not dq[:, :, 71:].isnan().any()
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(40, 40), (96, 96), (112, 64), (160, 160), (192, 128)])
+def test_tiles_wider_than_heads(D, Dv):
+    """The copy engine reads zeros past a head's columns, and writes none of them."""
+    check(*on_gpu(2, 4, 2, 333, 401, D, Dv=Dv), causal)
+    check(*on_gpu(1, 2, 2, 200, 256, D, Dv=Dv), None)
+
+
+def test_narrow_heads_in_wide_tiles_are_triton_s():
+    check(*on_gpu(1, 2, 2, 300, 300, 80), causal, config=BackwardConfig)
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])

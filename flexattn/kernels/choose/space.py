@@ -45,7 +45,8 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
     """The space of an effort, and the rest of its grid counted by reason."""
     structure = problem.structure
     first = default(problem, device)
-    starts = {_tile(first), *map(_tile, _starts(problem, device))}
+    begun = tuple(_starts(problem, device))
+    starts = {_tile(first), *map(_tile, begun)}
     offered, rejected = [first], Counter[str]()
     every = (
         each for family in families(structure.kind, device)
@@ -62,6 +63,8 @@ def survey(problem: Problem, device: Device, effort: Effort = "full") -> Survey:
             rejected[broken[0].name] += 1
         else:
             offered.append(config)
+    # Where a family's own first choice is none of its axes, a search tries it all the same.
+    offered += [config for config in begun if config not in offered]
     if effort == "quick":
         near = _nearest(problem, device, offered)
         if len(near) < len(offered):

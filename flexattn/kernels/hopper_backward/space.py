@@ -18,50 +18,56 @@ _SPLIT = HopperBackwardConfig(64, 64, 2)
 
 
 def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
-    """Configs by preference, as measured on an H200 by their tiles' widths.
+    """Configs by preference, as measured on an H200: tiles by their columns.
 
-    What leaves few registers has addresses computed in the loop.
+    Addresses are computed in the loop where its registers would not hold them as well: beside
+    counters, beside a mask's comparisons but at 128 columns, and where a mod takes registers.
     """
     structure = problem.structure
-    width = columns(structure)
-    plain = _few_registers(structure)
-    tiles = (_SPLIT,) if width == 256 else (_TALL, _WIDE) if width == 64 else (_WIDE,)
+    width, plain = columns(structure), _few_registers(structure)
+    # Tall tiles have 64 registers of scores, and as many of their gradients.
+    tiles = {64: (_TALL, _WIDE) if plain else (_WIDE,), 128: (_WIDE,)}.get(width, (_SPLIT,))
     for each in tiles:
-        config = at_sizes(each, problem)
+        config, masked = at_sizes(each, problem), structure.mask is not None
         bare = plain and config.mha and config.even_n
-        # Tall tiles have 64 registers of scores, and as many of their gradients.
-        if bare or each is not _TALL:
-            masked = each is _SPLIT and structure.mask is not None
-            yield replace(
-                config, remat=masked or not bare, pipelined="dk" if masked else config.pipelined
-            )
+        remat = not (bare and (width == 128 or not masked))
+        yield replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     """What a search may try; every: all settings of the knobs on all tiles."""
-    for rows, keys, stages in product((64, 128), (64, 128), (1, 2, 3) if every else (2, 3)):
-        config = at_sizes(HopperBackwardConfig(rows, keys, stages), problem)
-        if every:
+    if every:
+        for rows, keys, stages in product((64, 128), (64, 128), (1, 2, 3)):
+            config = at_sizes(HopperBackwardConfig(rows, keys, stages), problem)
             yield from turned(config, problem.structure)
-        else:
-            yield from _forms(config, problem.structure)
+        return
+    tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))
+    for tile, stages in product(tiles, (2, 3)):
+        config = at_sizes(replace(tile, num_stages=stages), problem)
+        yield from _forms(config, problem.structure)
 
 
 def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:
-    """The pipelines with the registers that they leave, each with the rest turned or not."""
-    pipelines = (
-        replace(config),
+    """The pipelines with what leaves registers for them, each with the rest turned or not."""
+    # At 128 columns dS would take the registers of the products that are under way.
+    beside = replace(config, dk_rs=columns(structure) != 128)
+    pipelines = [
+        config,
         replace(config, remat=True),
-        replace(config, early_stats=True),
-        replace(config, pipelined="dk"),
-        replace(config, pipelined="dk", remat=True, dk_rs=False),
-        replace(config, pipelined="dq", remat=True, dk_rs=False),
-        replace(config, pipelined="dq", remat=True),
-    )
-    powers = (0, 2) if structure.dtype == "bfloat16" else (0,)
-    shifts = (False, True) if structure.sparsity is None else (False,)
-    for each, turns, ex2, shift in product(pipelines, (False, True), powers, shifts):
-        yield replace(each, ping_pong=turns, ex2_emulated=ex2, shift_rows=shift)
+        replace(beside, pipelined="dk"),
+        replace(beside, pipelined="dk", remat=True),
+        replace(beside, pipelined="dq", remat=True),
+    ]
+    dense = structure.sparsity is None
+    if dense:
+        pipelines.append(replace(config, early_stats=True))
+    for each, turns in product(pipelines, (False, True)):
+        each = replace(each, ping_pong=turns)
+        yield each
+        if structure.dtype == "bfloat16":
+            yield replace(each, ex2_emulated=2)
+        if dense:
+            yield replace(each, shift_rows=True)
 
 
 def _few_registers(structure: Structure) -> bool:

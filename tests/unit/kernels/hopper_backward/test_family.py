@@ -1,6 +1,7 @@
 """Which problems Hopper's backward serves, in which form, and what it refuses in words."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from flexattn.frontend.gradients import _options
 from flexattn.kernels.choose.defaults import candidates, default, refused
 from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
-from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.choose.space import space
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import Band, band_of
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.kernels.triton_backward.config import BackwardConfig
@@ -115,6 +117,53 @@ def test_the_form_follows_the_sizes():
     for promised in ({"mha": True}, {"even_n": True}):
         with pytest.raises(ConfigError, match="mha is of problems"):
             backward_grid(problem("backward", kv_len=8191), replace(CONFIG, **promised))
+
+
+@pytest.mark.parametrize(
+    ("dims", "hopper"),
+    [((40, 40), True), ((72, 72), False), ((80, 64), False), ((96, 96), True), ((192, 128), True)],
+)
+def test_heads_narrower_than_tiles(dims, hopper):
+    """Tiles are powers of two; where half of 128 columns would be zeros, Triton's lead."""
+    wanted = problem("backward", *dims)
+    assert isinstance(default(wanted, H200), HopperBackwardConfig) is hopper
+    assert not refused(wanted, H200, "gluon")
+    source = family_of(CONFIG).render(wanted.structure, default(wanted, H200, "gluon"), H200, "")
+    tiles = {each.type for each in source.arguments if each.name in ("Q", "V", "DK")}
+    assert all(f", {columns(wanted.structure)}]" in each for each in tiles)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("mask", [None, causal], ids=["full", "causal"])
+def test_a_search_has_both_families(D, mask):
+    """At 256 columns the quick one had Hopper's configs alone: Triton's first was of no axis."""
+    wanted = problem("backward", D, mask_mod=mask, runs=mask is not None)
+    found = space(wanted, H200, "quick")
+    assert {type(each) for each in found} == {HopperBackwardConfig, BackwardConfig}
+    every = space(wanted, H200, "full")
+    assert len({family_of(each).short(each) for each in every}) == len(every)
+    ours = [each for each in every if isinstance(each, HopperBackwardConfig)]
+    assert {each.pipelined for each in ours} == {"", "dk", "dq"}
+    assert {each.shift_rows for each in ours} == {False, mask is None}
+
+
+@pytest.mark.parametrize(("units", "tiles", "section"), [(6, 3, 4), (5, 1, 128), (7, 4, 1)])
+def test_blocks_start_with_the_first_keys_of_a_section(units, tiles, section):
+    """Every tile of every head has one block; sections of heads start one after the other."""
+    wanted = problem("backward")
+    text = family_of(CONFIG).render(wanted.structure, CONFIG, H200, "test").text
+    names = {"gl": SimpleNamespace(minimum=min)}
+    exec(text[text.index("def locate") : text.index("@gluon.jit\ndef sharing_head")], names)
+    found = [names["locate"](each, 2, tiles, units, section) for each in range(units * tiles)]
+    assert sorted(found) == sorted((t, u % 2, u // 2) for t in range(tiles) for u in range(units))
+    assert [each[0] for each in found[: min(section, units)]] == [0] * min(section, units)
+
+
+def test_sections_fill_the_device():
+    for kv_len, heads in ((4096, 4), (16384, 1), (128, 128), (100_000, 1)):
+        wanted = problem("backward", kv_len=kv_len)
+        assert sizes_of_launch(wanted, CONFIG)["section_heads"] == heads
+        assert sizes_of_launch(wanted, replace(CONFIG, lpt=False))["section_heads"] == 1
 
 
 @pytest.mark.parametrize("kv_len", [1, 128, 129, 8191])
