@@ -16,7 +16,7 @@ from flexattn.frontend.admission import admit
 from flexattn.frontend.attention import PLANLESS, Route, route_of, wants_grad
 from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.rules import breaks
-from flexattn.frontend.gradients import check_gradients, choice_of
+from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.tiles import Geometry
@@ -37,7 +37,8 @@ from flexattn.runtime.fallback.chain import Attempt
 class Backward:
     """What computes the gradients of a call: as the fields of Explanation for its forward.
 
-    score_gradient: what the gradient of the modified score is multiplied by; None without one.
+    language_why: as of the forward. score_gradient: what the gradient of the modified score is
+    multiplied by; None without one.
     captured: the names of the captured tensors' gradients that are added up by atomic additions.
     """
 
@@ -46,6 +47,7 @@ class Backward:
     config_origin: str
     grid: Geometry
     source: Path
+    language_why: str | None
     score_gradient: str | None
     captured: tuple[str, ...]
     candidates: tuple[Attempt, ...]
@@ -54,12 +56,13 @@ class Backward:
         summed = f"; sums by atomic additions: {', '.join(self.captured)}" if self.captured else ""
         lines = [
             f"{describe(self.config)}{summed}",
+            *([f"{self.config.language}: {self.language_why}"] if self.language_why else []),
             self.config_origin,
             f"{self.grid.programs} programs",
             str(self.source),
         ]
         if self.score_gradient is not None:
-            lines.insert(2, f"score_mod's derivative: {self.score_gradient}")
+            lines.insert(-2, f"score_mod's derivative: {self.score_gradient}")
         return "\n".join(lines)
 
 
@@ -204,6 +207,7 @@ def _backward(call: Call) -> Backward:
         config_origin=choice.origin,
         grid=grid,
         source=path_of(choice.source),
+        language_why=_why_this_language(choice, call.options),
         score_gradient=factor,
         captured=tuple(map(grad_name, summed)),
         candidates=choice.attempts,
@@ -211,11 +215,14 @@ def _backward(call: Call) -> Backward:
 
 
 def _why_this_language(choice: Choice, asked: Options) -> str | None:
-    """Why a prefill on Hopper runs this of its two templates; None elsewhere."""
+    """Why a prefill or a backward on Hopper runs this of its two templates; None elsewhere."""
     problem, device = choice.problem, choice.device
-    if not device.has_wgmma or problem.structure.kind != "prefill":
+    backward = problem.structure.kind == "backward"
+    if not device.has_wgmma or problem.structure.kind == "decode":
         return None
-    if asked.language is not None:
+    if backward and repeats_bits(asked):
+        return "gluon adds dQ up in no order, and the same bits in every run are asked for"
+    if asked.language == choice.config.language or (asked.language and not backward):
         return "forced by kernel_options"
     if choice.config.language == "gluon":
         return "warp-specialised, for Hopper"

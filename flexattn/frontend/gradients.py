@@ -198,11 +198,16 @@ def _language(given: Options, problem: Problem, target: Device) -> Language | No
     Gluon's adds dq up in no order. Where it cannot serve, Triton's does, whatever was asked of the
     forward.
     """
-    if given.deterministic or torch.are_deterministic_algorithms_enabled():
+    if repeats_bits(given):
         return "triton"
     if given.language == "gluon" and refused(problem, target, "gluon"):
         return None
     return given.language
+
+
+def repeats_bits(given: Options) -> bool:
+    """Whether gradients of the same bits in every run are asked for."""
+    return given.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _identity(bound: Bound | None) -> object:

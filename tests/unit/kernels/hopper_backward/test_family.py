@@ -9,6 +9,7 @@ import torch
 from flexattn.catalogue import causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError
+from flexattn.frontend.explain import _why_this_language
 from flexattn.frontend.gradients import _options
 from flexattn.kernels.choose.defaults import candidates, default, refused
 from flexattn.kernels.choose.options import parse
@@ -20,6 +21,7 @@ from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, size
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout
+from flexattn.runtime.dispatch import candidates_of
 from tests.problems import problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")
@@ -198,3 +200,21 @@ def test_mods_are_printed_transposed():
     config = default(wanted, H200)
     text = family_of(config).render(wanted.structure, config, H200, "test").text
     assert "Q_RUNS" in text and "within_band" in text and "ds = gl.where(p == 0.0" in text
+
+
+WHY = {
+    "warp-specialised": ({}, {}),
+    "in no order": ({}, {"DETERMINISTIC": True}),
+    "forced by kernel_options": ({}, {"BACKEND": "TRITON"}),
+    "multiplies 16 bits": ({"dtype": "float32"}, {"BACKEND": "GLUON"}),
+    "the static default; gluon can run": ({"D": 80}, {}),
+}
+
+
+@pytest.mark.parametrize("words", WHY)
+def test_explain_says_why_one_of_the_two_serves(words):
+    sizes, given = WHY[words]
+    wanted, asked = problem("backward", **sizes), parse(given)
+    choice = next(candidates_of(wanted, H200, _options(asked, wanted, H200))).choice()
+    assert words in _why_this_language(choice, asked)
+    assert (choice.config.language == "gluon") is (words == "warp-specialised")
