@@ -64,8 +64,24 @@ def test_defaults_keep_their_registers_and_overlap(name, D, sizes):
     assert taken and max(map(int, taken)) < TURN
 
 
-# Words that the loops of products spill, together, by Triton: of all tiles, and none else do.
-SPILLS = {}
+# Loads and stores of spilled words in a default's loops of products, all loops together: under
+# Triton 3.6 and under 3.9. No other default has any. A soft cap's derivative is one more tile of
+# 32 registers beside the weights, their gradients and the 128 of dK and dV. Tall tiles of 64
+# columns have two of 64. The rest lacks a register or two for a mask's or a bias' numbers.
+SPILLS = {
+    ("softcap", 128, EVEN): (0, 87),
+    ("softcap", 128, ODD): (80, 111),
+    ("full", 64, ODD): (2, 0),
+    ("causal", 64, EVEN): (0, 1),
+    ("causal", 64, ODD): (0, 4),
+    ("lists", 64, EVEN): (3, 0),
+    ("window", 64, EVEN): (0, 1),
+    ("window", 64, ODD): (0, 2),
+    ("window", 128, ODD): (2, 0),
+    ("documents", 128, EVEN): (0, 2),
+    ("alibi", 128, EVEN): (0, 8),
+    ("alibi", 256, ODD): (0, 4),
+}
 
 
 @pytest.mark.full_matrix
@@ -73,7 +89,7 @@ SPILLS = {}
 def test_every_default_keeps_its_registers(name, D, sizes):
     kv_len, group = sizes
     _, spilled = kept(problem("backward", D, kv_len=kv_len, group=group, **MODS[name]))
-    assert sum(spilled) <= SPILLS.get((name, D, OLDEST), 0), spilled
+    assert sum(spilled) <= SPILLS.get((name, D, sizes), (0, 0))[not OLDEST], spilled
 
 
 @pytest.mark.full_matrix
