@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,13 +48,6 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     ) -> Iterator[HopperBackwardConfig]:
         return space.axes(problem, effort == "exhaustive")
 
-    def forced(
-        self, config: HopperBackwardConfig, numbers: Mapping[str, Any]
-    ) -> HopperBackwardConfig:
-        """Its warps and its loads are no choice."""
-        names = ("BLOCK_M", "BLOCK_N", "num_stages")
-        return replace(config, **{name: numbers[name] for name in names if name in numbers})
-
     def options_of(self, config: HopperBackwardConfig) -> dict[str, int | bool | str]:
         return {"BACKEND": "GLUON"}
 
@@ -95,7 +88,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return sizes_of_launch(problem, config)
 
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.BLOCK_N
+        return config.BLOCK_M, config.BLOCK_N, config.lpt
 
     def short(self, config: HopperBackwardConfig) -> str:
         """64x128 s2, then the form that sizes allow, and the words of what is turned."""

@@ -66,8 +66,7 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         yield each
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)
-        if dense:
-            yield replace(each, shift_rows=True)
+        yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
 
 
 def _few_registers(structure: Structure) -> bool:

@@ -147,6 +147,7 @@ def test_a_search_has_both_families(D, mask):
     ours = [each for each in every if isinstance(each, HopperBackwardConfig)]
     assert {each.pipelined for each in ours} == {"", "dk", "dq"}
     assert {each.shift_rows for each in ours} == {False, mask is None}
+    assert {each.lpt for each in ours} == {True, mask is None}
 
 
 @pytest.mark.parametrize(("units", "tiles", "section"), [(6, 3, 4), (5, 1, 128), (7, 4, 1)])
@@ -166,6 +167,9 @@ def test_sections_fill_the_device():
         wanted = problem("backward", kv_len=kv_len)
         assert sizes_of_launch(wanted, CONFIG)["section_heads"] == heads
         assert sizes_of_launch(wanted, replace(CONFIG, lpt=False))["section_heads"] == 1
+    # The same machine code in another order: to a search it is no twin.
+    by_head = replace(CONFIG, lpt=False)
+    assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(by_head)
 
 
 @pytest.mark.parametrize("kv_len", [1, 128, 129, 8191])
