@@ -56,8 +56,10 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         replace(config, remat=True),
         replace(beside, pipelined="dk"),
         replace(beside, pipelined="dk", remat=True),
-        replace(beside, pipelined="dq", remat=True),
     ]
+    # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
+    if config.BLOCK_M == 64:
+        pipelines.append(replace(beside, pipelined="dq", remat=True))
     dense = structure.sparsity is None
     if dense:
         pipelines.append(replace(config, early_stats=True))
