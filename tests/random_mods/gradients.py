@@ -63,14 +63,27 @@ def check_gradients(seed: int, index: int, longest: int, device: str) -> str:
         if device == "cpu":
             assert_printed_derivatives(make, tables, (B, Hq, L, S), POINTS, draws)
         if not all(map(_close, compared(q, k, v, **more))):
-            # The error of a few numbers is luck: of more queries it is not.
             runs = [compared(q.roll(i, 2), k.roll(i, 3), v, **more) for i in range(1, 1 + AGAIN)]
             for triples in zip(*runs, strict=True):
-                assert_close_as(*map(torch.stack, zip(*triples, strict=True)))
+                _judge(*map(torch.stack, zip(*triples, strict=True)))
     except Exception as error:
         error.args = (f"{error}\n{call}",) if len(error.args) == 1 else error.args
         raise
     return call
+
+
+def _judge(got: torch.Tensor, exact: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Hold the mean error of several calls: of a few numbers, the largest of one call is luck.
+
+    Three times the reference run's, whose lse is not rounded in base 2 as a forward's is, which
+    gradients that cancel show. Where the root of |0| is differentiated autograd has no number.
+    """
+    known = exact.isfinite()
+    error, allowed = ((x.double() - exact)[known].square().mean().sqrt() for x in (got, rounded))
+    eps = torch.finfo(got.dtype).eps
+    assert got.isfinite().all(), "a gradient is no number"
+    allowed = 3 * allowed + eps * exact[known].square().mean().sqrt()
+    assert not known.any() or error <= allowed, f"an error of {error:.2e}, not {allowed:.2e}"
 
 
 def _close(triple: tuple[torch.Tensor, ...]) -> bool:
