@@ -98,7 +98,7 @@ def render(
         "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = kv_len or (call.q_len if call.kind == "prefill" else None) or arguments.LENGTH
+    keys = kv_len or (None if call.kind == "decode" else call.q_len) or arguments.LENGTH
     problem = call.problem(keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)

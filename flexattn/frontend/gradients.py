@@ -16,9 +16,10 @@ from flexattn.frontend.call import Call
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
-from flexattn.mods.derivative import derivatives, loaded_floats
-from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.mods.derivative import derivatives
+from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
@@ -59,13 +60,6 @@ class BackwardPlan(NamedTuple):
 
     launch: BackwardLaunch
     rest: tuple[Any, ...]
-
-
-def slots_of(score: Bound | None) -> tuple[int, ...]:
-    """Which tensors of a score_mod get a gradient."""
-    if score is None or captures_of(score) is None:
-        return ()
-    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)
 
 
 def check_gradients(call: Call) -> None:

@@ -20,7 +20,7 @@ class Task:
     """A problem with the real mask and captured tensors, on the CPU, so that any process runs it.
 
     score, mask: the mods as expressions, with the values they capture. lists: the BlockMask's own.
-    scale: of the softmax. title: what people call it ("llama3-8b decode B8 8k").
+    by_key: a backward's, beside them. scale: of the softmax. title: what people call it ("llama3-8b decode B8 8k").
     """
 
     title: str
@@ -31,6 +31,7 @@ class Task:
     score: Bound | None = None
     mask: Bound | None = None
     lists: Lists | None = None
+    by_key: Lists | None = None
 
     @property
     def kind(self) -> RecordKind:
