@@ -166,6 +166,8 @@ def _rendered_nki(
             "an NKI kernel has none of Triton's options, and no compiler of it is here",
             "--show takes expr and source",
         )
+    if problem.structure.kind == "backward":
+        raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
     config, source, combine = kernels(problem, device.name)
     structure, expr = problem.structure, Show.expr in wanted
     return Rendered(

@@ -67,11 +67,11 @@ AnyTask: TypeAlias = Task | ServingTask
 
 
 def call_of(task: AnyTask) -> Task:
-    """The task, of a call; raises UnsupportedError for a plan's, which GPUs alone have."""
-    if isinstance(task, ServingTask):
+    """The task, of a call; raises UnsupportedError for plans and gradients, which GPUs alone have."""
+    if isinstance(task, ServingTask) or task.kind == "backward":
         raise UnsupportedError(
             f"{task.title} for {task.device.name}",
-            "serving plans run on GPUs",
-            "leave rows with page_size or kind = 'serving' out",
+            "serving plans and gradients run on GPUs",
+            "leave rows with page_size, kind = 'serving' or backward = true out",
         )
     return task
