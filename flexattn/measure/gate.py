@@ -124,7 +124,7 @@ def judge_named(
 
 
 def badness(verdict: Verdict) -> tuple[int, float]:
-    """What tells the worst of several verdicts: faults, then the share of a budget that is used."""
+    """What orders verdicts, the worst last: faults, then the share of a budget that is used."""
     used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
     return len(verdict.faults), max(used, default=0.0)
 

@@ -120,8 +120,8 @@ class DeviceLab:
     def _open_backward(self, task: Task) -> None:
         self._round_as(task)
         saved = make_saved(task, self._where)
-        self._judge = judge_gradients(saved)
-        self._while_judged = saved.judged_alone
+        self._judge = judge_gradients(saved.call)
+        self._while_judged = saved.call.judged_alone
         self._build = lambda config: backward_call(task, saved, config, self._where)
 
     def _round_as(self, task: Task) -> None:

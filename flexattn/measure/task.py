@@ -20,7 +20,8 @@ class Task:
     """A problem with the real mask and captured tensors, on the CPU, so that any process runs it.
 
     score, mask: the mods as expressions, with the values they capture. lists: the BlockMask's own.
-    by_key: a backward's, beside them. scale: of the softmax. title: what people call it ("llama3-8b decode B8 8k").
+    by_key: beside them, those that a backward reads. scale: of the softmax. title: what people
+    call it ("llama3-8b decode B8 8k").
     """
 
     title: str
@@ -67,7 +68,7 @@ AnyTask: TypeAlias = Task | ServingTask
 
 
 def call_of(task: AnyTask) -> Task:
-    """The task, of a call; raises UnsupportedError for plans and gradients, which GPUs alone have."""
+    """The task, of a call's forward; raises UnsupportedError for others, which GPUs alone have."""
     if isinstance(task, ServingTask) or task.kind == "backward":
         raise UnsupportedError(
             f"{task.title} for {task.device.name}",

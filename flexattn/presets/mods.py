@@ -1,4 +1,4 @@
-"""Mods of serving, video and training that presets name: factories over sizes, not over tensors."""
+"""Mods of serving, video and training for the presets: factories over sizes, not over tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sliding_tiles(
 
 
 def packed(length: int) -> MaskMod:
-    """Causal attention inside each of eight documents that fill a sequence; `document` has more."""
+    """Causal attention inside each of eight documents that fill a sequence."""
     share = torch.tensor(DOCUMENTS).cumsum(0) * length // sum(DOCUMENTS)
     ids = torch.searchsorted(share, torch.arange(length), right=True).to(torch.int32)
     mask_mod = and_masks(document(ids), causal)

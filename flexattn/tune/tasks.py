@@ -96,9 +96,8 @@ def task_from(
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
     clear()
-    found, slots = bind(score_mod, "score"), ()
-    if row.kind == "backward":
-        slots = slots_of(found)
+    found = bind(score_mod, "score")
+    slots = slots_of(found) if row.kind == "backward" else ()
     score, mask = moved(found, "cpu"), moved(bind(mask_mod, "mask"), "cpu")
     lists = by_key = sparsity = None
     name = ""

@@ -85,7 +85,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call of a workload, or its backward. kind: None lets the lengths decide, as dispatch does.
+    """One call of a workload, or its backward. kind: None lets lengths decide, as dispatch does.
 
     sinks: whether each head has a sink, of the row's dtype. served: where a DecodePlan is meant,
     whose kind is None. lse: the call also gives the log-sum-exp, as one that is differentiated.

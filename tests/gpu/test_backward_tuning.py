@@ -1,4 +1,4 @@
-"""A backward tuned on the GPU: what is timed is right, and a call with gradients is served by it."""
+"""A backward tuned on the GPU: what is timed is right, and it serves calls with gradients."""
 
 import pytest
 import torch

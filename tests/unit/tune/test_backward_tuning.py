@@ -31,6 +31,7 @@ from flexattn.tune.workload import parse
 
 H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
+DRY = ("--dry-run", "--json")
 
 
 def rows(**call):
@@ -139,9 +140,9 @@ def test_neuron_has_no_gradients():
         call_of(task_of(rows()[1], H200, CPU))
     with override(cache=()):
         done = CliRunner().invoke(
-            app, ["tune", "--preset", "training", "--only", "bert", "--device", "trn2", "--dry-run",
-                  "--json"],
-        )  # fmt: skip
+            app,
+            ["tune", "--preset", "training", "--only", "bert", "--device", "trn2", *DRY],
+        )
     titles = [each["title"] for each in json.loads(done.stdout)["problems"]]
     assert len(titles) == 2 and not any("backward" in title for title in titles)
     done = CliRunner().invoke(app, ["render", "causal", "--kind", "backward", "--device", "trn2"])
