@@ -56,7 +56,7 @@ def test_the_grid_is_a_workload_too():
     """What tunes it, `flexattn tune bench/grid.toml --only backward`, says the same shapes."""
     found = [
         row
-        for row in read(Path(backward.__file__).with_suffix(".toml")).rows
+        for row in read(Path(backward.__file__).with_name("grid.toml")).rows
         if row.kind == "backward"
     ]
     said = {(row.shape, row.mask is not None) for row in found}
