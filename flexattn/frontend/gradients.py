@@ -22,6 +22,7 @@ from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
+from flexattn.records.untuned import note
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
@@ -147,6 +148,8 @@ def plan_backward(
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
+        if asked.options.tanh == "auto":  # a tuner would tune the ordinary kernel
+            note(problem, target, launch.choice.how, asked.score, asked.mask)
         _launches.put(key, launch)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
 
