@@ -91,7 +91,7 @@ def kind_of(name: str) -> Kind:
     for each in KINDS:
         if name == each:
             return each
-    raise InputError(f"--kind {name}", f"it is one of {', '.join(KINDS)}")
+    raise InputError(f"--kind {name}", f"it is {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def recorded_kind(name: str) -> RecordKind:

@@ -126,6 +126,12 @@ def test_a_record_of_a_backward_serves_and_is_told(tmp_path):
     assert [each["title"] for each in json.loads(done.stdout)["records"]] == [task.title]
 
 
+def test_its_kernel_is_rendered_without_a_device():
+    done = CliRunner().invoke(app, ["render", "causal", "--kind", "backward", "--json"])
+    found = json.loads(done.stdout)
+    assert found["problem"].startswith("backward bfloat16") and "DK" in found["source"]
+
+
 def test_it_goes_by_the_registry():
     """Every family of the kind that the device has is searched."""
     from flexattn.kernels.choose.registry import families, family_of
