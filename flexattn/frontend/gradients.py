@@ -63,8 +63,8 @@ class BackwardPlan(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def check_gradients(call: Call) -> None:
-    """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
+def check_gradients(call: Call) -> Asked:
+    """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
     asked = Asked.of(call)
     if asked.score is not None and derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         _check_deterministic(asked)
@@ -77,6 +77,7 @@ def check_gradients(call: Call) -> None:
     if _checked.get(key) is None:
         _check(call, asked)
         _checked.put(key, True)
+    return asked
 
 
 def _check(call: Call, asked: Asked) -> None:
