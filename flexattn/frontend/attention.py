@@ -14,12 +14,12 @@ from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
 from flexattn.frontend.derivative_check import agrees
-from flexattn.frontend.gradients import slots_of
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import functionals, tangent
 from flexattn.kernels.choose import options
 from flexattn.problem import FP8, checks, out_dtype
+from flexattn.problem.learned import slots_of
 from flexattn.problem.sinks import add_sinks
 from flexattn.runtime.compiler_context import without_collections
 from flexattn.runtime.launch import Outputs, strides_like

@@ -17,11 +17,13 @@ from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
-from flexattn.mods.derivative import derivatives, loaded_floats
-from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.mods.derivative import derivatives
+from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
+from flexattn.records.untuned import note
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
@@ -60,13 +62,6 @@ class BackwardPlan(NamedTuple):
 
     launch: BackwardLaunch
     rest: tuple[Any, ...]
-
-
-def slots_of(score: Bound | None) -> tuple[int, ...]:
-    """Which tensors of a score_mod get a gradient."""
-    if score is None or captures_of(score) is None:
-        return ()
-    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)
 
 
 def check_gradients(call: Call) -> Asked:
@@ -156,6 +151,8 @@ def plan_backward(
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
+        if asked.options.tanh == "auto":  # a tuner would tune the ordinary kernel
+            note(problem, target, launch.choice.how, asked.score, asked.mask)
         _launches.put(key, launch)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
 

@@ -71,6 +71,10 @@ class Lists(NamedTuple):
             found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
         return found
 
+    def to(self, where: torch.device) -> Lists:
+        """The lists on a device."""
+        return Lists(*(None if x is None else x.to(where) for x in self))  # type: ignore[arg-type]
+
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
         """What they mean to a kernel's code; `group` query heads share a KV head."""
         per_head = group > 1 and self.kv_num.shape[1] > 1

@@ -12,6 +12,7 @@ import flexattn
 from flexattn import explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.frontend import gradients
 from tests.support import inputs
 
 pytestmark = [
@@ -374,3 +375,12 @@ def test_functions_of_one_code_and_one_expression_are_told_apart():
     assert explain(*given, plain).route == "interpreter"
     assert explain(*given, detached).route == "reference"
     assert explain(*given, plain).route == "interpreter"
+
+
+def test_a_backward_without_a_record_is_listed_for_the_tuner(monkeypatch):
+    listed = []
+    monkeypatch.setattr(gradients, "note", lambda *given: listed.append(given))
+    wanted(attend, [x.requires_grad_() for x in inputs(1, 2, 2, 18, 20)])
+    ((problem, _, how, score, mask),) = listed
+    assert (problem.structure.kind, how, mask) == ("backward", "default", None)
+    assert score.mod.kind == "score"
