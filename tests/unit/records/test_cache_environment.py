@@ -134,7 +134,8 @@ def test_decode_depends_on_the_kernel_that_merges_its_splits(monkeypatch):
 
 
 # Those listed, and those of families that are not.
-EACH = [renderer_of(name) for name in (*RENDERERS, *unlisted("prefill", H200))]
+UNLISTED = [name for kind in ("prefill", "backward") for name in unlisted(kind, H200)]
+EACH = [renderer_of(name) for name in (*RENDERERS, *UNLISTED)]
 EVERY = {"prefill", "decode", "serving", "hopper", "amd"}
 
 
