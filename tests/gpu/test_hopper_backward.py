@@ -6,7 +6,7 @@ import torch
 import flexattn
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.device import detect
-from flexattn.frontend import gradients
+from flexattn.frontend import gradients, guards
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
@@ -58,10 +58,12 @@ def forced(monkeypatch):
             return Options(exact=exact)
 
         # What was prepared for the same facts had another config.
+        guards._seen.clear()
         monkeypatch.setattr(gradients, "_launches", Lru(64))
         monkeypatch.setattr(gradients, "_options", options)
 
-    return force
+    yield force
+    guards._seen.clear()
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
