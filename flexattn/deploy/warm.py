@@ -22,7 +22,7 @@ def warm(
     """Compile every kernel that flex_attention runs for a workload's calls on a device.
 
     Of calls that are differentiated it compiles the forward with lse, and the gradients' kernels
-    where this library's own serve; the small kernel of delta compiles at the first backward.
+    where this library's own serve; the small kernels around them compile at the first backward.
 
     workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
     read. return_lse: the calls ask for the log-sum-exp. A length that is not in the workload needs

@@ -1,4 +1,4 @@
-"""The backward's static defaults compile where they are offered, and spill little in a loop."""
+"""The Triton backward's static defaults compile where they are offered, and spill little in a loop."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import candidates
-from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.choose.options import Options
 from flexattn.kernels.triton_backward.source import render_delta
 from flexattn.mods.derivative import loaded_floats
 from flexattn.runtime.build import compile_source
@@ -24,7 +24,7 @@ CASES = [("sm_90", 128), ("sm_80", 128), ("gfx942", 128)]
 def served(wanted, device):
     """What dispatch takes where nothing was tuned: the first that fits and does not spill."""
     with override(mode="off"):
-        choice, kernel = compiled_for(wanted, device, NONE)
+        choice, kernel = compiled_for(wanted, device, Options(language="triton"))
     return choice, kernel
 
 
