@@ -1,4 +1,4 @@
-"""The Triton backward's static defaults compile where they are offered, and spill little in a loop."""
+"""The Triton backward's defaults compile where they are offered, and spill little in a loop."""
 
 from dataclasses import replace
 
