@@ -234,8 +234,8 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "v_box",
-            "v_box={v_box}: it is for 16 bits, and for a Q that lies in shared memory",
-            lambda c: c.v_box == 0 or (c.itemsize == 2 and c.q_in_regs == 0),
+            "v_box={v_box}: any head dimensions are served in 16 bits alone",
+            lambda c: c.itemsize == 2 or c.v_box == 0,
         ),
         Rule(
             "tma",
@@ -244,15 +244,23 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "q_in_regs",
-            "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
+            "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with"
+            " a v_box no multiple of 32 of them, or products of scores are as wide as those of "
+            "values",
             lambda c: (
                 c.q_in_regs == 0
                 or (
-                    c.qk_padded != 192
+                    not (c.qk_padded == 192 or c.v_box > 0)
                     and (
                         c.q_in_regs == c.qk_padded
                         or (c.q_in_regs >= 64 and 2 * c.q_in_regs == c.qk_padded)
                     )
+                )
+                or (
+                    c.q_in_regs <= c.qk_dim
+                    and c.v_box > 0
+                    and c.v_padded != c.BLOCK_N
+                    and c.q_in_regs % 32 == 0
                 )
             ),
         ),

@@ -26,6 +26,7 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, HopperPrefillCo
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
+    Tiles,
     output_and_stages,
     runs_of,
     tiles_of,
@@ -54,12 +55,20 @@ MAX_OFFSET = 7.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """cut: what follows a tile's name. held: Q's part in registers, "" where it is not there."""
+
+    cut: str
+    held: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One copy of Q or K. parts: suffixes that cut from it what wgmma multiplies."""
+    """One copy of Q or K, and what wgmma multiplies of it."""
 
     start: int
     width: int
-    parts: tuple[str, ...]
+    parts: tuple[_Part, ...]
 
 
 def render(
@@ -151,11 +160,9 @@ def render(
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
-        "qk_chunks": [
-            _Chunk(i * tiles.qk_width, tiles.qk_width, _cuts(parts, tiles.qk_width))
-            for i, parts in enumerate(tiles.qk_parts)
-        ],
+        "qk_chunks": _chunks(tiles, config.q_in_regs),
         "out_chunks": tiles.out_chunks,
+        "v_boxes": tiles.v_boxes,
         "unpadded": narrowed and unpadded_values.announcement(tiles.v_columns, tiles.v_width),
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
@@ -222,7 +229,15 @@ def render(
     )
 
 
-def _cuts(parts: tuple[tuple[int, int], ...], width: int) -> tuple[str, ...]:
-    if parts == ((0, width),):
-        return ("",)
-    return tuple(f".slice({start}, {size}, dim=1)" for start, size in parts)
+def _chunks(tiles: Tiles, q_in_regs: int) -> list[_Chunk]:
+    """The copies of Q and K, in order; the first q_in_regs columns of Q are in registers."""
+    found, held = [], 0
+    for i, parts in enumerate(tiles.qk_parts):
+        start, made = i * tiles.qk_width, []
+        for first, width in parts:
+            cut = f".slice({first}, {width}, dim=1)" if width < tiles.qk_width else ""
+            is_held = start + first + width <= q_in_regs
+            made.append(_Part(cut, f"q_regs[{held}]" if is_held else ""))
+            held += is_held
+        found.append(_Chunk(start, tiles.qk_width, tuple(made)))
+    return found

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
+from flexattn.kernels.hopper.case import BOX
 from flexattn.kernels.hopper.config import (
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
@@ -22,6 +23,10 @@ from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
+from flexattn.settings import current
+
+# Head dimensions that tiles of a power of two were made for, and measured: see stated/gluon.py.
+QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
@@ -72,8 +77,11 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None
-    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
-    for each in table:
+    box = boxes(structure)[0]
+    table = _IN_BOXES if box and structure.head_dim_v > 128 else _PREFERRED
+    for each in next((configs for limit, configs in table if widest <= limit), ()):
+        if box:
+            each = replace(each, v_box=box)
         if each.consumers > 2 and _moves(structure):
             continue  # each has a part of a run of its own, which rules out the pipeline
         if structure.fp8:
@@ -108,6 +116,21 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
 
 
+def boxes(structure: Structure) -> tuple[int, ...]:
+    """Values of v_box to try, the static default first: 0 where head dimensions have whole tiles.
+
+    First the widest of which V's columns are whole ones, as the manual draws operands of wgmma.
+    Boxes of 64 are fewer copies; of the last one products take the first columns alone.
+    """
+    qk, v = structure.head_dim_qk, structure.head_dim_v
+    known = qk in QK_DIMS and v in V_DIMS
+    asked = "head_dims" in current().experimental and not structure.fp8 and not structure.kv_dtype
+    if not asked or qk % 8 or v % 8 or max(qk, v) > 256 or (known and 96 not in (qk, v)):
+        return (0,)
+    whole = next(box for box in (64, 32, 16) if -(-v // 16) * 16 % box == 0)
+    return (*(0,) * known, whole, *(BOX,) * (whole != BOX))
+
+
 def _merges(structure: Structure, widest: int) -> bool:
     """Whether one copy of the consumers' code is as fast as one each, which takes twice the time
     to compile: it is 1 to 5 % faster where mods are read and at D 64, and 2 % slower where every
@@ -134,6 +157,8 @@ def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     if widest > 192 and reads:
         return False
     sparsity = structure.sparsity
+    if structure.head_dim_v > 128:
+        return True  # tiles of 64 keys
     return not 128 < widest <= 192 or sparsity is None or not (sparsity.runs or reads)
 
 
@@ -178,6 +203,12 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (192, (config(2, 128, 2), config(2, 64, 2))),
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
 )
+# The same of values of more than 128 columns in boxes: by a count of registers and shared memory.
+_IN_BOXES: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
+    (160, (config(2, 64, 2, held=160), config(2, 64, 2), config(2, 32, 2))),
+    (192, (config(2, 64, 2, held=192), config(2, 64, 2), config(2, 32, 2))),
+    (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
+)
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
@@ -191,6 +222,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     yield from (replace(each, lazy_rescale=False) for each in preferences(structure))
     shared = preferences(structure, pack_gqa=True)
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
+    box, *others = boxes(structure)
+    yield from (replace(each, v_box=other) for other in others for each in preferences(structure))
     if structure.fp8:
         yield from (
             replace(each, fp8_pv=True, lazy_rescale=lazy)
@@ -209,7 +242,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
-    parts = (0, 128) if columns == 256 else (0,)
+    parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
     if every and columns == 128:
         for each in preferences(structure):
             yield from (replace(each, q_in_regs=part) for part in (64, 128))
@@ -220,7 +253,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     kept = None if every else 1
     walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
-        tile = replace(config(consumers, width, stages, held=held), ptxas=preferred())
+        tile = config(consumers, width, stages, held=held)
+        tile = replace(tile, v_box=box, ptxas=preferred())
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)

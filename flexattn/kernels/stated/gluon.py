@@ -174,6 +174,13 @@ def _divides(tile: Any, block: Any) -> Any:
     return sp.Eq(sp.Mod(block, tile), 0)
 
 
+# The pass that narrows products of V tells them by an operand in registers, and by their width.
+held_parts = sp.And(
+    v_box > 0,
+    sp.Eq(sp.Mod(q_in_regs, 32), 0),
+    q_in_regs <= qk_dim,
+    sp.Ne(v_padded, BLOCK_N),
+)
 # Those of the numbers alone: the others are asked where these hold.
 SHAPE: tuple[Inequality, ...] = (
     Inequality(
@@ -251,8 +258,8 @@ FIT: tuple[Inequality, ...] = (
     _in_boxes(v_dim),
     Inequality(
         "v_box",
-        sp.Or(sp.Eq(v_box, 0), sp.And(sp.Eq(itemsize, 2), sp.Eq(q_in_regs, 0))),
-        "v_box={v_box}: it is for 16 bits, and for a Q that lies in shared memory",
+        sp.Or(sp.Eq(v_box, 0), sp.Eq(itemsize, 2)),
+        "v_box={v_box}: any head dimensions are served in 16 bits alone",
     ),
     Inequality(
         "tma",
@@ -264,15 +271,17 @@ FIT: tuple[Inequality, ...] = (
         "q_in_regs",
         sp.Or(
             sp.Eq(q_in_regs, 0),
+            held_parts,
             sp.And(
-                sp.Not(sp.Eq(qk_padded, 192)),
+                sp.Not(sp.Or(sp.Eq(qk_padded, 192), v_box > 0)),
                 sp.Or(
                     sp.Eq(q_in_regs, qk_padded),
                     sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
                 ),
             ),
         ),
-        "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
+        "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with a "
+        "v_box no multiple of 32 of them, or products of scores are as wide as those of values",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(
