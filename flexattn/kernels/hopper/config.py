@@ -19,6 +19,8 @@ CONSUMER_ROWS, WARPS = 64, 4
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+# The same of two consumers where the producer copies V in boxes, and keeps a place for each.
+BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +118,6 @@ class HopperPrefillConfig:
     @property
     def producer_regs(self) -> int:
         """Registers of a thread of the producer warpgroup."""
+        if self.v_box and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
+            return _BOXED_PRODUCER
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX
+from flexattn.kernels.hopper.case import BOX, whole
 from flexattn.kernels.hopper.config import (
+    BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
     HopperOrder,
@@ -80,8 +81,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     box = boxes(structure)[0]
     table = _IN_BOXES if box and structure.head_dim_v > 128 else _PREFERRED
     for each in next((configs for limit, configs in table if widest <= limit), ()):
-        if box:
-            each = replace(each, v_box=box)
+        each = _in_boxes(each, box)
         if each.consumers > 2 and _moves(structure):
             continue  # each has a part of a run of its own, which rules out the pipeline
         if structure.fp8:
@@ -119,7 +119,7 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
 def boxes(structure: Structure) -> tuple[int, ...]:
     """Values of v_box to try, the static default first: 0 where head dimensions have whole tiles.
 
-    First the widest of which V's columns are whole ones, as the manual draws operands of wgmma.
+    First the widest that are whole where products end, as the manual draws operands of wgmma.
     Boxes of 64 are fewer copies; of the last one products take the first columns alone.
     """
     qk, v = structure.head_dim_qk, structure.head_dim_v
@@ -127,8 +127,16 @@ def boxes(structure: Structure) -> tuple[int, ...]:
     asked = "head_dims" in current().experimental and not structure.fp8 and not structure.kv_dtype
     if not asked or qk % 8 or v % 8 or max(qk, v) > 256 or (known and 96 not in (qk, v)):
         return (0,)
-    whole = next(box for box in (64, 32, 16) if -(-v // 16) * 16 % box == 0)
-    return (*(0,) * known, whole, *(BOX,) * (whole != BOX))
+    exact = BOX if v % BOX == 0 else 32 if whole(v, 32) == whole(v, 16) else 16
+    return (*(0,) * known, exact, *(BOX,) * (exact != BOX))
+
+
+def _in_boxes(config: HopperPrefillConfig, v_box: int) -> HopperPrefillConfig:
+    """The config with that v_box, and the registers that this leaves its consumers."""
+    if not v_box:
+        return config
+    taken = BOXED_REGISTERS if config.consumers == 2 else config.consumer_regs
+    return replace(config, v_box=v_box, consumer_regs=taken)
 
 
 def _merges(structure: Structure, widest: int) -> bool:
@@ -223,7 +231,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     shared = preferences(structure, pack_gqa=True)
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
     box, *others = boxes(structure)
-    yield from (replace(each, v_box=other) for other in others for each in preferences(structure))
+    yield from (_in_boxes(each, other) for other in others for each in preferences(structure))
     if structure.fp8:
         yield from (
             replace(each, fp8_pv=True, lazy_rescale=lazy)
@@ -254,7 +262,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = config(consumers, width, stages, held=held)
-        tile = replace(tile, v_box=box, ptxas=preferred())
+        tile = _in_boxes(replace(tile, ptxas=preferred()), box)
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
