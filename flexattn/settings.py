@@ -117,8 +117,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "what has not run on a GPU yet, by name, with commas between: backward takes this "
         "library's backward kernels on a GPU, where torch's compiled flex_attention "
         "differentiates without it; compile makes a call under torch.compile a node of the graph, "
-        "which the call breaks without it, and is read once; head_dims serves prefill on Hopper by "
-        "its own template at every head dimension that is a multiple of 8, from 16 to 256",
+        "which the call breaks without it, and is read once; head_dims serves prefill on Hopper "
+        "by its own template at every head dimension that is a multiple of 8, from 16 to 256",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",

@@ -27,8 +27,8 @@ CAUSAL = {"mask_mod": causal, "runs": True}
 PRODUCT = re.compile(
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\S+ \{([^}]*)\}, (?:\{[^}]*\}|%rd\d+), %rd\d+"
 )
-# One of each form: boxes of 16 with two tiles of rows in flight, values wider than 128 columns with
-# Q in registers, a pair of which values alone are narrowed.
+# Boxes of 16, with two tiles of rows in flight; values of more than 128 columns; a pair of which
+# the last box is part full.
 QUICK = [(80, 80, "float16", {}), (160, 160, "bfloat16", CAUSAL), (200, 72, "bfloat16", {})]
 DIMS = (16, 40, 48, 56, 72, 80, 88, 104, 112, 136, 160, 176, 192, 208, 224, 240)
 PAIRS = (*((D, D) for D in DIMS), (192, 120), (64, 112), (80, 128), (128, 40))

@@ -21,6 +21,7 @@ from flexattn.problem import Structure
 # the widest swizzle.
 BOX = 64
 
+
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
     return Case(

@@ -61,9 +61,9 @@ class HopperPrefillConfig:
     more.
     pack_gqa: whether the consumers hold the same query rows of as many heads of one KV group;
     default False: 64 rows each of one head. Fills a tile where query positions are few.
-    v_box: columns of V of one TMA copy, 16, 32 or 64, where head dimensions are any multiples of 8:
-    Q, K and the output are then copied in boxes of 64, filled with zeros, and wgmma multiplies no
-    more of them than there are. Default 0: tiles of V as wide as a power of two.
+    v_box: columns of V of one TMA copy, 16, 32 or 64, where head dimensions are multiples of 8: Q,
+    K and the output are then copied in boxes of 64, filled with zeros, and wgmma multiplies no
+    more columns than there are. Default 0: tiles as wide as a power of two.
     merge_consumers: whether one consumer is compiled, and a pass over its PTX makes that of all
     (kernels/hopper/merge_consumers.py); default True, which halves the time to compile.
     ptxas: the assembler among those that Triton brings; default "", its own choice.

@@ -122,9 +122,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     def short(self, config: HopperPrefillConfig) -> str:
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
-        r, q, v: consumer_regs, q_in_regs and v_box, where they are no default. lazy: lazy_rescale; gqa:
-        pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong with
-        ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
+        r, q, v: consumer_regs, q_in_regs and v_box, where they are no default. lazy: lazy_rescale;
+        gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong
+        with ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
         """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
         if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):

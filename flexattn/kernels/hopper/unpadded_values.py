@@ -1,12 +1,12 @@
 """A pass over PTX: P V multiplies the columns that V has, not the power of two above.
 
 Gluon's tensors are powers of two wide, and so is the accumulator of P V; N of a wgmma is any
-multiple of 8. A thread's registers of an accumulator are in the order of its columns, four for each
-eight, so that those of the first N columns are the first of the list. A kernel that asks for this
-pass says in a comment of its inline assembly how many columns its products have; what is behind
-them it neither stores nor places in shared memory, and ptxas gives it no registers.
+multiple of 8. A thread's registers of an accumulator are in the order of its columns, four for
+each eight: those of the first N columns are the first of the list. A kernel that asks for this
+pass says in a comment of its inline assembly how many columns its products have. The others it
+stores as zeros, so that ptxas gives them no registers.
 
-Without the pass the kernel multiplies what lies behind its tiles and drops the result.
+Without the pass the kernel multiplies what its tiles of V hold behind them, and drops the result.
 """
 
 from __future__ import annotations

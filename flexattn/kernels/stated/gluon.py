@@ -24,7 +24,8 @@ CONFIG = (
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 # lists_differ: heads have lists of blocks of their own. mixed: k and v are narrower than q.
 PROBLEM = (
-    itemsize, qk_dim, v_dim, qk_padded, v_padded, out_padded, v_columns, mask_rows, mask_keys, runs,
+    itemsize, qk_dim, v_dim, qk_padded, v_padded, out_padded, v_columns,
+    mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
 ) = sp.symbols(
     "itemsize qk_dim v_dim qk_padded v_padded out_padded v_columns mask_rows mask_keys runs "
@@ -70,7 +71,9 @@ exchanged = let(
     "What a mod reads for keys or diagonals, at most two words for each, is exchanged there.",
 )
 loaded = let("loaded", q_tile + keys + values + exchanged + SHARED_SLACK)
-boxed = let("boxed", v_box > 0, "Of any head dimensions, copies of Q, K and the output have 64 columns.")
+boxed = let(
+    "boxed", v_box > 0, "Of any head dimensions, copies of Q, K and the output have 64 columns."
+)
 halved = let(
     "halved",
     sp.And(persistent, sp.Eq(qk_padded, 256), sp.Eq(v_padded, 256), sp.Not(boxed)),
@@ -84,9 +87,13 @@ three = let(
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
 in_parts = let("in_parts", sp.And(three, v_padded <= 128), "An output takes one or two of them.")
-in_whole = let("in_whole", sp.And(sp.Not(sp.Or(three, boxed)), sp.Eq(qk_padded, v_padded), sp.Not(halved)))
+in_whole = let(
+    "in_whole", sp.And(sp.Not(sp.Or(three, boxed)), sp.Eq(qk_padded, v_padded), sp.Not(halved))
+)
 in_boxes = let("in_boxes", sp.And(boxed, out_padded <= qk_padded))
-through_q = let("through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, ITEMSIZE)))
+through_q = let(
+    "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, ITEMSIZE))
+)
 two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
 early = let(
     "early",
@@ -158,7 +165,7 @@ REGISTERS = let.formula(
 def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
     words = (
         f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
-        "8 up to 256 are served with FLEXATTN_EXPERIMENTAL=head_dims"
+        "8 from 16 to 256 are in 16 bits, with FLEXATTN_EXPERIMENTAL=head_dims"
     )
     listed = sp.Or(*(sp.Eq(size, each) for each in among))
     return Inequality("head dimension", sp.Or(v_box > 0, listed), words)
