@@ -81,7 +81,9 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     box = boxes(structure)[0]
     table = _IN_BOXES if box and structure.head_dim_v > 128 else _PREFERRED
     for each in next((configs for limit, configs in table if widest <= limit), ()):
-        each = _in_boxes(each, box)
+        if box:
+            held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
+            each = replace(_in_boxes(each, box), q_in_regs=held)
         if each.consumers > 2 and _moves(structure):
             continue  # each has a part of a run of its own, which rules out the pipeline
         if structure.fp8:
@@ -94,11 +96,17 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         lazy = _rescales_lazily(structure, widest, reads or diagonal)
         found = replace(found, early_loads=not late, lazy_rescale=lazy)
         if structure.sparsity is not None:
-            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
+            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier at
+            # D 256. In boxes registers are left, and 64 rows of Q are as many bytes as 64 keys.
+            stays = box and structure.sparsity.runs
             # Some tiles are longer: the longest start first, and none waits for a block.
             section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.l2_swizzle
             found = replace(
-                found, q_in_regs=0, tile_scheduler="dynamic", order="sections", l2_swizzle=section
+                found,
+                q_in_regs=found.q_in_regs if stays else 0,
+                tile_scheduler="dynamic",
+                order="sections",
+                l2_swizzle=section,
             )
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before. Two consumers
@@ -133,8 +141,6 @@ def boxes(structure: Structure) -> tuple[int, ...]:
 
 def _in_boxes(config: HopperPrefillConfig, v_box: int) -> HopperPrefillConfig:
     """The config with that v_box, and the registers that this leaves its consumers."""
-    if not v_box:
-        return config
     taken = BOXED_REGISTERS if config.consumers == 2 else config.consumer_regs
     return replace(config, v_box=v_box, consumer_regs=taken)
 
@@ -262,7 +268,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
         tile = config(consumers, width, stages, held=held)
-        tile = _in_boxes(replace(tile, ptxas=preferred()), box)
+        tile = replace(tile, ptxas=preferred())
+        tile = _in_boxes(tile, box) if box else tile
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
