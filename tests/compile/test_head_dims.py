@@ -24,13 +24,11 @@ pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 
 H200 = named("nvidia-h200")
 CAUSAL = {"mask_mod": causal, "runs": True}
-PRODUCT = re.compile(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\S+ \{([^}]*)\}, (?:\{[^}]*\}|%rd\d+), %rd\d+"
-)
+PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\S+ \{([^}]*)\}, (\{|%rd)")
 # Boxes of 16, with two tiles of rows in flight; values of more than 128 columns; a pair of which
 # the last box is part full.
 QUICK = [(80, 80, "float16", {}), (160, 160, "bfloat16", CAUSAL), (200, 72, "bfloat16", {})]
-DIMS = (16, 40, 48, 56, 72, 80, 88, 104, 112, 136, 160, 176, 192, 208, 224, 240)
+DIMS = (40, 48, 56, 72, 80, 88, 104, 112, 136, 160, 176, 192, 208, 224, 240)
 PAIRS = (*((D, D) for D in DIMS), (192, 120), (64, 112), (80, 128), (128, 40))
 REST = [
     (*pair, dtype, mods)
@@ -45,20 +43,22 @@ def faults(wanted, config, tmp_path):
     taken = resources(compiled, H200)
     tiles = tiles_of(wanted.structure, config)
     products = PRODUCT.findall(compiled.asm["ptx"])
-    shapes = [int(columns) for columns, _ in products]
-    widths = sum(len(parts) for parts in tiles.qk_parts)
+    shapes = [int(columns) for columns, *_ in products]
+    # As often as each other, scores take a product for 16 columns, and values for 16 keys.
+    steps = -(-wanted.structure.head_dim_qk // 16)
+    values = shapes.count(tiles.v_columns)
+    if not config.q_in_regs:  # both may be as wide
+        values = sum(operand == "{" for _, _, operand in products)
+    scores = len(products) - values
     found = {
         "spills": taken.starved,
         "wgmma waits": taken.serialised,
         "columns": set(shapes) != {config.BLOCK_N, tiles.v_columns},
-        "accumulators": any(sums.count("%") * 2 != int(n) for n, sums in products),
-        "steps": shapes.count(config.BLOCK_N) * (config.BLOCK_N // 16)
-        != shapes.count(tiles.v_columns) * -(-wanted.structure.head_dim_qk // 16),
-        "parts": widths < 1,
+        "accumulators": any(sums.count("%") * 2 != int(n) for n, sums, _ in products),
+        "steps": scores * (config.BLOCK_N // 16) != values * steps,
         "shared memory": taken.shared > estimates(config, wanted.structure, H200)[0],
         "descriptors": read_before_written(compiled.asm["cubin"], tmp_path),
     }
-    found["columns"] |= config.BLOCK_N == tiles.v_columns
     names = [name for name, is_so in found.items() if is_so]
     return f"{describe(config)}: {', '.join(names)}: {taken} {shapes}" if names else ""
 
