@@ -14,6 +14,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import BuildError
+from flexattn.kernels.ptx.assembler import assembled_by
 from flexattn.runtime.machine_code import stack_size
 
 # One instruction that multiplies tiles: mma.sync, wgmma and tcgen05 in SASS; MFMA and WMMA.
@@ -93,7 +94,8 @@ def resources(compiled: Any, device: Device) -> Resources:
     shared = int(compiled.metadata.shared)
     if device.backend == "hip":
         return _amd(compiled.asm["amdgcn"], shared)
-    return _nvidia(compiled.asm["cubin"], compiled.asm["ptx"], shared, device)
+    with assembled_by(getattr(compiled.metadata, "ptxas", "")):
+        return _nvidia(compiled.asm["cubin"], compiled.asm["ptx"], shared, device)
 
 
 def _nvidia(cubin: bytes, ptx: str, shared: int, device: Device) -> Resources:

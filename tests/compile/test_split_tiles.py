@@ -23,7 +23,7 @@ UNIFORM = re.compile(r"\bUR(\d+)\b")
 
 def reads_and_writes(op, operands):
     """Numbers of the uniform registers that an instruction reads, and of those that it writes."""
-    width = 4 if "128" in op else 2 if "64" in op else 1
+    width = 4 if "128" in op else 2 if "64" in op or "WIDE" in op else 1
     target = re.fullmatch(r"UR(\d+)", operands[0])
     writes = range(int(target[1]), int(target[1]) + width) if target else ()
     reads = set()

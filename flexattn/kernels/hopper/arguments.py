@@ -21,7 +21,7 @@ def arguments(structure: Structure, config: HopperPrefillConfig) -> tuple[Argume
     tiles = tiles_of(structure, config)
     given, out = structure.dtype, structure.out_dtype
     # Of fp8, V comes in the output's dtype, or with its keys innermost.
-    keys, width = config.BLOCK_N, tiles.v_width
+    keys, width = config.BLOCK_N, tiles.v_box
     values = (given, width, keys) if config.fp8_pv else (out, keys, width)
     described = (
         descriptor("Q", given, CONSUMER_ROWS, tiles.qk_width),

@@ -17,6 +17,10 @@ from flexattn.kernels.hopper.config import (
 from flexattn.kernels.hopper.printed import Case
 from flexattn.problem import Structure
 
+# Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
+# the widest swizzle.
+BOX = 64
+
 
 def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
@@ -34,12 +38,13 @@ def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -
         config.lazy_rescale,
         1 if config.fp8_pv else 2,
         config.heads,
-        *_fixed(structure, device, config.BLOCK_N),
+        config.v_box,
+        *_fixed(structure, device, config.BLOCK_N, config.v_box),
     )
 
 
 @lru_cache(maxsize=1024)
-def _fixed(structure: Structure, device: Device, keys: int) -> tuple[Any, ...]:
+def _fixed(structure: Structure, device: Device, keys: int, v_box: int) -> tuple[Any, ...]:
     unit = CONSUMER_ROWS, keys
     qk, v, sparsity = structure.head_dim_qk, structure.head_dim_v, structure.sparsity
     blocks = (0, 0, False)
@@ -56,10 +61,25 @@ def _fixed(structure: Structure, device: Device, keys: int) -> tuple[Any, ...]:
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (qk if qk % 64 == 0 else columns(qk), columns(v))
+    held = (qk if qk % 64 == 0 else columns(qk), columns(v), columns(v), columns(v))
+    if v_box:
+        held = (whole(qk, BOX), columns(v), whole(v, BOX), multiplied(v, v_box))
     return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
 
 
 def columns(head_dim: int) -> int:
     """Columns of a tile in shared memory: a power of two of at least 64."""
     return max(64, power_above(head_dim))
+
+
+def whole(head_dim: int, box: int) -> int:
+    """Columns of as many boxes as cover a head dimension."""
+    return -(-head_dim // box) * box
+
+
+def multiplied(head_dim: int, v_box: int) -> int:
+    """Columns of V that wgmma multiplies: N of one is a multiple of 8.
+
+    Boxes narrower than 64 are whole: the manual tells of no N that ends within a swizzle's width.
+    """
+    return whole(head_dim, 8 if v_box == BOX else v_box)

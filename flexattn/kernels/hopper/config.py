@@ -19,6 +19,8 @@ CONSUMER_ROWS, WARPS = 64, 4
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 _PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+# The same of two consumers where the producer copies V in boxes, and keeps a place for each.
+BOXED_REGISTERS, _BOXED_PRODUCER = 232, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class HopperPrefillConfig:
     more.
     pack_gqa: whether the consumers hold the same query rows of as many heads of one KV group;
     default False: 64 rows each of one head. Fills a tile where query positions are few.
+    v_box: columns of V of one TMA copy, 16, 32 or 64, where head dimensions are multiples of 8: Q,
+    K and the output are then copied in boxes of 64, filled with zeros, and wgmma multiplies no
+    more columns than there are. Default 0: tiles as wide as a power of two.
     merge_consumers: whether one consumer is compiled, and a pass over its PTX makes that of all
     (kernels/hopper/merge_consumers.py); default True, which halves the time to compile.
     ptxas: the assembler among those that Triton brings; default "", its own choice.
@@ -79,6 +84,7 @@ class HopperPrefillConfig:
     fp8_pv: bool = False
     ping_pong_softmax: bool = False
     pack_gqa: bool = False
+    v_box: int = 0
     merge_consumers: bool = True
     ptxas: Ptxas = ""
 
@@ -112,4 +118,6 @@ class HopperPrefillConfig:
     @property
     def producer_regs(self) -> int:
         """Registers of a thread of the producer warpgroup."""
+        if self.v_box and self.consumers == 2 and self.consumer_regs <= BOXED_REGISTERS:
+            return _BOXED_PRODUCER
         return _PRODUCER_REGISTERS.get(self.consumers, 24)

@@ -122,15 +122,15 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
     def short(self, config: HopperPrefillConfig) -> str:
         """128x128 c2 s2 pingpong static heads has two consumers that alternate.
 
-        r, q: consumer_regs and q_in_regs, where they are no default. lazy: lazy_rescale; gqa:
-        pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong with
-        ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
+        r, q, v: consumer_regs, q_in_regs and v_box, where they are no default. lazy: lazy_rescale;
+        gqa: pack_gqa; fp8pv: fp8_pv; drains: no cross_tile_pipeline; pingpong-softmax: ping_pong
+        with ping_pong_softmax; then tile_scheduler and order. late: no early_loads.
         """
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} c{config.consumers} s{config.num_stages}"]
         if config.consumer_regs != CONSUMER_REGISTERS.get(config.consumers):
             parts.append(f"r{config.consumer_regs}")
-        if config.q_in_regs:
-            parts.append(f"q{config.q_in_regs}")
+        numbers = {"q": config.q_in_regs, "v": config.v_box}
+        parts += [f"{letter}{number}" for letter, number in numbers.items() if number]
         flags = {"lazy": config.lazy_rescale, "gqa": config.pack_gqa, "fp8pv": config.fp8_pv}
         parts += [word for word, holds in flags.items() if holds]
         parts += ["drains"] * (not config.cross_tile_pipeline)

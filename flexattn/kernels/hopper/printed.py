@@ -28,11 +28,14 @@ class Case:
     lazy_rescale: bool
     v_itemsize: int
     heads: int
+    v_box: int
     itemsize: int
     qk_dim: int
     v_dim: int
     qk_padded: int
     v_padded: int
+    out_padded: int
+    v_columns: int
     mask_rows: int
     mask_keys: int
     runs: bool
@@ -64,16 +67,19 @@ def shared_memory(c: Case) -> tuple[int, bool, int]:
     # What a mod reads for keys or diagonals, at most two words for each, is exchanged there.
     exchanged = 8 * c.consumers * max(c.BLOCK_N, 64) if c.loads_keys else 0
     loaded = exchanged + keys + q_tile + values + 1024
+    # Of any head dimensions, copies of Q, K and the output have 64 columns.
+    boxed = c.v_box > 0
     # An output of 256 columns leaves a persistent block in two halves.
-    halved = c.persistent and c.qk_padded == 256 and c.v_padded == 256
+    halved = c.persistent and not boxed and c.qk_padded == 256 and c.v_padded == 256
     out_rows = 32 * c.consumers if halved else 64 * c.consumers
-    output = 2 * out_rows * c.v_padded
+    output = 2 * c.out_padded * out_rows
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
-    three = c.qk_padded == 192
+    three = not boxed and c.qk_padded == 192
     # An output takes one or two of them.
     in_parts = three and c.v_padded <= 128
-    in_whole = not halved and not three and c.qk_padded == c.v_padded
-    through_q = c.itemsize == 2 and (in_parts or in_whole)
+    in_whole = not halved and c.qk_padded == c.v_padded and not (boxed or three)
+    in_boxes = boxed and c.out_padded <= c.qk_padded
+    through_q = c.itemsize == 2 and (in_boxes or in_parts or in_whole)
     two_parts = three and c.v_padded == 128
     # A persistent block loads its next Q while an output leaves, if there is room.
     early = c.persistent and not two_parts and loaded + output <= c.shared_limit
@@ -89,10 +95,12 @@ def registers(c: Case) -> int:
 
     Accumulator and scores in fp32, P, and what mods hold; loops of what passes do not spill.
     """
+    # Of any head dimensions, copies of Q, K and the output have 64 columns.
+    boxed = c.v_box > 0
     # Tiles of 192 columns are three parts of 64, each at an address of its own.
-    three = c.qk_padded == 192
+    three = not boxed and c.qk_padded == 192
     scores = c.BLOCK_N / 2
-    accumulator = c.v_padded / 2
+    accumulator = c.v_columns / 2
     # P in 16 bits. Weights of 8 take half the place, and the product that is added to the sum its
     # own.
     weights = accumulator + scores / 4 if c.v_itemsize == 1 else scores / 2
@@ -160,6 +168,11 @@ RULES: Rules[Case] = Rules(
             lambda c: c.consumers * (2 if c.ping_pong else 1) + 2 * c.num_stages + 2 <= 14,
         ),
         Rule(
+            "v_box",
+            "v_box={v_box} is not one of 0, 16, 32, 64",
+            lambda c: c.v_box in (0, 16, 32, 64),
+        ),
+        Rule(
             "order",
             "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there "
             "are",
@@ -190,13 +203,39 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "head dimension",
-            "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256",
-            lambda c: c.qk_dim in (64, 96, 128, 192, 256),
+            "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256; multiples of 8 from 16"
+            " to 256 are in 16 bits, with FLEXATTN_EXPERIMENTAL=head_dims",
+            lambda c: (
+                c.qk_dim == 64
+                or c.qk_dim == 96
+                or c.qk_dim == 128
+                or c.qk_dim == 192
+                or c.qk_dim == 256
+                or c.v_box > 0
+            ),
         ),
         Rule(
             "head dimension",
-            "head dimension {v_dim} is not one of 64, 96, 128, 256",
-            lambda c: c.v_dim in (64, 96, 128, 256),
+            "head dimension {v_dim} is not one of 64, 96, 128, 256; multiples of 8 from 16 to "
+            "256 are in 16 bits, with FLEXATTN_EXPERIMENTAL=head_dims",
+            lambda c: (
+                c.v_dim == 64 or c.v_dim == 96 or c.v_dim == 128 or c.v_dim == 256 or c.v_box > 0
+            ),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {qk_dim} is no multiple of 8 from 16 to 256",
+            lambda c: c.v_box == 0 or (c.qk_dim >= 16 and c.qk_dim <= 256 and c.qk_dim % 8 == 0),
+        ),
+        Rule(
+            "head dimension",
+            "head dimension {v_dim} is no multiple of 8 from 16 to 256",
+            lambda c: c.v_box == 0 or (c.v_dim >= 16 and c.v_dim <= 256 and c.v_dim % 8 == 0),
+        ),
+        Rule(
+            "v_box",
+            "v_box={v_box}: any head dimensions are served in 16 bits alone",
+            lambda c: c.itemsize == 2 or c.v_box == 0,
         ),
         Rule(
             "tma",
@@ -205,15 +244,23 @@ RULES: Rules[Case] = Rules(
         ),
         Rule(
             "q_in_regs",
-            "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
+            "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with"
+            " a v_box no multiple of 32 of them, or products of scores are as wide as those of "
+            "values",
             lambda c: (
                 c.q_in_regs == 0
                 or (
-                    c.qk_padded != 192
+                    not (c.qk_padded == 192 or c.v_box > 0)
                     and (
                         c.q_in_regs == c.qk_padded
                         or (c.q_in_regs >= 64 and 2 * c.q_in_regs == c.qk_padded)
                     )
+                )
+                or (
+                    c.q_in_regs <= c.qk_dim
+                    and c.v_box > 0
+                    and c.v_padded != c.BLOCK_N
+                    and c.q_in_regs % 32 == 0
                 )
             ),
         ),

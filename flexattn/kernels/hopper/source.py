@@ -16,7 +16,7 @@ from flexattn.kernels.base.source import (
     mod_context,
     traits_of,
 )
-from flexattn.kernels.hopper import merge_consumers
+from flexattn.kernels.hopper import merge_consumers, unpadded_values
 from flexattn.kernels.hopper.arguments import (
     arguments,
     consumer_arguments,
@@ -26,19 +26,21 @@ from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, HopperPrefillCo
 from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
+    Tiles,
     output_and_stages,
     runs_of,
     tiles_of,
     value_bytes,
 )
 from flexattn.kernels.printers.printed_score import PrintedScore
-from flexattn.kernels.ptx.assembler import effective
+from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
 
 TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
+UNPADDED = "hopper.unpadded_values"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
 HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
@@ -53,9 +55,20 @@ MAX_OFFSET = 7.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """cut: what follows a tile's name. held: Q's part in registers, "" where it is not there."""
+
+    cut: str
+    held: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
+    """One copy of Q or K, and what wgmma multiplies of it."""
+
     start: int
     width: int
+    parts: tuple[_Part, ...]
 
 
 def render(
@@ -78,6 +91,7 @@ def render(
     decay_skip = skips_far(structure, config)
     work_tile_in_smem = persistent or sparsity is not None or decay_skip
     fold_scale = structure.positive_scale if score is None else score.folded
+    narrowed = tiles.v_columns < tiles.v_width
     settings: dict[str, object] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -105,6 +119,8 @@ def render(
         settings["MAX_OFFSET"] = MAX_OFFSET
     if tiles.out_chunks > 1:
         settings["OUT_WIDTH"] = tiles.out_width
+    if config.v_box:
+        settings |= {"V_BOX": tiles.v_box, "V_BOXES": tiles.v_boxes, "V_COLUMNS": tiles.v_columns}
     if config.order == "sections":
         settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
     v_empty = HARDWARE_BARRIERS - config.num_stages
@@ -144,8 +160,10 @@ def render(
         "score": score,
         "mask": mask,
         "constants": (*settings.items(), *BASE_2),
-        "qk_chunks": [_Chunk(i * tiles.qk_width, tiles.qk_width) for i in range(tiles.qk_chunks)],
+        "qk_chunks": _chunks(tiles, config.q_in_regs),
         "out_chunks": tiles.out_chunks,
+        "v_boxes": tiles.v_boxes,
+        "unpadded": narrowed and unpadded_values.announcement(tiles.v_columns, tiles.v_width),
         "sparse": sparsity is not None,
         "has_full": sparsity is not None and sparsity.has_full,
         "persistent": persistent,
@@ -193,6 +211,11 @@ def render(
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     passes = (PASS,) if config.merges else ()
+    if narrowed:
+        passes = (*passes, UNPADDED)
+    ptxas = effective(config.ptxas)
+    if config.v_box and not ptxas and (ptxas := for_split_tiles()):
+        header.append(f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it")
     return make_source(
         TEMPLATE,
         device,
@@ -202,5 +225,19 @@ def render(
         WARPS,
         config.num_stages,
         "gluon",
-        stages=Stages(passes, effective(config.ptxas)),
+        stages=Stages(passes, ptxas),
     )
+
+
+def _chunks(tiles: Tiles, q_in_regs: int) -> list[_Chunk]:
+    """The copies of Q and K, in order; the first q_in_regs columns of Q are in registers."""
+    found, held = [], 0
+    for i, parts in enumerate(tiles.qk_parts):
+        start, made = i * tiles.qk_width, []
+        for first, width in parts:
+            cut = f".slice({first}, {width}, dim=1)" if width < tiles.qk_width else ""
+            is_held = start + first + width <= q_in_regs
+            made.append(_Part(cut, f"q_regs[{held}]" if is_held else ""))
+            held += is_held
+        found.append(_Chunk(start, tiles.qk_width, tuple(made)))
+    return found

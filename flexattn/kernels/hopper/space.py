@@ -11,7 +11,9 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
+from flexattn.kernels.hopper.case import BOX, whole
 from flexattn.kernels.hopper.config import (
+    BOXED_REGISTERS,
     CONSUMER_REGISTERS,
     CONSUMER_ROWS,
     HopperOrder,
@@ -22,6 +24,10 @@ from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
+from flexattn.settings import current
+
+# Head dimensions that tiles of a power of two were made for, and measured: see stated/gluon.py.
+QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 # Heads of a section where tiles of all heads are to lie side by side.
 EVERY_HEAD = 64
@@ -72,8 +78,12 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
     widest = max(structure.head_dim_qk, structure.head_dim_v)
     terms = structure.terms
     diagonal = terms is not None and terms.diagonal is not None
-    table = next((configs for limit, configs in _PREFERRED if widest <= limit), ())
-    for each in table:
+    box = boxes(structure)[0]
+    table = _IN_BOXES if box and structure.head_dim_v > 128 else _PREFERRED
+    for each in next((configs for limit, configs in table if widest <= limit), ()):
+        if box:
+            held = min(each.q_in_regs, structure.head_dim_qk // 32 * 32)
+            each = replace(_in_boxes(each, box), q_in_regs=held)
         if each.consumers > 2 and _moves(structure):
             continue  # each has a part of a run of its own, which rules out the pipeline
         if structure.fp8:
@@ -86,11 +96,17 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         lazy = _rescales_lazily(structure, widest, reads or diagonal)
         found = replace(found, early_loads=not late, lazy_rescale=lazy)
         if structure.sparsity is not None:
-            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier.
+            # Walking lists takes the registers that a part of Q would; runs end 2 % earlier at
+            # D 256. In boxes registers are left, and 64 rows of Q are as many bytes as 64 keys.
+            stays = box and structure.sparsity.runs
             # Some tiles are longer: the longest start first, and none waits for a block.
             section = EVERY_HEAD if _moves(structure) or widest <= 64 else found.l2_swizzle
             found = replace(
-                found, q_in_regs=0, tile_scheduler="dynamic", order="sections", l2_swizzle=section
+                found,
+                q_in_regs=found.q_in_regs if stays else 0,
+                tile_scheduler="dynamic",
+                order="sections",
+                l2_swizzle=section,
             )
         elif widest <= 128:
             # A block that stays begins a tile of rows while it ends the one before. Two consumers
@@ -106,6 +122,27 @@ def preferences(structure: Structure, pack_gqa: bool = False) -> Iterator[Hopper
         found = replace(found, merge_consumers=_merges(structure, widest))
         found = replace(found, ptxas=preferred())
         yield replace(found, cross_tile_pipeline=_forms(structure, found.tile_scheduler)[0])
+
+
+def boxes(structure: Structure) -> tuple[int, ...]:
+    """Values of v_box to try, the static default first: 0 where head dimensions have whole tiles.
+
+    First the widest that are whole where products end, as the manual draws operands of wgmma.
+    Boxes of 64 are fewer copies; of the last one products take the first columns alone.
+    """
+    qk, v = structure.head_dim_qk, structure.head_dim_v
+    known = qk in QK_DIMS and v in V_DIMS
+    asked = "head_dims" in current().experimental and not structure.fp8 and not structure.kv_dtype
+    if not asked or qk % 8 or v % 8 or max(qk, v) > 256 or (known and 96 not in (qk, v)):
+        return (0,)
+    exact = BOX if v % BOX == 0 else 32 if whole(v, 32) == whole(v, 16) else 16
+    return (*(0,) * known, exact, *(BOX,) * (exact != BOX))
+
+
+def _in_boxes(config: HopperPrefillConfig, v_box: int) -> HopperPrefillConfig:
+    """The config with that v_box, and the registers that this leaves its consumers."""
+    taken = BOXED_REGISTERS if config.consumers == 2 else config.consumer_regs
+    return replace(config, v_box=v_box, consumer_regs=taken)
 
 
 def _merges(structure: Structure, widest: int) -> bool:
@@ -134,6 +171,8 @@ def _rescales_lazily(structure: Structure, widest: int, reads: bool) -> bool:
     if widest > 192 and reads:
         return False
     sparsity = structure.sparsity
+    if structure.head_dim_v > 128:
+        return True  # tiles of 64 keys
     return not 128 < widest <= 192 or sparsity is None or not (sparsity.runs or reads)
 
 
@@ -178,6 +217,12 @@ _PREFERRED: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
     (192, (config(2, 128, 2), config(2, 64, 2))),
     (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
 )
+# The same of values of more than 128 columns in boxes: by a count of registers and shared memory.
+_IN_BOXES: tuple[tuple[int, tuple[HopperPrefillConfig, ...]], ...] = (
+    (160, (config(2, 64, 2, held=160), config(2, 64, 2), config(2, 32, 2))),
+    (192, (config(2, 64, 2, held=192), config(2, 64, 2), config(2, 32, 2))),
+    (256, (config(2, 64, 2, held=128), config(2, 64, 2), config(2, 32, 2))),
+)
 
 
 def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
@@ -191,6 +236,8 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     yield from (replace(each, lazy_rescale=False) for each in preferences(structure))
     shared = preferences(structure, pack_gqa=True)
     yield from (each for each in shared if each.heads > 1 and shares_keys(problem, each))
+    box, *others = boxes(structure)
+    yield from (_in_boxes(each, other) for other in others for each in preferences(structure))
     if structure.fp8:
         yield from (
             replace(each, fp8_pv=True, lazy_rescale=lazy)
@@ -209,7 +256,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     if every:
         counts, widths, depths = ((1, 2, 3), (32, 64, 128), (2, 3, 4))  # type: ignore[assignment]
     columns = structure.head_dim_qk
-    parts = (0, 128) if columns == 256 else (0,)
+    parts = (0, 128) if columns == 256 or (box and columns > 128) else (0,)
     if every and columns == 128:
         for each in preferences(structure):
             yield from (replace(each, q_in_regs=part) for part in (64, 128))
@@ -220,7 +267,9 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
     kept = None if every else 1
     walks = [(each, one) for each in schedulers for one in _forms(structure, each)[:kept]]
     for consumers, width, stages, held in product(counts, widths, depths, parts):
-        tile = replace(config(consumers, width, stages, held=held), ptxas=preferred())
+        tile = config(consumers, width, stages, held=held)
+        tile = replace(tile, ptxas=preferred())
+        tile = _in_boxes(tile, box) if box else tile
         tile = fit_to_mask(tile, structure)
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)

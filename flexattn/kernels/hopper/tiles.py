@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper.case import case_of, columns
+from flexattn.kernels.hopper.case import BOX, case_of, columns, multiplied, whole
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
+
+# Columns of Q and K that one wgmma of 16 bits multiplies.
+MMA_K = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,9 @@ class Tiles:
     """Sizes in elements, head dimensions as shared memory holds them.
 
     qk_width: head dimensions of one copy of Q or K; a tile is cut into qk_chunks of them where its
-    width is no power of two. v_width: of one copy of V.
+    width is no power of two. qk_parts: what wgmma multiplies of each, as first column and width.
+    v_width: of the accumulator, a power of two; of V, v_columns of them are multiplied. v_box,
+    v_boxes: of one copy of V, and how many there are.
     out_chunks: copies of the output, which leaves through tiles like those of Q, or through one
     after the other where a persistent block has no room for more.
     """
@@ -26,11 +31,11 @@ class Tiles:
     qk_chunks: int
     v_width: int
     out_chunks: int
-
-    @property
-    def out_width(self) -> int:
-        """Head dimensions of one copy of the output."""
-        return self.v_width // self.out_chunks
+    out_width: int
+    qk_parts: tuple[tuple[tuple[int, int], ...], ...]
+    v_columns: int
+    v_box: int
+    v_boxes: int = 1
 
     @property
     def qk_padded(self) -> int:
@@ -39,12 +44,32 @@ class Tiles:
 
 
 def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
-    """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end."""
-    qk, v = (columns(dim) for dim in (structure.head_dim_qk, structure.head_dim_v))
-    if structure.head_dim_qk % 64 == 0 and qk != structure.head_dim_qk:
-        return Tiles(64, structure.head_dim_qk // 64, v, 2 if v == 128 else 1)
-    halved = qk == v == 256 and config.tile_scheduler != "grid"
-    return Tiles(qk, 1, v, 2 if halved else 1)
+    """The tiles of a kernel: 192 is three copies of 64, 96 one of 128 with zeros at the end.
+
+    With a v_box 80 is two copies of 64, of which wgmma multiplies 64 + 16 columns.
+    """
+    qk_dim, v_dim = structure.head_dim_qk, structure.head_dim_v
+    qk, v = columns(qk_dim), columns(v_dim)
+    if config.v_box:
+        starts = range(0, qk_dim, BOX)
+        parts = tuple(_powers(min(BOX, whole(qk_dim - start, MMA_K))) for start in starts)
+        multiplied_columns = multiplied(v_dim, config.v_box)
+        boxes = -(-v_dim // config.v_box)
+        outputs = -(-v_dim // BOX)
+        return Tiles(
+            BOX, len(parts), v, outputs, BOX, parts, multiplied_columns, config.v_box, boxes
+        )
+    if qk_dim % 64 == 0 and qk != qk_dim:
+        chunks, outputs = qk_dim // 64, 2 if v == 128 else 1
+        return Tiles(64, chunks, v, outputs, v // outputs, (((0, 64),),) * chunks, v, v)
+    outputs = 2 if qk == v == 256 and config.tile_scheduler != "grid" else 1
+    return Tiles(qk, 1, v, outputs, v // outputs, (((0, qk),),), v, v)
+
+
+def _powers(width: int) -> tuple[tuple[int, int], ...]:
+    """A width as falling powers of two, each with where it starts: 48 is 32 and 16."""
+    bits = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
+    return tuple((sum(bits[:i]), size) for i, size in enumerate(bits))
 
 
 def value_bytes(structure: Structure, config: HopperPrefillConfig) -> int:

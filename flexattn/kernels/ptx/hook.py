@@ -73,6 +73,8 @@ def _change(made: dict[str, Any], wanted: Stages) -> None:
 
 
 def _assembled(ptxas: Ptxas, make: Callable[..., Any], given: Any, metadata: Any) -> Any:
+    if ptxas:
+        metadata["ptxas"] = ptxas
     with assembled_by(ptxas):
         return make(given, metadata)
 

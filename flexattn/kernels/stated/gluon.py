@@ -12,20 +12,23 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
+    v_box,
 ) = sp.symbols(
     "consumers BLOCK_N num_stages consumer_regs producer_regs "
-    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads"
+    "ping_pong persistent known_words l2_swizzle q_in_regs lazy_rescale v_itemsize heads v_box"
 )  # fmt: skip
 # A problem's sizes and truth values, a device's limits: as stated/symbols.py has them, but
-# for *_padded, which here are the columns of a tile in shared memory. itemsize: of q and k; that
+# for *_padded, which here are the columns of a tile in shared memory; v_columns of V's are
+# multiplied. itemsize: of q and k; that
 # of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 # lists_differ: heads have lists of blocks of their own. mixed: k and v are narrower than q.
 PROBLEM = (
-    itemsize, qk_dim, v_dim, qk_padded, v_padded, mask_rows, mask_keys, runs,
+    itemsize, qk_dim, v_dim, qk_padded, v_padded, out_padded, v_columns,
+    mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
 ) = sp.symbols(
-    "itemsize qk_dim v_dim qk_padded v_padded mask_rows mask_keys runs "
+    "itemsize qk_dim v_dim qk_padded v_padded out_padded v_columns mask_rows mask_keys runs "
     "decodes scored loads_keys loads_tile dense_layout lists_differ mixed"
 )  # fmt: skip
 DEVICE = (shared_limit, has_wgmma) = sp.symbols("shared_limit has_wgmma")
@@ -68,21 +71,29 @@ exchanged = let(
     "What a mod reads for keys or diagonals, at most two words for each, is exchanged there.",
 )
 loaded = let("loaded", q_tile + keys + values + exchanged + SHARED_SLACK)
+boxed = let(
+    "boxed", v_box > 0, "Of any head dimensions, copies of Q, K and the output have 64 columns."
+)
 halved = let(
     "halved",
-    sp.And(persistent, sp.Eq(qk_padded, 256), sp.Eq(v_padded, 256)),
+    sp.And(persistent, sp.Eq(qk_padded, 256), sp.Eq(v_padded, 256), sp.Not(boxed)),
     "An output of 256 columns leaves a persistent block in two halves.",
 )
 out_rows = let("out_rows", sp.Piecewise((ROWS // 2 * consumers, halved), (ROWS * consumers, True)))
-output = let("output", ITEMSIZE * out_rows * v_padded)
+output = let("output", ITEMSIZE * out_rows * out_padded)
 three = let(
     "three",
-    sp.Eq(qk_padded, 192),
+    sp.And(sp.Eq(qk_padded, 192), sp.Not(boxed)),
     "Tiles of 192 columns are three parts of 64, each at an address of its own.",
 )
 in_parts = let("in_parts", sp.And(three, v_padded <= 128), "An output takes one or two of them.")
-in_whole = let("in_whole", sp.And(sp.Not(three), sp.Eq(qk_padded, v_padded), sp.Not(halved)))
-through_q = let("through_q", sp.And(sp.Or(in_parts, in_whole), sp.Eq(itemsize, ITEMSIZE)))
+in_whole = let(
+    "in_whole", sp.And(sp.Not(sp.Or(three, boxed)), sp.Eq(qk_padded, v_padded), sp.Not(halved))
+)
+in_boxes = let("in_boxes", sp.And(boxed, out_padded <= qk_padded))
+through_q = let(
+    "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, ITEMSIZE))
+)
 two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
 early = let(
     "early",
@@ -106,7 +117,7 @@ SHARED_MEMORY = let.formula(
 
 # Registers of a consumer's thread.
 scores = let("scores", ROWS * BLOCK_N / THREADS)
-accumulator = let("accumulator", ROWS * v_padded / THREADS)
+accumulator = let("accumulator", ROWS * v_columns / THREADS)
 weights = let(
     "weights",
     sp.Piecewise((scores / 4 + accumulator, FP8_PV), (scores / 2, True)),
@@ -152,14 +163,31 @@ REGISTERS = let.formula(
 
 
 def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
-    words = f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}"
-    return Inequality("head dimension", sp.Or(*(sp.Eq(size, each) for each in among)), words)
+    words = (
+        f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
+        "8 from 16 to 256 are in 16 bits, with FLEXATTN_EXPERIMENTAL=head_dims"
+    )
+    listed = sp.Or(*(sp.Eq(size, each) for each in among))
+    return Inequality("head dimension", sp.Or(v_box > 0, listed), words)
+
+
+def _in_boxes(size: sp.Symbol) -> Inequality:
+    words = f"head dimension {{{size.name}}} is no multiple of 8 from 16 to 256"
+    fits = sp.And(sp.Eq(sp.Mod(size, 8), 0), size >= 16, size <= 256)
+    return Inequality("head dimension", sp.Or(sp.Eq(v_box, 0), fits), words)
 
 
 def _divides(tile: Any, block: Any) -> Any:
     return sp.Eq(sp.Mod(block, tile), 0)
 
 
+# The pass that narrows products of V tells them by an operand in registers, and by their width.
+held_parts = sp.And(
+    v_box > 0,
+    sp.Eq(sp.Mod(q_in_regs, 32), 0),
+    q_in_regs <= qk_dim,
+    sp.Ne(v_padded, BLOCK_N),
+)
 # Those of the numbers alone: the others are asked where these hold.
 SHAPE: tuple[Inequality, ...] = (
     Inequality(
@@ -199,6 +227,11 @@ SHAPE: tuple[Inequality, ...] = (
         "barriers: a block has 16, {num_stages} stages of {consumers} consumers need more",
     ),
     Inequality(
+        "v_box",
+        sp.Or(*(sp.Eq(v_box, each) for each in (0, 16, 32, 64))),
+        "v_box={v_box} is not one of 0, 16, 32, 64",
+    ),
+    Inequality(
         "order",
         sp.And(known_words, l2_swizzle >= 1),
         "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there are",
@@ -228,6 +261,13 @@ FIT: tuple[Inequality, ...] = (
     ),
     _one_of(qk_dim, QK_DIMS),
     _one_of(v_dim, V_DIMS),
+    _in_boxes(qk_dim),
+    _in_boxes(v_dim),
+    Inequality(
+        "v_box",
+        sp.Or(sp.Eq(v_box, 0), sp.Eq(itemsize, 2)),
+        "v_box={v_box}: any head dimensions are served in 16 bits alone",
+    ),
     Inequality(
         "tma",
         dense_layout,
@@ -238,15 +278,17 @@ FIT: tuple[Inequality, ...] = (
         "q_in_regs",
         sp.Or(
             sp.Eq(q_in_regs, 0),
+            held_parts,
             sp.And(
-                sp.Not(sp.Eq(qk_padded, 192)),
+                sp.Not(sp.Or(sp.Eq(qk_padded, 192), v_box > 0)),
                 sp.Or(
                     sp.Eq(q_in_regs, qk_padded),
                     sp.And(sp.Eq(2 * q_in_regs, qk_padded), q_in_regs >= 64),
                 ),
             ),
         ),
-        "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them",
+        "q_in_regs={q_in_regs} is not 0, all {qk_padded} columns of Q, or half of them; with a "
+        "v_box no multiple of 32 of them, or products of scores are as wide as those of values",
     ),
     # Along a run each consumer may have a row of blocks of its own.
     Inequality(

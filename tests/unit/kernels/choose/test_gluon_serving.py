@@ -45,7 +45,7 @@ FORCED = parse({"BACKEND": "GLUON"})
 
 
 def test_one_switch_decides_what_serves_untuned(monkeypatch):
-    wanted, other = problem(), problem(D=80)
+    wanted, other = problem(), problem(D=94)
     for language in ("triton", "gluon"):
         monkeypatch.setattr(hopper, "LEADS", language == "gluon")
         assert default(wanted, H200).language == language
@@ -87,7 +87,7 @@ def test_a_record_of_the_other_language_is_not_taken(monkeypatch):
         ({}, FORCED, "default", "forced"),
         ({}, NONE, "default", "static default"),
         ({"layout": STRIDED}, NONE, "default", "inner stride 1"),
-        ({"D": 80, "Dv": 80}, NONE, "default", "not one of 64, 96"),
+        ({"D": 94, "Dv": 94}, NONE, "default", "not one of 64, 96"),
         ({"D": 512, "Dv": 512}, NONE, "default", "cannot run"),
         ({}, Options(BLOCK_M=64), "forced", "without BACKEND"),
         ({}, NONE, "hit", "record"),

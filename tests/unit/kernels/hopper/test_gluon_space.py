@@ -70,9 +70,15 @@ BREAKS = [
     ("fp8_pv", replace(PLAIN, fp8_pv=True, BLOCK_N=16), {"dtype": "float8_e4m3fn"}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 80, "Dv": 128}, H200),
     ("head dimension", replace(PLAIN, BLOCK_N=32), {"D": 128, "Dv": 192}, H200),
+    ("head dimension", replace(PLAIN, v_box=16), {"D": 92, "Dv": 128}, H200),
+    ("head dimension", replace(PLAIN, v_box=16), {"D": 128, "Dv": 8}, H200),
+    ("v_box", replace(PLAIN, v_box=128), {}, H200),
+    ("v_box", replace(PLAIN, v_box=64), {"dtype": "float8_e4m3fn"}, H200),
     ("tma", PLAIN, {"layout": STRIDED}, H200),
     ("q_in_regs", replace(PLAIN, q_in_regs=32), {}, H200),
     ("q_in_regs", replace(PLAIN, q_in_regs=96, BLOCK_N=64), {"D": 192, "Dv": 128}, H200),
+    ("q_in_regs", replace(PLAIN, q_in_regs=160, v_box=32), {"D": 152, "Dv": 64}, H200),
+    ("q_in_regs", replace(PLAIN, q_in_regs=64, v_box=16), {"D": 80}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (64, 128)}, H200),
     ("mask block", PLAIN, {"mask_mod": causal, "block": (128, 192)}, H200),
     ("pack_gqa", replace(PLAIN, pack_gqa=True), {"mask_mod": causal, "per_head": True}, H200),
@@ -91,6 +97,7 @@ configs = st.builds(
     lazy_rescale=st.booleans(),
     fp8_pv=st.booleans(),
     pack_gqa=st.booleans(),
+    v_box=st.sampled_from([0, 0, 16, 48, 64]),
 )
 cases = st.builds(
     problem,
