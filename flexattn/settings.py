@@ -54,7 +54,7 @@ class Settings:
 
 
 # What has passed its tests on the CPU alone.
-EXPERIMENTAL = ("backward", "compile")
+EXPERIMENTAL = ("backward", "compile", "dropout")
 
 # Name, default, meaning: the README's table is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
@@ -117,7 +117,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "what has not run on a GPU yet, by name, with commas between: backward takes this "
         "library's backward kernels on a GPU, where torch's compiled flex_attention "
         "differentiates without it; compile makes a call under torch.compile a node of the graph, "
-        "which the call breaks without it, and is read once",
+        "which the call breaks without it, and is read once; dropout lets calls drop weights on a "
+        "GPU, beside backward where they are differentiated",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",

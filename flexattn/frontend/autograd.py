@@ -56,7 +56,8 @@ class _Attention(torch.autograd.Function):
         outputs = planned.run()
         assert outputs.lse is not None
         masked = () if asked.mask is None else asked.mask.tensors
-        ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, *captured, *masked)
+        seed = None if asked.dropout is None else asked.dropout.seed
+        ctx.save_for_backward(q, k, v, outputs.out, outputs.lse, sinks, seed, *captured, *masked)
         ctx.set_materialize_grads(False)
         if outputs.max_scores is not None:
             ctx.mark_non_differentiable(outputs.max_scores)
@@ -102,8 +103,8 @@ def _gradients(
     *saved: Any,
 ) -> tuple[Tensor | None, ...]:
     """Those of (q, k, v, sinks, *captured); wanted: which of them are asked for."""
-    q, k, v, out, lse, sinks, *others = saved
-    asked = _with_tensors(asked, others[:captures], others[captures:])
+    q, k, v, out, lse, sinks, seed, *others = saved
+    asked = _with_tensors(asked, others[:captures], others[captures:], seed)
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
     lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
@@ -134,11 +135,15 @@ def _dense(x: Tensor) -> Tensor:
 
 def _without_tensors(asked: Asked) -> Asked:
     score, mask = (x and x._replace(tensors=()) for x in (asked.score, asked.mask))
-    return asked._replace(score=score, mask=mask)
+    dropout = asked.dropout and asked.dropout._replace(seed=None)
+    return asked._replace(score=score, mask=mask, dropout=dropout)
 
 
-def _with_tensors(asked: Asked, score: list[Tensor], mask: list[Tensor]) -> Asked:
+def _with_tensors(
+    asked: Asked, score: list[Tensor], mask: list[Tensor], seed: Tensor | None
+) -> Asked:
     return asked._replace(
         score=asked.score and asked.score._replace(tensors=tuple(score)),
         mask=asked.mask and asked.mask._replace(tensors=tuple(mask)),
+        dropout=asked.dropout and asked.dropout._replace(seed=seed),
     )

@@ -18,6 +18,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives, loaded_floats
 from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
@@ -35,8 +36,8 @@ _checked: Lru[Any, bool] = Lru(1024)
 class Asked(NamedTuple):
     """What a backward keeps of its call beside the saved tensors.
 
-    score, mask: the mods as bound, without their tensors while they are saved apart.
-    slots: of the score_mod's tensors that get a gradient.
+    score, mask, dropout: the mods as bound, and what is dropped, without their tensors while they
+    are saved apart. slots: of the score_mod's tensors that get a gradient.
     """
 
     score: Bound | None
@@ -45,13 +46,15 @@ class Asked(NamedTuple):
     scale: float
     options: Options
     slots: tuple[int, ...]
+    dropout: Dropout | None
 
     @classmethod
     def of(cls, call: Call) -> Asked:
         """What the backward of an admitted call keeps."""
         return cls(
-            call.score, call.mask, call.block_mask, call.scale, call.options, slots_of(call.score)
-        )
+            call.score, call.mask, call.block_mask, call.scale, call.options,
+            slots_of(call.score), call.dropout,
+        )  # fmt: skip
 
 
 class BackwardPlan(NamedTuple):
@@ -143,7 +146,7 @@ def plan_backward(
     key = (
         *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
-        settings.mode, settings.cache, settings.cache_dir, generation(),
+        asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -154,7 +157,7 @@ def plan_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
         _launches.put(key, launch)
-    return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
+    return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask, asked.dropout))
 
 
 def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None) -> Problem:
@@ -177,6 +180,7 @@ def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | N
         tf32=checks.tf32_allowed(q, asked.options.tf32),
         tanh=asked.options.tanh,
         grads=asked.slots,
+        dropout=asked.dropout is not None,
         broadcast_kv=k.shape[0] < B,
     )
 

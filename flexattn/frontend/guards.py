@@ -147,7 +147,8 @@ def as_given(given: Call, call: Call) -> bool:
 def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[Any, ...]) -> None:
     """Keep how a call was served, if a later one can be told to be the same."""
     call, block_mask = plan.call, given.block_mask
-    if key is None or not _PLAIN.issuperset(map(type, call.tensors)):
+    # Of dropout every call has a seed of its own.
+    if key is None or call.dropout is not None or not _PLAIN.issuperset(map(type, call.tensors)):
         return
     score = mask = None
     if given.score_mod is not None:

@@ -18,40 +18,50 @@ _LOG2E = 1.0 / math.log(2.0)
 
 
 def saved_softmax(
-    scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
+    scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, drop: Tensor | None, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     """out, and lse as the forward makes it, through base 2; both with gradients.
 
-    scores [b, h, m, n], v [b, kv heads, n, i].
+    scores [b, h, m, n], v [b, kv heads, n, i]; drop like scores: what dropout multiplies weights by.
 
     Method: FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4).
     """
     apply: Any = _Saved.apply
-    found: tuple[Tensor, Tensor] = apply(scores, v, out.detach(), lse.detach(), rounding)
+    found: tuple[Tensor, Tensor] = apply(
+        scores, v, out.detach(), lse.detach(), drop, rounding
+    )
     return found
 
 
 class _Saved(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, rounding: Rounding
+        ctx: Any,
+        scores: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        drop: Tensor | None,
+        rounding: Rounding,
     ) -> tuple[Tensor, Tensor]:
         lse = lse * _LOG2E * math.log(2.0)
-        ctx.save_for_backward(scores, v, rounding.store(out).to(out.dtype), lse)
+        ctx.save_for_backward(scores, v, rounding.store(out).to(out.dtype), lse, drop)
         ctx.rounding = rounding
         return out.clone(), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        scores, v, out, lse = ctx.saved_tensors
+        scores, v, out, lse, drop = ctx.saved_tensors
         b, heads, rows, keys = scores.shape
         kv_heads, width = v.shape[1], v.shape[-1]
         shared = heads * rows // kv_heads
         shift = torch.where(lse == -math.inf, 0.0, lse)
         p = torch.exp(scores - shift[..., None])
         grouped = dout.reshape(b, kv_heads, shared, width)
-        dv = ctx.rounding.weights(p).reshape(b, kv_heads, shared, keys).mT @ grouped
-        dp = (grouped @ v.mT).reshape(scores.shape)
+        weights, dp = ctx.rounding.weights(p), (grouped @ v.mT).reshape(scores.shape)
+        if drop is not None:
+            weights, dp = weights * drop, dp * drop
+        dv = weights.reshape(b, kv_heads, shared, keys).mT @ grouped
         delta = (out * dout).sum(-1) - dlse
         ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
-        return ds, dv, None, None, None
+        return ds, dv, None, None, None, None
