@@ -48,8 +48,8 @@ def kept(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
     """
     assert dropout.seed is not None
     b, h, q, k = lanes
-    rows, row = torch.unique(q // 16 * 8 + q % 8, return_inverse=True)
-    keys, key = torch.unique(k // 16 * 4 + k // 2 % 4, return_inverse=True)
+    rows, row = torch.unique(q & ~8, return_inverse=True)
+    keys, key = torch.unique(k & ~9, return_inverse=True)
     head = (b[:, None] * heads + h)[..., None, None] & _WORD
     seed = dropout.seed.reshape(())
     words = philox4x32(

@@ -93,6 +93,7 @@ def render(
         "sinks": structure.sinks != "",
         "decay_skip": skips_far(structure, config),
         "dropout": structure.dropout,
+        "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
         "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
     }

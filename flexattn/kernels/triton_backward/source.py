@@ -70,6 +70,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         **_products(structure, device),
         "use_tma": config.use_tma,
         "dropout": structure.dropout,
+        "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
         "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
     }
