@@ -145,7 +145,7 @@ def attend(
     out = flex_attention(
         query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
         sinks=None if s_aux is None else s_aux.reshape(-1),
-        dropout_p=dropout if module.training else 0.0,
+        dropout_p=dropout if dropout and module.training else 0.0,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
