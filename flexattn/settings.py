@@ -117,8 +117,8 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "what has not run on a GPU yet, by name, with commas between: backward takes this "
         "library's backward kernels on a GPU, where torch's compiled flex_attention "
         "differentiates without it; compile makes a call under torch.compile a node of the graph, "
-        "which the call breaks without it, and is read once; dropout lets calls drop weights on a "
-        "GPU, beside backward where they are differentiated",
+        "which the call breaks without it, and is read once; dropout serves calls that drop "
+        "weights on a GPU, beside backward where they are differentiated",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",

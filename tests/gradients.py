@@ -8,7 +8,6 @@ from flexattn.problem.dropout import Dropout
 from flexattn.reference import Precision, attention
 from tests.support import assert_close_as, block_mask
 
-
 SEED = 11
 
 

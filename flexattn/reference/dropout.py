@@ -57,7 +57,7 @@ def kept(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
     )
     # Of each call: far rows, far keys, odd keys.
     halves = torch.stack([x >> shift & 0x7FFF for x in words for shift in (0, 16)], -1)
-    found = (halves >= dropout.below).unflatten(-1, (2, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6)
+    found: Tensor = (halves >= dropout.below).unflatten(-1, (2, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6)
     found = found.flatten(4).flatten(2, 3)
     found = found.index_select(2, row * 2 + q // 8 % 2)
     return found.index_select(3, key * 4 + k // 8 % 2 * 2 + k % 2)

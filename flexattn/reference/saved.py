@@ -22,14 +22,13 @@ def saved_softmax(
 ) -> tuple[Tensor, Tensor]:
     """out, and lse as the forward makes it, through base 2; both with gradients.
 
-    scores [b, h, m, n], v [b, kv heads, n, i]; drop like scores: what dropout multiplies weights by.
+    scores [b, h, m, n], v [b, kv heads, n, i]; drop like scores: what dropout multiplies weights
+    by.
 
     Method: FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4).
     """
     apply: Any = _Saved.apply
-    found: tuple[Tensor, Tensor] = apply(
-        scores, v, out.detach(), lse.detach(), drop, rounding
-    )
+    found: tuple[Tensor, Tensor] = apply(scores, v, out.detach(), lse.detach(), drop, rounding)
     return found
 
 

@@ -34,7 +34,7 @@ def compiled(kind, D, more, options, device=H200):
 
 @pytest.mark.parametrize("name", CASES)
 def test_loops_keep_to_their_registers_and_eight_weights_share_a_call(name):
-    """Each weight made a call of its own where LLVM could not tell that its index was another's."""
+    """LLVM made a call for each weight where it could not tell that two indices are one."""
     *case, calls = CASES[name]
     choice, kernel = compiled(*case)
     taken = resources(kernel, H200)

@@ -1,6 +1,7 @@
 """Calls with dropout: where the seed comes from, what is refused, what stays as it was."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import guards
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import route_of
-from flexattn.frontend.compiled import rules
 from flexattn.frontend.call import Call
+from flexattn.frontend.compiled import rules
 from flexattn.problem import fingerprint
 from flexattn.records.key import key_of
 from flexattn.settings import override
@@ -123,6 +124,7 @@ def test_a_kernel_with_it_is_filed_apart_and_others_where_they_were():
 
 def test_calls_are_not_remembered():
     """Every one has a seed of its own, which a remembered launch would repeat."""
-    given = Call(*inputs(1, 2, 2, 8, 8), **P)
-    guards.remember(("key",), given, plan := type("Plan", (), {"call": make_call(*given[:3], **P)}), ())
-    assert plan.call.dropout is not None and guards._seen.get(("key",)) is None
+    given = make_call(*inputs(1, 2, 2, 8, 8), **P)
+    plan = SimpleNamespace(call=given)  # a launch would be asked for its device
+    guards.remember(("key",), given, plan, ())
+    assert guards._seen.get(("key",)) is None

@@ -29,9 +29,7 @@ def mask(p, seed=5, sizes=SIZES):
 
 @pytest.mark.parametrize(("counter", "key", "rounds", "words"), KNOWN)
 def test_known_answers(counter, key, rounds, words):
-    found = philox4x32(
-        tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)), rounds
-    )
+    found = philox4x32(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)), rounds)
     assert tuple(map(int, found)) == words
 
 
