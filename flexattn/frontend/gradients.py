@@ -16,12 +16,14 @@ from flexattn.frontend.call import Call
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
-from flexattn.mods.derivative import derivatives, loaded_floats
-from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.mods.derivative import derivatives
+from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
+from flexattn.records.untuned import note
 from flexattn.runtime.backward import BackwardLaunch, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
@@ -64,15 +66,8 @@ class BackwardPlan(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def slots_of(score: Bound | None) -> tuple[int, ...]:
-    """Which tensors of a score_mod get a gradient."""
-    if score is None or captures_of(score) is None:
-        return ()
-    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)
-
-
-def check_gradients(call: Call) -> None:
-    """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
+def check_gradients(call: Call) -> Asked:
+    """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
     asked = Asked.of(call)
     if asked.score is not None and derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         _check_deterministic(asked)
@@ -85,6 +80,7 @@ def check_gradients(call: Call) -> None:
     if _checked.get(key) is None:
         _check(call, asked)
         _checked.put(key, True)
+    return asked
 
 
 def _check(call: Call, asked: Asked) -> None:
@@ -156,6 +152,9 @@ def plan_backward(
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
+        # A tuner would tune the ordinary kernel.
+        if asked.options.tanh == "auto" and asked.dropout is None:
+            note(problem, target, launch.choice.how, asked.score, asked.mask)
         _launches.put(key, launch)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask, asked.dropout))
 
