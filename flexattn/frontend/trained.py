@@ -26,7 +26,8 @@ class Trained:
 
     launch, rest: of the forward. asked: what the backward keeps of the call, without tensors and
     the block mask, which is not kept alive. captured, masked: the mods' tensors, the second with
-    the seed of dropout behind them; learns: which of the first require grad. lse: whether the caller asked for it.
+    the seed of dropout behind them; learns: which of the first require grad. lse: whether the
+    caller asked for it.
     """
 
     __slots__ = (
