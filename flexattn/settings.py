@@ -54,7 +54,7 @@ class Settings:
 
 
 # What has passed its tests on the CPU alone.
-EXPERIMENTAL = ("backward", "compile", "head_dims")
+EXPERIMENTAL = ("backward", "compile", "head_dims", "dropout")
 
 # Name, default, meaning: the README's table is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
@@ -118,7 +118,9 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "library's backward kernels on a GPU, where torch's compiled flex_attention "
         "differentiates without it; compile makes a call under torch.compile a node of the graph, "
         "which the call breaks without it, and is read once; head_dims serves prefill on Hopper "
-        "by its own template at every head dimension that is a multiple of 8, from 16 to 256",
+        "by its own template at every head dimension that is a multiple of 8, from 16 to 256; "
+        "dropout serves calls that drop weights on a GPU, beside backward where they are "
+        "differentiated",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",

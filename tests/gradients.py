@@ -4,8 +4,18 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
+from flexattn.problem.dropout import Dropout
 from flexattn.reference import Precision, attention
 from tests.support import assert_close_as, block_mask
+
+SEED = 11
+
+
+def drawn(p, device):
+    """What a call drops that is made right after torch.manual_seed(SEED)."""
+    torch.manual_seed(SEED)
+    dropout = Dropout.of(p)
+    return dropout and dropout.drawn(torch.device(device))
 
 
 def cotangents(q, v, lse):
@@ -39,12 +49,14 @@ def assert_gradients(q, k, v, **call):
 
 def compared(
     q, k, v, *, make=None, tensors=(), mask_mod=None, block=16, lse=True, sinks=None,
-    kernel_options=None, scale=None,
+    kernel_options=None, scale=None, dropout_p=0.0,
 ):  # fmt: skip
     """Of q, k, v, sinks and tensors: ours, the oracle's and the reference run's gradients.
 
     make(*tensors) gives the score_mod that captures them. lse: its gradient comes in, too.
+    dropout_p: the oracle drops the same weights.
     """
+    dropout = drawn(dropout_p, q.device)
     mask = block_mask(mask_mod, q, k, block)
     grads = cotangents(q, v, lse)
     given = [q, k, v, *([] if sinks is None else [sinks]), *tensors]
@@ -58,9 +70,10 @@ def compared(
         return call
 
     def ours(q, k, v, score_mod, sinks):
+        torch.manual_seed(SEED)
         out, aux = flexattn.flex_attention(
             q, k, v, score_mod, mask, scale, enable_gqa=True, sinks=sinks,
-            kernel_options=kernel_options, return_aux=AuxRequest(lse=lse),
+            kernel_options=kernel_options, return_aux=AuxRequest(lse=lse), dropout_p=dropout_p,
         )  # fmt: skip
         return out, aux.lse
 
@@ -68,7 +81,7 @@ def compared(
         def run(q, k, v, score_mod, sinks):
             found = attention(
                 q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, sinks=sinks,
-                precision=precision,
+                dropout=dropout, precision=precision,
             )  # fmt: skip
             return found.out, found.lse
 

@@ -17,6 +17,7 @@ from flexattn.kernels.choose import options
 from flexattn.mods import Bound, Identity, bind, look
 from flexattn.problem import DTYPES, FP8, checks
 from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.mask_class import keeps_all
 from flexattn.util.lru import Lru
 
@@ -33,7 +34,7 @@ def admit(given: Call) -> Call:
     """The call as kernels take it; raises InputError, ConfigError and ModError for what none can.
 
     Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
-    contiguous, the scale is a float, and a mask that keeps everything is None.
+    contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
     """
     text = repr(given.kernel_options)
     chosen = _options.get(text)
@@ -56,6 +57,7 @@ def admit(given: Call) -> Call:
         checks.check_descales(descales, q, k)
         descales = Descales(*(None if x is None else x.resolve_neg() for x in descales))
     scale = checks.check_scale(given.scale, q.shape[-1])
+    dropout_p = checks.check_dropout(given.dropout_p)
     block_mask = given.block_mask
     score = mask = look_at_score = look_at_mask = None
     if given.score_mod is not None:
@@ -67,8 +69,8 @@ def admit(given: Call) -> Call:
         mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
     return Call(
         q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
-        given.kernel_options, given.return_aux, sinks, *descales, score, mask, chosen,
-        (look_at_score, look_at_mask),
+        given.kernel_options, given.return_aux, sinks, *descales, dropout_p, score, mask, chosen,
+        (look_at_score, look_at_mask), Dropout.of(dropout_p),
     )  # fmt: skip
 
 

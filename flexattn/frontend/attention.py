@@ -14,6 +14,7 @@ from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
 from flexattn.frontend.derivative_check import agrees
+from flexattn.frontend.dropout import check_dropout, drawn, without_torch
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import functionals, tangent
@@ -46,6 +47,7 @@ def flex_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the scores modified and masked by two Python callables, as torch defines it.
 
@@ -60,6 +62,9 @@ def flex_attention(
     q_descale [B, Hq], k_descale, v_descale [B or 1, Hkv]: float32 factors of each head of float8
     inputs, 1 where None: scores are scaled before score_mod sees them, values in what comes out.
     Those of query and key are above 0, else their heads give NaN.
+    dropout_p: the share of the weights that is dropped, from 0 to 1, with a seed from torch's
+    default generator of query's device; those that are kept are divided by 1 - dropout_p. As with
+    torch's scaled_dot_product_attention it is for the caller to pass 0 outside of training.
 
     Returns out [B, Hq, L, Ev] in query's dtype, bfloat16 for float8; with return_lse also lse
     [B, Hq, L] (float32, natural log); with return_aux an AuxOutput of what it asks for. out lies
@@ -69,11 +74,12 @@ def flex_attention(
     Raises InputError, ConfigError, ModError and UnsupportedError of `flexattn.errors`, and on the
     CPU or with FLEXATTN_CHECK=1 CaptureError where a mod reads outside of a tensor it captures.
     Method: online softmax over blocks (Dao, FlashAttention-2, arXiv 2307.08691); block-sparse
-    masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925).
+    masks and score_mod as in FlexAttention (arXiv 2412.05496); sinks as in gpt-oss (2508.10925);
+    dropout by Philox4x32-7 (Salmon et al., SC11).
     """
     given = (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks, q_descale, k_descale, v_descale,
+        return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,
     )  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
         from flexattn.frontend.compiled.node import traced
@@ -103,6 +109,7 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
     with without_collections():
         call = admit(given)
         route, why = _checked_route(call)
+        call = drawn(call)
         key = key if as_given(given, call) else None
         if route not in PLANLESS and wants_grad(call):
             planned, trained = prepared(call)
@@ -156,6 +163,8 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
+    if call.dropout is not None:
+        check_dropout(call, wants)
     if wants and q.is_cuda and "backward" not in current().experimental:
         untried = "this library's backward has not run on a GPU yet"
         if call.options.deterministic:
@@ -186,7 +195,10 @@ def route_of(call: Call) -> tuple[Route, str]:
             return "reference", f"{wants} requires grad, and there is nothing to attend to"
         return "empty", "there is no query, or no key to attend to"
     if wants and (why := _own_gradient(call)):
-        return ("torch" if q.is_cuda else "reference"), f"{wants} requires grad, and {why}"
+        why = f"{wants} requires grad, and {why}"
+        if q.is_cuda and call.dropout is not None:
+            raise without_torch(call, why)
+        return ("torch" if q.is_cuda else "reference"), why
     trained = f"; {wants} requires grad" if wants else ""
     if q.is_cuda:
         return "kernel", f"tensors on a GPU{trained}"
@@ -235,7 +247,7 @@ def _reference(call: Call) -> Outputs:
 
     out, lse, max_scores = attention(
         call.q, call.k, call.v, score_mod=call.score_mod, block_mask=call.block_mask,
-        scale=call.scale, sinks=call.sinks, descales=call.descales,
+        scale=call.scale, sinks=call.sinks, descales=call.descales, dropout=call.dropout,
     )  # fmt: skip
     return Outputs(
         _laid_as(call.q, out),

@@ -13,6 +13,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity
 from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import facts_of
 from flexattn.problem.read_checks import check_reads
 
@@ -27,8 +28,8 @@ class Call(NamedTuple):
     """flex_attention's arguments, in its order: as given, then as `admit` makes them for kernels.
 
     Every argument that a launch depends on has an entry in `facts`, the key of launches; nothing
-    of the call that stands in no key goes into the Problem. score, mask, options: what `admit`
-    found the mods and kernel_options to be.
+    of the call that stands in no key goes into the Problem. score, mask, options, dropout: what
+    `admit` found the mods, kernel_options and dropout_p to be.
     looks: the Identity of score_mod and of mask_mod by which `look` found them, from which `watch`
     makes their guards.
     A tuple, which is made in a fifth of the time of a frozen dataclass.
@@ -48,10 +49,12 @@ class Call(NamedTuple):
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    dropout_p: Any = 0.0
     score: Bound | None = None
     mask: Bound | None = None
     options: Options = NONE
     looks: tuple[Identity | None, Identity | None] = (None, None)
+    dropout: Dropout | None = None
 
     def facts(self) -> tuple[Any, ...]:
         """What is the same for all calls that one launch can serve; q's, k's and v's come first.
@@ -60,7 +63,7 @@ class Call(NamedTuple):
         """
         (
             q, k, v, _, _, _, enable_gqa, return_lse, options, return_aux, sinks, q_descale,
-            k_descale, v_descale, _, _, _, _,
+            k_descale, v_descale, dropout_p, _, _, _, _, _,
         ) = self  # fmt: skip
         descales = None
         if not q_descale is k_descale is v_descale is None:
@@ -73,7 +76,7 @@ class Call(NamedTuple):
             enable_gqa, return_lse,
             repr(options) if options else None, return_aux,
             None if sinks is None else facts_of(sinks), descales,
-            q.dtype is _FLOAT32 and checks.tf32_allowed(q),
+            q.dtype is _FLOAT32 and checks.tf32_allowed(q), dropout_p != 0.0,
         )  # fmt: skip
 
     @property

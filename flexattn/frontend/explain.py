@@ -143,6 +143,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Explanation:
     """What `flex_attention` would run for the same arguments; compiles, but launches nothing.
 
@@ -150,7 +151,7 @@ def explain(
     """
     given = Call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-        return_aux, sinks, q_descale, k_descale, v_descale,
+        return_aux, sinks, q_descale, k_descale, v_descale, dropout_p,
     )  # fmt: skip
     call = admit(given)
     route, why = route_of(call)
@@ -166,7 +167,9 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     structure = problem.structure
     asked = call.options
     template_why = "forced by kernel_options"
-    if asked.kind is None:
+    if structure.dropout:
+        template_why = "prefill alone drops weights"
+    elif asked.kind is None:
         sms = detect(torch.device(call.q.device)).num_sms
         sizes = problem.q_len, problem.kv_len, problem.B, problem.Hq
         template_why = kind_for(*sizes, sms, structure.fp8)[1]

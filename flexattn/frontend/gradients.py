@@ -19,6 +19,7 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
 from flexattn.mods.derivative import derivatives
 from flexattn.problem import Problem, Shape, checks, make_problem
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
@@ -38,8 +39,8 @@ _checked: Lru[Any, bool] = Lru(1024)
 class Asked(NamedTuple):
     """What a backward keeps of its call beside the saved tensors.
 
-    score, mask: the mods as bound, without their tensors while they are saved apart.
-    slots: of the score_mod's tensors that get a gradient.
+    score, mask, dropout: the mods as bound, and what is dropped, without their tensors while they
+    are saved apart. slots: of the score_mod's tensors that get a gradient.
     """
 
     score: Bound | None
@@ -48,13 +49,15 @@ class Asked(NamedTuple):
     scale: float
     options: Options
     slots: tuple[int, ...]
+    dropout: Dropout | None
 
     @classmethod
     def of(cls, call: Call) -> Asked:
         """What the backward of an admitted call keeps."""
         return cls(
-            call.score, call.mask, call.block_mask, call.scale, call.options, slots_of(call.score)
-        )
+            call.score, call.mask, call.block_mask, call.scale, call.options,
+            slots_of(call.score), call.dropout,
+        )  # fmt: skip
 
 
 class BackwardPlan(NamedTuple):
@@ -140,7 +143,7 @@ def plan_backward(
     key = (
         *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
-        settings.mode, settings.cache, settings.cache_dir, generation(),
+        asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     launch = _launches.get(key)
@@ -151,10 +154,11 @@ def plan_backward(
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
-        if asked.options.tanh == "auto":  # a tuner would tune the ordinary kernel
+        # A tuner would tune the ordinary kernel.
+        if asked.options.tanh == "auto" and asked.dropout is None:
             note(problem, target, launch.choice.how, asked.score, asked.mask)
         _launches.put(key, launch)
-    return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
+    return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask, asked.dropout))
 
 
 def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None) -> Problem:
@@ -177,6 +181,7 @@ def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | N
         tf32=checks.tf32_allowed(q, asked.options.tf32),
         tanh=asked.options.tanh,
         grads=asked.slots,
+        dropout=asked.dropout is not None,
         broadcast_kv=k.shape[0] < B,
     )
 

@@ -173,7 +173,8 @@ def remember(
     rest: the launch's. trained: of a call with gradients.
     """
     call, block_mask = plan.call, given.block_mask
-    if key is None or not _PLAIN.issuperset(map(type, call.tensors)):
+    # Of dropout every call has a seed of its own.
+    if key is None or call.dropout is not None or not _PLAIN.issuperset(map(type, call.tensors)):
         return
     score = mask = None
     if given.score_mod is not None:

@@ -32,7 +32,8 @@ class Plan(NamedTuple):
 
     def rest(self) -> tuple[Any, ...]:
         """The launch's arguments after the scale."""
-        return self.launch.rest_of(self.lists, self.call.score, self.call.mask)
+        call = self.call
+        return self.launch.rest_of(self.lists, call.score, call.mask, call.dropout)
 
     def run(self, rest: tuple[Any, ...] | None = None) -> Outputs:
         """Launch on the current stream; rest: what `rest` gave, where it was asked."""
@@ -75,7 +76,8 @@ def _prepare(call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | Non
         problem, target, call.q.device, dispatcher(), chosen, call.q, call.k, call.v, lists,
         call.descales,
     )  # fmt: skip
-    if not chosen.rules_off and chosen.tanh == "auto":  # a tuner would tune the ordinary kernel
+    # A tuner would tune the ordinary kernel.
+    if not chosen.rules_off and chosen.tanh == "auto" and call.dropout is None:
         note(problem, target, launch.choice.how, call.score, call.mask)
     return launch
 
@@ -90,6 +92,8 @@ def _problem(
     _, Hkv, kv_len, head_dim_v = v.shape
     fp8 = q.dtype in FP8
     kind = chosen.kind or kind_for(q_len, kv_len, B, Hq, target.num_sms, fp8)[0]
+    if call.dropout is not None:  # which splits of the keys do not drop
+        kind = "prefill"
     sparsity = None
     if lists is not None:
         assert call.block_mask is not None
@@ -111,6 +115,7 @@ def _problem(
         rules_off=chosen.rules_off,
         tanh=chosen.tanh,
         kv_dtype=(DTYPES | FP8)[k.dtype],
+        dropout=call.dropout is not None,
     )
 
 

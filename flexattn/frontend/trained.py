@@ -25,8 +25,9 @@ class Trained:
     """A call with gradients: its forward, prepared, and the last backward of such a call.
 
     launch, rest: of the forward. asked: what the backward keeps of the call, without tensors and
-    the block mask, which is not kept alive. captured, masked: the mods' tensors; learns: which of
-    the first require grad. lse: whether the caller asked for it.
+    the block mask, which is not kept alive. captured, masked: the mods' tensors, the second with
+    the seed of dropout behind them; learns: which of the first require grad. lse: whether the
+    caller asked for it.
     """
 
     __slots__ = (
@@ -38,10 +39,14 @@ class Trained:
         self.launch, self.rest = planned.launch, planned.rest()
         self.captured = () if call.score is None else call.score.tensors
         self.masked = () if call.mask is None else call.mask.tensors
+        dropout = asked.dropout
+        if dropout is not None and dropout.seed is not None:
+            self.masked += (dropout.seed,)
+            dropout = dropout._replace(seed=None)
         self.learns = [each.requires_grad for each in self.captured]
         self.lse = call.statistics.lse
         score, mask = (each and each._replace(tensors=()) for each in (asked.score, asked.mask))
-        self.asked = asked._replace(score=score, mask=mask, block_mask=None)
+        self.asked = asked._replace(score=score, mask=mask, block_mask=None, dropout=dropout)
         self._summed = score is not None and bool(
             derivatives(score.mod, asked.slots).summed(asked.slots)
         )
@@ -81,13 +86,16 @@ class Trained:
 
 
 def with_tensors(asked: Asked, mask: BlockMask | None, others: list[Tensor]) -> Asked:
-    """What a backward keeps of its call, with the block mask and what the mods captured."""
+    """What a backward keeps of its call, with the block mask, the mods' tensors and the seed."""
     count = 0 if asked.score is None else len(asked.score.mod.buffers)
-    score, masked = tuple(others[:count]), tuple(others[count:])
+    score, masked, dropout = tuple(others[:count]), tuple(others[count:]), asked.dropout
+    if dropout is not None:
+        dropout, masked = dropout._replace(seed=masked[-1]), masked[:-1]
     return asked._replace(
         score=asked.score and asked.score._replace(tensors=score),
         mask=asked.mask and asked.mask._replace(tensors=masked),
         block_mask=mask,
+        dropout=dropout,
     )
 
 

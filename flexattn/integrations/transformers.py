@@ -125,9 +125,9 @@ def attend(
     Without a mask, rows see keys up to their own where the layer is causal and L is above 1.
 
     Returns out [B, L, Hq, Dv], and None for the weights. Raises as flex_attention does, and
-    UnsupportedError for dropout and for transformers' own paged cache.
+    UnsupportedError for transformers' own paged cache. dropout: where the module trains.
     """
-    _refuse(dropout, rest)
+    _refuse(rest)
     biases = [] if position_bias is None else [_spread(position_bias, query, key)]
     mask = None
     if isinstance(attention_mask, BlockMask):
@@ -145,6 +145,7 @@ def attend(
     out = flex_attention(
         query, key, value, _score_mod(softcap, biases), mask, scaling, enable_gqa=True,
         sinks=None if s_aux is None else s_aux.reshape(-1),
+        dropout_p=dropout if dropout and module.training else 0.0,
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
@@ -172,13 +173,7 @@ def _padding(mask: Tensor | None, length: int) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
 
 
-def _refuse(dropout: float, rest: dict[str, Any]) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"attention dropout of {dropout}",
-            "no kernel drops weights",
-            "call model.eval(), or set the config's attention_dropout to 0",
-        )
+def _refuse(rest: dict[str, Any]) -> None:
     if rest.get("cache") is not None:
         raise UnsupportedError(
             "the paged cache of generate_batch",

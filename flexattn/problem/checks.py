@@ -131,6 +131,18 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return value
 
 
+def check_dropout(p: Any) -> float:
+    """dropout_p as a float; raises InputError."""
+    value = number(p)
+    if value is None or not 0.0 <= value <= 1.0:
+        raise InputError(
+            f"dropout_p is {p!r:.80}",
+            "it is a number from 0 to 1, the share of the weights that is dropped",
+            "pass 0.0 for no dropout, as outside of training",
+        )
+    return value
+
+
 def number(value: Any) -> float | None:
     """A value as Python's float; None for one that is no number, text among them."""
     if isinstance(value, (str, bytes)):

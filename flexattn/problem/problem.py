@@ -110,6 +110,7 @@ class Structure:
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     kv_dtype: of k and v where they are narrower than q, "" where they have its dtype.
     grads: of a backward, the slots of what score_mod captures that get a gradient.
+    dropout: weights are dropped, by a seed; how many is an argument.
     """
 
     kind: Kind
@@ -130,6 +131,7 @@ class Structure:
     tanh: Tanh = "auto"
     kv_dtype: str = ""
     grads: tuple[int, ...] = ()
+    dropout: bool = False
 
     @property
     def terms(self) -> Terms | None:
@@ -208,6 +210,8 @@ class Problem:
             parts.append(f"blocks={s.sparsity.q_block}x{s.sparsity.kv_block}")
         if s.sinks:
             parts.append("sinks")
+        if s.dropout:
+            parts.append("dropout")
         return " ".join(parts)
 
 
@@ -243,6 +247,7 @@ def make_problem(
     tanh: Tanh = "auto",
     kv_dtype: str = "",
     grads: tuple[int, ...] = (),
+    dropout: bool = False,
     broadcast_kv: bool = False,
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
@@ -265,6 +270,7 @@ def make_problem(
         tanh=tanh if score is not None else "auto",
         kv_dtype="" if kv_dtype == dtype else kv_dtype,
         grads=grads,
+        dropout=dropout,
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)

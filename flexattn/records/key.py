@@ -143,6 +143,7 @@ def key_of(problem: Problem | Keyed) -> Key:
     precision += [f"kv={s.kv_dtype}"] * (s.kv_dtype != "")
     precision += [f"grads={','.join(map(str, s.grads))}"] * bool(s.grads)
     precision += ["one-kv"] * problem.broadcast_kv
+    precision += ["dropout"] * s.dropout
     sizes = sizes_of(problem).rounded()
     return Key(
         kind=s.kind,

@@ -21,7 +21,9 @@ from flexattn.errors import CaptureError, InputError
 from flexattn.mods import registered
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.sinks import add_sinks
+from flexattn.reference.dropout import kept as kept_weights
 from flexattn.reference.rounding import Precision, Rounding
 from flexattn.reference.saved import saved_softmax
 
@@ -50,6 +52,7 @@ def attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     descales: Descales = NO_DESCALES,
+    dropout: Dropout | None = None,
     precision: Precision = Precision.WORKING,
 ) -> Reference:
     """Attention as torch's eager flex_attention defines it, in slices of bounded memory.
@@ -57,8 +60,9 @@ def attention(
     q [B, Hq, L, E], k [Bkv, Hkv, S, E], v [Bkv, Hkv, S, Ev]: Bkv is B or 1, Hkv divides Hq, L and
     S may be 0, any floating dtypes. `scale` defaults to 1/sqrt(E). sinks [Hq]: a logit of each
     head in the softmax's sum, without a value; lse has it, max_scores has not. descales: factors
-    of q's, k's and v's heads, those of q and k above 0 or their heads are NaN. Differentiable in
-    q, k, v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
+    of q's, k's and v's heads, those of q and k above 0 or their heads are NaN. dropout: which
+    weights are dropped once they are normalised; lse does not know of it. Differentiable in q, k,
+    v, sinks and what the mods capture; `max_scores` is not. Only lanes in listed blocks are
     attended; full blocks skip mask_mod. A row with no lane gives zeros, and -inf for lse (or its
     sink) and max_scores.
     Raises InputError for shapes that do not fit, and CaptureError where a lane that the mask keeps
@@ -69,7 +73,8 @@ def attention(
     S, Ev = v.shape[-2:]
     blocks = None if block_mask is None else _Blocks.of(block_mask, L, S)
     scale = 1 / math.sqrt(E) if scale is None else scale
-    run = _Run(score_mod, blocks, scale, Rounding.of(precision, q, v), sinks, descales)
+    rounding = Rounding.of(precision, q, v)
+    run = _Run(score_mod, blocks, scale, rounding, sinks, descales, dropout, Hq)
     k, v = k.expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
     nb, nh, nm = _slice_sizes(B, Hq, _group(q, k), L, S, E + Ev)
     batches = []
@@ -142,6 +147,8 @@ class _Run:
     rounding: Rounding
     sinks: Tensor | None
     descales: Descales
+    dropout: Dropout | None
+    heads: int
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, b: slice, h: slice, m: slice) -> Reference:
         group = _group(q, k)
@@ -157,7 +164,7 @@ class _Run:
         lanes = tuple(
             torch.arange(s.start, s.stop, device=q.device) for s in (b, h, m, slice(0, k.shape[2]))
         )
-        return self._softmax(self._modified(scores, lanes), v_work, h)
+        return self._softmax(self._modified(scores, lanes), v_work, h, self._drop(lanes, scores))
 
     def _factor(self, name: str, b: slice, h: slice) -> Tensor | None:
         """A slice of q's, k's or v's factors, as kernels take them."""
@@ -173,18 +180,26 @@ class _Run:
             scores = _modded(self.score_mod, scores, kept, lanes)
         return scores if kept is None else torch.where(kept, scores, -math.inf)
 
-    def _softmax(self, scores: Tensor, v: Tensor, h: slice) -> Reference:
+    def _drop(self, lanes: tuple[Tensor, ...], scores: Tensor) -> Tensor | None:
+        """What dropout multiplies weights by: 0, or what keeps their mean."""
+        if self.dropout is None:
+            return None
+        return kept_weights(self.dropout, lanes, self.heads).to(scores.dtype) * self.dropout.scale
+
+    def _softmax(self, scores: Tensor, v: Tensor, h: slice, drop: Tensor | None) -> Reference:
         top = scores.detach().amax(-1)
         empty = top == -math.inf
         p = torch.exp(scores - torch.where(empty, 0.0, top)[..., None])
         total = torch.where(empty, 1.0, p.sum(-1))
-        out = _shared(_weighted_sum, self.rounding.weights(p), v) / total[..., None]
+        weights = self.rounding.weights(p)
+        weights = weights if drop is None else weights * drop
+        out = _shared(_weighted_sum, weights, v) / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
         sinks = None if self.sinks is None else self.sinks[h]
         learn = any(x is not None and x.requires_grad for x in (scores, v, sinks))
         if not (self.rounding.saves and learn and torch.is_grad_enabled()):
             return self._stored(out, lse, top, h)
-        out, lse = saved_softmax(scores, v, sinks, out, lse, self.rounding)
+        out, lse = saved_softmax(scores, v, sinks, out, lse, drop, self.rounding)
         return Reference(self.rounding.store(out), lse, top)
 
     def _stored(self, out: Tensor, lse: Tensor, top: Tensor, h: slice) -> Reference:

@@ -24,11 +24,13 @@ def saved_softmax(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    drop: Tensor | None,
     rounding: Rounding,
 ) -> tuple[Tensor, Tensor]:
     """out with sinks, and lse as the forward makes it, through base 2; both with gradients.
 
-    scores [b, h, m, n], v [b, kv heads, n, i], sinks [h]; out and lse are without them.
+    scores [b, h, m, n], v [b, kv heads, n, i], sinks [h]; out and lse are without them. drop,
+    like scores: what dropout multiplies weights by.
 
     Method: FlashAttention's backward (Dao, arXiv 2205.14135, algorithm 4), in which a sink is a
     key of value 0.
@@ -37,7 +39,7 @@ def saved_softmax(
     if sinks is not None:
         out, lse = add_sinks(out, lse, sinks.detach())
     apply: Any = _Saved.apply
-    found: tuple[Tensor, Tensor] = apply(scores, v, sinks, out, lse, rounding)
+    found: tuple[Tensor, Tensor] = apply(scores, v, sinks, out, lse, drop, rounding)
     return found
 
 
@@ -50,28 +52,31 @@ class _Saved(torch.autograd.Function):
         sinks: Tensor | None,
         out: Tensor,
         lse: Tensor,
+        drop: Tensor | None,
         rounding: Rounding,
     ) -> tuple[Tensor, Tensor]:
         lse = lse * _LOG2E * math.log(2.0)
-        ctx.save_for_backward(scores, v, sinks, rounding.store(out).to(out.dtype), lse)
+        ctx.save_for_backward(scores, v, sinks, rounding.store(out).to(out.dtype), lse, drop)
         ctx.rounding = rounding
         return out.clone(), lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        scores, v, sinks, out, lse = ctx.saved_tensors
+        scores, v, sinks, out, lse, drop = ctx.saved_tensors
         b, heads, rows, keys = scores.shape
         kv_heads, width = v.shape[1], v.shape[-1]
         shared = heads * rows // kv_heads
         shift = torch.where(lse == -math.inf, 0.0, lse)
         p = torch.exp(scores - shift[..., None])
         grouped = dout.reshape(b, kv_heads, shared, width)
-        dv = ctx.rounding.weights(p).reshape(b, kv_heads, shared, keys).mT @ grouped
-        dp = (grouped @ v.mT).reshape(scores.shape)
+        weights, dp = ctx.rounding.weights(p), (grouped @ v.mT).reshape(scores.shape)
+        if drop is not None:
+            weights, dp = weights * drop, dp * drop
+        dv = weights.reshape(b, kv_heads, shared, keys).mT @ grouped
         delta = (out * dout).sum(-1) - dlse
         ds = torch.where(p == 0, 0.0, p * (dp - delta[..., None]))
         dsinks = None
         if sinks is not None:
             weight = torch.exp(sinks.to(lse.dtype)[:, None] - shift)
             dsinks = -(weight * delta).sum((0, 2)).to(sinks.dtype)
-        return ds, dv, dsinks, None, None, None
+        return ds, dv, dsinks, None, None, None, None

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import captured_arguments, captured_values
+from flexattn.kernels.base.arguments import (
+    captured_arguments,
+    captured_values,
+    dropout_arguments,
+)
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.tiles import Geometry
@@ -24,6 +28,7 @@ from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.triton_backward.source import render_delta, rows_of_delta
 from flexattn.mods import Bound
 from flexattn.problem import Problem
+from flexattn.problem.dropout import Dropout
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
@@ -93,13 +98,19 @@ class BackwardLaunch:
         return self.choice.problem
 
     def rest_of(
-        self, lists: BothLists | None, score: Bound | None, mask: Bound | None
+        self,
+        lists: BothLists | None,
+        score: Bound | None,
+        mask: Bound | None,
+        dropout: Dropout | None = None,
     ) -> tuple[Any, ...]:
         """What the mask's lists hold and what the mods capture, as the kernel is given it."""
         structure = self.problem.structure
         values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
         values.update(captured_values(structure.score, score))
         values.update(captured_values(structure.mask, mask))
+        if dropout is not None:
+            values |= dropout.arguments()
         return tuple([values[name] for name in self.rest])
 
     def run(
@@ -196,6 +207,7 @@ def prepare_backward(
         rest += lists.read(runs)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
+    rest += [argument.name for argument in dropout_arguments(structure)]
     boxes = {name: box_of(x) for name, x in zip("QKV", inputs, strict=True)}
     boxes |= {f"{name}_TILES": box for name, box in boxes.items()}
     boxes |= {"DO": box_of(dout), "DO_TILES": box_of(dout)}

@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import captured_arguments, captured_values
+from flexattn.kernels.base.arguments import (
+    captured_arguments,
+    captured_values,
+    dropout_arguments,
+)
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.features import skips_far
 from flexattn.kernels.base.tiles import Geometry, walks_runs
@@ -21,6 +25,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import Bound
 from flexattn.problem import Problem, Sparsity, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
@@ -133,7 +138,11 @@ class Launch:
         return self.choice.problem
 
     def rest_of(
-        self, lists: Lists | None, score: Bound | None, mask: Bound | None
+        self,
+        lists: Lists | None,
+        score: Bound | None,
+        mask: Bound | None,
+        dropout: Dropout | None = None,
     ) -> tuple[Any, ...]:
         """What the mask's lists hold and what the mods capture, as the kernel is given it.
 
@@ -145,6 +154,8 @@ class Launch:
         values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
         values.update(captured_values(structure.score, score))
         values.update(captured_values(structure.mask, mask))
+        if dropout is not None:
+            values |= dropout.arguments()
         return tuple([values[name] for name in self.rest])
 
     def run(
@@ -243,6 +254,7 @@ def prepare(
         rest += lists.read(runs)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
+    rest += [argument.name for argument in dropout_arguments(structure)]
     given, decay_skip = (*_GIVEN, *rest), None
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own

@@ -54,6 +54,8 @@ def breaks(call: Call) -> str:
         return "torch's node has no place for keys and values of these dtypes"
     if narrower and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "keys narrower than queries have no backward"
+    if call.dropout_p != 0.0:
+        return "torch's node has no place for dropout"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "torch's node takes a scale that is a Python number"
     if call.return_lse and call.return_aux is not None:

@@ -55,6 +55,7 @@ def attention_arguments(
     found += _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
+    found += dropout_arguments(structure)
     return tuple(
         Argument(each.name, described[each.name]) if each.name in described else each
         for each in found
@@ -129,6 +130,14 @@ def output_strides(structure: Structure) -> list[Argument]:
 def sinks(structure: Structure) -> list[Argument]:
     """The logits of sinks, where there are any."""
     return [Argument("SINKS", f"*{signature_type(structure.sinks)}")] if structure.sinks else []
+
+
+def dropout_arguments(structure: Structure) -> list[Argument]:
+    """The seed, below which number of 15 bits a weight is dropped, and what scales the others."""
+    if not structure.dropout:
+        return []
+    below, scale = Argument("drop_below", "i32"), Argument("keep_scale", "fp32")
+    return [Argument("DROPOUT_SEED", "*i64", 8), below, scale]
 
 
 def _descales(structure: Structure) -> list[Argument]:

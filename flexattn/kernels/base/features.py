@@ -45,6 +45,8 @@ def decays(structure: Structure) -> bool:
     """
     if structure.kind != "prefill" or structure.fp8 or "decay_skip" in structure.rules_off:
         return False
+    if structure.dropout:  # the near keys, beside which far ones weigh nothing, may be dropped
+        return False
     if structure.sparsity is not None and not structure.sparsity.runs:
         return False
     return structure.terms is not None and structure.terms.rise is not None

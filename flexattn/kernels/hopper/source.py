@@ -182,6 +182,7 @@ def render(
         "listed": sparsity is not None and not runs,
         "runs": runs,
         "decay_skip": decay_skip,
+        "dropout": structure.dropout,
         "producer_regs": config.producer_regs,
         "fused": fused,
         "exponents_early": fused == "softcap" or wide,

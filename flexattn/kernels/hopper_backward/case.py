@@ -33,6 +33,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         structure.kv_dtype == "",
         tma_layout(structure),
         structure.grads != (),
+        structure.dropout,
         loads_pairs(structure),
         device.has_wgmma,
         device.shared_memory,

@@ -29,6 +29,7 @@ class Case:
     same_dtype: bool
     dense_layout: bool
     has_grads: bool
+    drops: bool
     loads_pairs: bool
     has_wgmma: bool
     shared_limit: int
@@ -123,6 +124,7 @@ RULES: Rules[Case] = Rules(
             "gradients of what score_mod captures are added up by Triton's backward",
             lambda c: not c.has_grads,
         ),
+        Rule("dropout", "weights are dropped by Triton's backward", lambda c: not c.drops),
         Rule(
             "mods",
             "a mod reads memory for each query and key, which Hopper's backward has no tile for",

@@ -15,12 +15,12 @@ CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, known_words) = symbols(
 )
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
-# gets a gradient, and a mod reads memory for a query and a key.
+# gets a gradient, weights are dropped, and a mod reads memory for a query and a key.
 PROBLEM = (
     itemsize, qk_dim, v_dim, head_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
-    loads_pairs,
+    drops, loads_pairs,
 ) = symbols(
-    "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads "
+    "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads drops "
     "loads_pairs"
 )  # fmt: skip
 DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
@@ -127,6 +127,7 @@ HOPPER_BACKWARD = Statement(
             Not(has_grads),
             "gradients of what score_mod captures are added up by Triton's backward",
         ),
+        Inequality("dropout", Not(drops), "weights are dropped by Triton's backward"),
         Inequality(
             "mods",
             Not(loads_pairs),

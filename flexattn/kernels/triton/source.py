@@ -92,6 +92,10 @@ def render(
         "max_scores": structure.max_scores,
         "sinks": structure.sinks != "",
         "decay_skip": skips_far(structure, config),
+        "dropout": structure.dropout,
+        "ptx": device.backend == "cuda",
+        "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
+        "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
     }
     split = prefill and device.has_wgmma and len(qk) + len(v) > 2
     ptxas = for_split_tiles() if split else ""

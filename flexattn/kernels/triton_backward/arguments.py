@@ -8,6 +8,7 @@ from flexattn.kernels.base.arguments import (
     Argument,
     captured_arguments,
     descriptor,
+    dropout_arguments,
     pointer,
     strides_of,
 )
@@ -44,6 +45,7 @@ def backward_arguments(
     found += _sparse(structure, runs)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
+    found += dropout_arguments(structure)
     found += [Argument(grad_name(slot), "*fp32", 16) for slot in structure.grads]
     found += [Argument(*each) for each in _tiles(structure, config)]
     return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device, is_rdna
@@ -65,7 +66,11 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
         yield from _FLOAT32 if widest <= 64 else ()
         yield from reversed(_SMALLEST)
     else:
-        yield from next((found for limit, found in _table(device) if widest <= limit), ())
+        table = next((found for limit, found in _table(device) if widest <= limit), ())
+        if structure.dropout and widest > 64:
+            # Random bits take registers: of 64 rows at a time the loops of sm_90 spill.
+            table = tuple(replace(each, BLOCK_M1=min(each.BLOCK_M1, 32)) for each in table)
+        yield from table
         yield BackwardConfig(16, 32, 32, 16, 4, 1)
         yield from _SMALLEST
 

@@ -69,6 +69,10 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "grads": structure.grads,
         **_products(structure, device),
         "use_tma": config.use_tma,
+        "dropout": structure.dropout,
+        "ptx": device.backend == "cuda",
+        "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
+        "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
     }
     split = device.has_wgmma and len(qk) + len(v) > 2
     return make_source(

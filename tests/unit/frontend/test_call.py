@@ -21,6 +21,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
 from flexattn.mods.identity import identify
 from flexattn.problem import checks
+from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import TensorFacts, facts_of
 
 plans = importlib.import_module("flexattn.frontend.plan")
@@ -53,11 +54,12 @@ OTHERS = {
     "q_descale": HEADS,
     "k_descale": HEADS,
     "v_descale": HEADS,
+    "dropout_p": 0.25,
 }
 # What admit() found the arguments to be: those of one call follow from the others.
 FOUND = {"score": bind(alibi(2, "cpu"), "score"), "mask": bind(causal, "mask"),
          "options": Options(kind="decode"),
-         "looks": (identify(alibi(2, "cpu"), "score"), None)}  # fmt: skip
+         "looks": (identify(alibi(2, "cpu"), "score"), None), "dropout": Dropout(3)}  # fmt: skip
 # Arguments that must fit the inputs, of float8 here, before a plan is made.
 EIGHT = {"q_descale", "k_descale", "v_descale"}
 

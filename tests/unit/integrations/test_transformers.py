@@ -126,7 +126,6 @@ def test_softcap_comes_before_what_is_added_and_sinks_after():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"dropout": 0.1}, UnsupportedError, "dropout of 0.1"),
         ({"cache": object()}, UnsupportedError, "generate_batch"),
         ({"attention_mask": torch.ones(2, 1, 9, 12)}, InputError, r"\(2, 1, 9, 12\) for scores"),
         ({"attention_mask": torch.ones(9, 13)}, InputError, "four dimensions"),
@@ -137,6 +136,14 @@ def test_what_is_refused(given, error, words):
     q, k, v = inputs(2, 4, 2, 9, 13)
     with pytest.raises(error, match=words):
         attend(LAYER, q, k, v, **{"attention_mask": None, **given})
+
+
+def test_dropout_is_passed_on_where_the_layer_trains():
+    q, k, v = inputs(2, 4, 2, 9, 13)
+    plain = attend(LAYER, q, k, v, None)[0]
+    modules = [SimpleNamespace(is_causal=True, training=each) for each in (True, False)]
+    trained, evaluated = (attend(each, q, k, v, None, dropout=0.4)[0] for each in modules)
+    assert torch.equal(evaluated, plain) and not torch.allclose(trained, plain)
 
 
 def test_registering_needs_a_transformers_that_says_where_queries_stand(monkeypatch):

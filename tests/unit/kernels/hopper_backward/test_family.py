@@ -72,6 +72,13 @@ def test_gradients_of_captured_tensors_are_triton_s():
     assert "added up by Triton's backward" in refused(learned, H200, "gluon")
 
 
+def test_weights_are_dropped_by_triton_s():
+    wanted = problem("backward")
+    dropped = replace(wanted, structure=replace(wanted.structure, dropout=True))
+    assert "dropped by Triton's backward" in refused(dropped, H200, "gluon")
+    assert isinstance(default(dropped, H200), BackwardConfig)
+
+
 SLOPES = torch.zeros(32)
 
 

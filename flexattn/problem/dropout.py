@@ -1,0 +1,41 @@
+"""Dropout: how many of a call's weights are dropped, and the seed that says which."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Each weight has 15 random bits: dropout_p is rounded to a multiple of 2^-15.
+RANDOM_NUMBERS = 2**15
+
+
+class Dropout(NamedTuple):
+    """A weight whose 15 random bits are a number below `below` is dropped.
+
+    seed: int64 [1] on the call's device, None where nothing is drawn yet. The mask is a function
+    of it and of (b, h, q_idx, kv_idx) alone: see flexattn/reference/dropout.py.
+    """
+
+    below: int
+    seed: Tensor | None = None
+
+    @classmethod
+    def of(cls, p: float) -> Dropout | None:
+        """What drops weights with probability p, from 0 to 1; None for 0."""
+        return cls(round(p * RANDOM_NUMBERS)) if p else None
+
+    @property
+    def scale(self) -> float:
+        """What weights that are kept are multiplied by, so that their mean stays."""
+        kept = RANDOM_NUMBERS - self.below
+        return RANDOM_NUMBERS / kept if kept else 0.0
+
+    def drawn(self, device: torch.device) -> Dropout:
+        """With a seed from torch's default generator of a device; nothing waits for the device."""
+        return self._replace(seed=torch.randint(2**63 - 1, (1,), device=device))
+
+    def arguments(self) -> dict[str, Any]:
+        """What kernels take, by their names for it."""
+        return {"DROPOUT_SEED": self.seed, "drop_below": self.below, "keep_scale": self.scale}

@@ -1,0 +1,120 @@
+"""Kernels with dropout compile, keep to their registers, and drop what the reference drops."""
+
+import ast
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flexattn.catalogue import causal
+from flexattn.cli.offline import compiled as compiled_for
+from flexattn.device import named
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.options import parse
+from flexattn.problem.dropout import Dropout
+from flexattn.reference.dropout import kept
+from flexattn.runtime.resources import resources
+from flexattn.settings import override
+from tests.families import render
+from tests.problems import problem
+from tests.ptx_machine import run
+
+pytestmark = pytest.mark.compile
+
+H200, GLUON, TRITON = named("nvidia-h200"), {"BACKEND": "GLUON"}, {"BACKEND": "TRITON"}
+CAUSAL = {"mask_mod": causal, "runs": True}
+# A call of seven rounds has ten wide products, where a round's of the row or the key alone, and
+# those of the head, are shared with others. How many calls a thread makes for its tiles.
+CASES = {
+    "hopper": ("prefill", 128, CAUSAL, GLUON, 2 * 8),
+    "triton": ("prefill", 64, {}, TRITON, 8),
+    "backward": ("backward", 128, CAUSAL, {}, 4 + 4),
+}
+
+
+def dropping(kind, D, **more):
+    wanted = problem(kind, D, **more)
+    return replace(wanted, structure=replace(wanted.structure, dropout=True))
+
+
+def compiled(kind, D, more, options, device=H200):
+    wanted = dropping(kind, D, **more)
+    with override(mode="off"):
+        return compiled_for(wanted, device, parse(options))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loops_keep_to_their_registers_and_eight_weights_share_a_call(name):
+    """LLVM made a call for each weight where it could not tell that two indices are one."""
+    *case, calls = CASES[name]
+    choice, kernel = compiled(*case)
+    taken = resources(kernel, H200)
+    assert len(choice.attempts) == 1, choice.attempts
+    assert not taken.starved and not taken.serialised, taken
+    products = kernel.asm["ptx"].count("mul.wide.u32 x, ")
+    assert 8 * calls <= products <= 14 * calls
+
+
+def test_on_other_gpus():
+    """Two products of 32 bits stand for a wide one."""
+    _, kernel = compiled("prefill", 64, {}, {}, named("amd-mi300x"))
+    assert "v_mul_hi_u32" in kernel.asm["amdgcn"]
+
+
+# What a tile of pairs of ones becomes, as a kernel without branches.
+DROPS = """
+
+@gluon.jit
+def kernel(OUT, SEED, row_start, start_n, head, drop_below):
+    ones = gl.zeros([ROWS, BLOCK_N], gl.int32, MMA_S) + 0x10001
+    ones = gl.reduce(by_thread(ones), 3, first_of)
+    found = drop(ones, row_start, start_n, head, gl.load(SEED), drop_below)
+    pairs: gl.constexpr = gl.SliceLayout(1, found.type.layout)
+    eights: gl.constexpr = gl.SliceLayout(2, found.type.layout)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, eights))
+    eight = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, eights))
+    pair = gl.arange(0, 4, gl.SliceLayout(0, pairs))
+    place = gl.expand_dims(row, 1) * (BLOCK_N // 2) + gl.expand_dims(eight, 0) * 4
+    pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
+    gl.store(OUT + (gl.expand_dims(place, 2) + pair), found)
+"""
+NEEDED = {"wide_product", "random_word", "drop", "by_thread", "first_of", "ROWS", "WARPS",
+          "BLOCK_N", "MMA_S"}  # fmt: skip
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_hoppers_pairs_are_those_of_the_reference(tmp_path):
+    """No interpreter runs Gluon: the PTX of its function is run, for a consumer's tile."""
+    wanted = dropping("prefill", 128)
+    text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test").text
+    parts = []
+    for node in ast.parse(text).body:
+        assigned = node.targets[0] if isinstance(node, ast.Assign) else node
+        name = getattr(assigned, "id", getattr(assigned, "name", ""))
+        if name in NEEDED or isinstance(node, (ast.Import, ast.ImportFrom)):
+            parts.append(ast.unparse(node))
+    file = tmp_path / "drops.py"
+    file.write_text("\n\n".join(parts) + DROPS)
+    spec = importlib.util.spec_from_file_location("drops", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    types = {"OUT": "*i32", "SEED": "*i64", "row_start": "i32", "start_n": "i32", "head": "i32",
+             "drop_below": "i32"}  # fmt: skip
+    source = GluonASTSource(module.kernel, types, {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    seed, dropout = 2**62 + 12345, Dropout.of(0.3)
+    stored = run(ptx.asm["ptx"], (0, 0, 192, 384, 37, dropout.below), seed)
+    lanes = [
+        torch.tensor([0]),
+        torch.tensor([37]),
+        torch.arange(64) + 192,
+        torch.arange(128) + 384,
+    ]
+    mask = kept(dropout._replace(seed=torch.tensor([seed])), tuple(lanes), 64)[0, 0].int()
+    words = mask[:, ::2] + (mask[:, 1::2] << 16)
+    assert [stored[4 * place] for place in range(64 * 64)] == words.flatten().tolist()

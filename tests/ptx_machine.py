@@ -1,0 +1,72 @@
+"""Runs straight-line PTX in Python, thread by thread: arithmetic of integers, and stores."""
+
+import re
+
+_HIGH = {"16": 0xFFFF, "32": 0xFFFFFFFF, "64": 2**64 - 1}
+
+
+def _prmt(a, b, selector):
+    found = [x >> shift & 255 for x in (a, b) for shift in (0, 8, 16, 24)]
+    picked = [(found[n & 7], n & 8) for n in (selector >> shift & 15 for shift in (0, 4, 8, 12))]
+    # The high bit of a selector's digit copies the byte's sign over all of it.
+    each = [(255 if byte >> 7 else 0) if sign else byte for byte, sign in picked]
+    return sum(byte << 8 * place for place, byte in enumerate(each))
+
+
+_OPERATIONS = {
+    "mov": lambda x: x,
+    "cvt": lambda x: x,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "shl": lambda x, y: x << y,
+    "shr": lambda x, y: x >> y,
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "mad": lambda x, y, z: x * y + z,
+    "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
+    "prmt": _prmt,
+}
+
+
+def run(ptx, parameters, memory, threads=128):
+    """What a kernel without branches stores: words by address.
+
+    parameters: its numbers and addresses, which are not negative. memory: what every load gives.
+    """
+    body = re.sub(r"//[^\n]*|\.loc[^\n]*|\$L\w+:", "", ptx[ptx.index("{\n") : ptx.index("ret;")])
+    statements = [each.strip(" {}\n\t") for each in body.replace("\n", " ").split(";")]
+    stored = {}
+    for thread in range(threads):
+        _run_thread([each for each in statements if each], thread, parameters, memory, stored)
+    return stored
+
+
+def _run_thread(statements, thread, parameters, memory, stored):
+    registers = {"%tid.x": thread}
+
+    def value(text):
+        return registers[text] if text in registers else int(text, 0) & _HIGH["64"]
+
+    for statement in statements:
+        name, _, rest = statement.partition(" ")
+        operands = re.findall(r"[%\w.-]+", rest)
+        kind, _, suffix = name.partition(".")
+        if name.startswith(".reg"):
+            continue
+        if name.startswith("ld.param"):
+            registers[operands[0]] = parameters[int(operands[1].rpartition("_")[2])]
+        elif name.startswith("ld.global"):
+            registers[operands[0]] = memory
+        elif name.startswith("st.global"):
+            address, offset, word = operands
+            stored[value(address) + int(offset)] = value(word) & _HIGH["32"]
+        elif name == "mov.b64" and len(operands) == 3:
+            low, high, source = operands
+            registers[low] = value(source) & _HIGH["32"]
+            registers[high] = value(source) >> 32
+        else:
+            high = _HIGH["64" if "wide" in suffix else suffix[-2:]]
+            found = _OPERATIONS[kind](*map(value, operands[1:]))
+            registers[operands[0]] = found & (_HIGH["32"] if kind == "cvt" else high)
