@@ -9,9 +9,8 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
-from flexattn.frontend.gradients import Asked, check_gradients, plan_backward
+from flexattn.frontend.gradients import Asked, check_gradients, run_backward
 from flexattn.frontend.plan import Plan, plan
-from flexattn.runtime.backward import fits
 from flexattn.runtime.launch import Outputs
 
 
@@ -104,12 +103,7 @@ def _gradients(
     """Those of (q, k, v, sinks, *captured); wanted: which of them are asked for."""
     q, k, v, out, lse, sinks, *others = saved
     asked = _with_tensors(asked, others[:captures], others[captures:])
-    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-    out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
-    lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
-    launch, rest = plan_backward(asked, q, k, v, out, dout)
-    summed = [others[slot] for slot in asked.slots]
-    found = launch.run((q, k, v), out, lse, (dout, dlse), asked.scale, rest, summed)
+    found = run_backward(asked, (q, k, v), out, lse, dout, dlse)
     dsinks = _of_sinks(sinks, lse, found.delta) if wanted[3] else None
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(captures)))
@@ -121,15 +115,6 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     logits = sinks.float()[:, None]
     weight = torch.where(logits == -torch.inf, 0.0, torch.exp(logits - lse))
     return -(weight * delta).sum((0, 2)).to(sinks.dtype)
-
-
-def _packed(x: Tensor) -> Tensor:
-    """Statistics of rows as kernels read them: contiguous, at an address of whole 16 bytes."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else _dense(x)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _without_tensors(asked: Asked) -> Asked:

@@ -23,8 +23,8 @@ from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
-from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
+from flexattn.frontend.compiled.mark import BACKWARD, BARE, MARK, VERSION, own
+from flexattn.frontend.compiled.rules import GRADIENTS, LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.graph_break import outside
 from flexattn.kernels.choose import options
@@ -51,7 +51,7 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     out, aux = attend(
         q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
         None if given.scale is None else float(given.scale), given.enable_gqa,
-        kernel_options=_marked(given.kernel_options, mask is None),
+        kernel_options=_marked(given.kernel_options, mask is None, GRADIENTS or q.device.type != "cuda"),
         return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
     )  # fmt: skip
     lse = aux.lse
@@ -63,7 +63,7 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     return (out, lse) if given.return_lse else out
 
 
-def _marked(given: Any, without_mask: bool) -> dict[str, Any]:
+def _marked(given: Any, without_mask: bool, gradients: bool) -> dict[str, Any]:
     """torch's options for where its own kernel serves, and the call's under our mark."""
     found = dict(options.for_torch(given) or {})
     if found.get("BACKEND") == "FLASH":  # whose statistics are not in base 2
@@ -71,6 +71,8 @@ def _marked(given: Any, without_mask: bool) -> dict[str, Any]:
     found[MARK] = VERSION
     if without_mask:
         found[BARE] = True
+    if gradients:
+        found[BACKWARD] = True
     for name, value in (given or {}).items():
         found[own(name)] = value
     return found

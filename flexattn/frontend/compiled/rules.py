@@ -15,16 +15,16 @@ from flexattn.problem.checks import mixes
 from flexattn.settings import current
 
 
-def _asked_for() -> bool:
-    """Whether nodes are asked for; a bad environment is for the first call to say."""
+def _asked_for(part: str) -> bool:
+    """Whether a part is asked for; a bad environment is for the first call to say."""
     try:
-        return "compile" in current().experimental
+        return part in current().experimental
     except SettingsError:
         return False
 
 
-# Dynamo reads it as a constant.
-NODES = _asked_for()
+# Dynamo reads them as constants: whether calls are nodes, and their gradients ours.
+NODES, GRADIENTS = _asked_for("compile"), _asked_for("backward")
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
 # Whether torch's node takes keys narrower than queries, as from 2.13 on.

@@ -21,7 +21,7 @@ _TAKES = (
     "query", "key", "value", "subgraph", "block_mask", "scale", "kernel_options",
     "score_mod_other_buffers", "mask_mod_other_buffers",
 )  # fmt: skip
-_OPTIONS = _TAKES.index("kernel_options")
+_OPTIONS, _BACKWARD_OPTIONS = _TAKES.index("kernel_options"), 11
 
 
 @lru_cache(maxsize=1)
@@ -31,7 +31,7 @@ def open_seam() -> str:
         import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings
 
-        from flexattn.frontend.compiled.lowering import lower
+        from flexattn.frontend.compiled.lowering import lower, lower_backward
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD))
         stock, stock_backward = lowerings[node], lowerings[backward]
@@ -42,8 +42,8 @@ def open_seam() -> str:
         why = f"torch {torch.__version__} has moved its lowering of flex_attention: {error}"
         say_once(f"{why}; under torch.compile, calls of flexattn break the graph")
         return why
-    lowerings[node] = _ours(stock, lower)
-    lowerings[backward] = _unmarked(stock_backward)
+    lowerings[node] = _ours(stock, lower, _OPTIONS)
+    lowerings[backward] = _ours(stock_backward, lower_backward, _BACKWARD_OPTIONS)
     return ""
 
 
@@ -60,24 +60,18 @@ def keep_out(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))
 
 
-def _ours(stock: Callable[..., Any], lower: Callable[..., Any]) -> Callable[..., Any]:
+def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """A lowering of marked nodes; torch's templates see no key of ours, which they would print.
+
+    at: where kernel_options stand.
+    """
+
     @wraps(stock)
     def lowering(*args: Any) -> Any:
-        given = args[_OPTIONS]
-        if MARK not in given:
+        if MARK not in args[at]:
             return stock(*args)
-        theirs, ours = split(given)
+        theirs, ours = split(args[at])
         found = lower(*args, options=ours)
-        return stock(*args[:_OPTIONS], theirs, *args[_OPTIONS + 1 :]) if found is None else found
-
-    return lowering
-
-
-def _unmarked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering that does not show torch's templates our keys, which they would print."""
-
-    @wraps(stock)
-    def lowering(*args: Any) -> Any:
-        return stock(*(split(x)[0] if isinstance(x, dict) and MARK in x else x for x in args))
+        return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found
 
     return lowering

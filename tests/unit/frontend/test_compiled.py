@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import InputError
-from flexattn.frontend.compiled import node, rules
+from flexattn.frontend.compiled import rules
 from flexattn.kernels.choose.options import parse
-from tests.compiled import compiling, gpt, nodes
+from tests.compiled import as_on_a_gpu, compiling, gpt, nodes
 from tests.support import block_mask, heads_inside, inputs, sinks
 
 LAYERS = 3
@@ -229,48 +229,36 @@ def test_random_changes(dynamo):
             torch.testing.assert_close(model(q, k, v, mod), layer(q, k, v, mod))
 
 
-def test_gradients_run_through_torchs_backward(monkeypatch):
-    """Our forward gives torch's backward the statistics that it expects, and it sees no key of
-    ours, which its templates would print into a kernel."""
-    import torch.nn.attention.flex_attention as torch_flex
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
+@pytest.fixture
+def gpu_like(monkeypatch):
+    as_on_a_gpu(monkeypatch)
 
-    # torch has a backward of its node for plain torch alone on the CPU, and refuses it there.
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(node, "breaks", lambda _: "")
-    options = torch_flex._apply_kernel_options
 
-    def with_lse(*given, **named):
-        return {**options(*given, **named), "OUTPUT_LOGSUMEXP": True}
+def gradients_of_a_layer(call):
+    """Those of q, k, v, sinks and a captured table, through out and lse."""
+    q, k, v, more = masked()
+    given = [x.requires_grad_() for x in (q, k, v, sinks(4), torch.linspace(-1, 1, 80))]
+    out, lse = call(*given, more["block_mask"])
+    return torch.autograd.grad((out * out).sum() + lse.square().sum(), given)
 
-    monkeypatch.setattr(torch_flex, "_apply_kernel_options", with_lse)
-    backend = aot_autograd(
-        fw_compiler=compile_fx_inner,
-        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        decompositions=select_decomp_table(),
+
+def layer_with_lse(q, k, v, logits, table, mask):
+    def mod(score, b, h, q_idx, kv_idx):
+        return 3 * torch.tanh(score) + table[q_idx - kv_idx + 40]
+
+    return flexattn.flex_attention(
+        q, k, v, mod, mask, enable_gqa=True, sinks=logits, return_lse=True
     )
-    table = torch.randn(80, requires_grad=True)
 
-    def layer(q, k, v, mask):
-        def mod(score, b, h, q_idx, kv_idx):
-            return 3 * torch.tanh(score) + table[q_idx - kv_idx + 40]
 
-        return flexattn.flex_attention(q, k, v, mod, mask, enable_gqa=True)
-
-    def gradients(call):
-        q, k, v, more = masked()
-        given = [x.requires_grad_() for x in (q, k, v)]
-        out = call(*given, more["block_mask"])
-        return torch.autograd.grad((out * out).sum(), (*given, table))
-
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_gradients_are_an_op_of_ours(monkeypatch, gpu_like, backend):
+    """Below Inductor; other backends have torch's nodes, which plain torch differentiates."""
     with compiling(monkeypatch, backend) as found:
-        got = gradients(found.compile(layer))
-        assert len(found.called) == 1
-    for mine, wanted in zip(got, gradients(layer), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+        got = gradients_of_a_layer(found.compile(layer_with_lse))
+        assert len(found.called) == len(found.differentiated) == (backend == "inductor")
+    for mine, wanted in zip(got, gradients_of_a_layer(layer_with_lse), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

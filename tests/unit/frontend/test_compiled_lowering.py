@@ -65,12 +65,11 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
 
     options = {mark.MARK: mark.VERSION, mark.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
     given = [*"qkv", "graph", (), 1.0, options, (), ()]
-    assert seam._ours(stock, lambda *_, options: None)(*given) == "torch's"
-    assert seam._ours(stock, lambda *_, options: options)(*given) == {"SPLIT_KV": 2}
-    assert seam._unmarked(stock)(*given) == "torch's"
-    assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}] * 2
+    assert seam._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
+    assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
+    assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
     # Another's node passes as it is.
-    assert seam._ours(stock, None)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
+    assert seam._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
 
 
 class Listed:
@@ -164,7 +163,7 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         taken.append(rest)
         return query, query, query
 
-    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower))
+    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower, 6))
 
     def refuse(*_):
         raise Refusal("uses an operation of tomorrow")
