@@ -37,7 +37,9 @@ keep_out(answer.__code__)
 
 def traced(arguments: tuple[Any, ...]) -> Any:
     """A call's results in a graph that is being traced."""
-    given = Call(*arguments)
+    # All fields: torch 2.11 cannot trace a default of a class of ours.
+    nothing: Any = None
+    given = Call(*arguments, None, None, nothing, (None, None))
     if _MOVED or breaks(given):
         return outside(answer, arguments)
     want, sinks, mask = asked(given), given.sinks, given.block_mask

@@ -42,9 +42,34 @@ def open_seam() -> str:
         why = f"torch {torch.__version__} has moved its lowering of flex_attention: {error}"
         say_once(f"{why}; under torch.compile, calls of flexattn break the graph")
         return why
+    _let_floats_change()
     lowerings[node] = _ours(stock, lower, _OPTIONS)
     lowerings[backward] = _ours(stock_backward, lower_backward, _BACKWARD_OPTIONS)
     return ""
+
+
+def _let_floats_change() -> None:
+    """Let a captured Python float that changes have a backward, of which torch 2.13 loses track.
+
+    Such a float is read from a tensor inside of the mod. torch traces the mod once more for its
+    backward, and the fake value of that read, which nobody uses, ends the trace with
+    PendingUnbackedSymbolNotFound.
+    """
+    # A torch that has moved these says so itself, where a float changes.
+    with suppress(ImportError, AttributeError):
+        module: Any = import_module("torch._higher_order_ops.flex_attention")
+        fake_mode_of = import_module("torch._guards").detect_fake_mode
+        create = module.create_fw_bw_graph
+
+        @wraps(create)
+        def created(score_mod: Any, index: Any, *rest: Any) -> Any:
+            mode = fake_mode_of(index)
+            if mode is None or mode.shape_env is None:
+                return create(score_mod, index, *rest)
+            with mode.shape_env.ignore_fresh_unbacked_symbols():
+                return create(score_mod, index, *rest)
+
+        module.create_fw_bw_graph = created
 
 
 def keep_out(code: CodeType) -> None:
