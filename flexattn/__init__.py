@@ -17,6 +17,7 @@ from flexattn.deploy.warm import warm
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.explain import Explanation, explain
 from flexattn.frontend.nested import Packed, pack
+from flexattn.integrations.install import install, uninstall
 from flexattn.mods import register_op
 
 __version__ = "0.1.0"
@@ -33,10 +34,12 @@ __all__ = [
     "create_mask",
     "explain",
     "flex_attention",
+    "install",
     "noop_mask",
     "or_masks",
     "pack",
     "register_op",
+    "uninstall",
     "visualize",
     "warm",
 ]

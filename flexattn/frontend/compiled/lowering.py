@@ -51,7 +51,12 @@ def lower(
     options, inputs = _options(options), V.graph.current_node.args
     try:
         node = _Node.read(
-            kernel_options, query, subgraph, block_mask, (score_captures, mask_captures), inputs[7:9]
+            kernel_options,
+            query,
+            subgraph,
+            block_mask,
+            (score_captures, mask_captures),
+            inputs[7:9],
         )
         text = printed(Spec(
             node.score, node.mask, node.block,
@@ -118,7 +123,9 @@ def lower_backward(
         ))  # fmt: skip
         parsed(text)
     except Exception as why:
-        say_once(f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}")
+        say_once(
+            f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}"
+        )
         return None
     check_order(asked)
     if chosen.backward:

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    flex_attention,
-    noop_mask,
-)
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
@@ -27,6 +21,7 @@ from flexattn.frontend.compiled.mark import BACKWARD, BARE, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import GRADIENTS, LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.graph_break import outside
+from flexattn.frontend.torch_own import torch_own
 from flexattn.kernels.choose import options
 from flexattn.problem.sinks import add_sinks
 
@@ -40,8 +35,14 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     # All fields: torch 2.11 cannot trace a default of a class of ours.
     nothing: Any = None
     given = Call(*arguments, None, None, nothing, (None, None))
+    found = node_of(given)
+    return outside(answer, arguments) if found is None else found
+
+
+def node_of(given: Call) -> Any:
+    """The same of a call as it was given; None where it is no node."""
     if _MOVED or breaks(given):
-        return outside(answer, arguments)
+        return None
     want, sinks, mask = asked(given), given.sinks, given.block_mask
     q, k, v = autocast(given.q, given.k, given.v)
     if k.size(0) != q.size(0):
@@ -49,11 +50,10 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     score_mod = given.score_mod
     if score_mod is not None and q.dtype != torch.float64:
         score_mod = _in_float32(score_mod)
-    attend: Any = flex_attention  # whose options are typed without keys of others
-    out, aux = attend(
+    out, aux = torch_own(
         q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
         None if given.scale is None else float(given.scale), given.enable_gqa,
-        kernel_options=_marked(given.kernel_options, mask is None, GRADIENTS or q.device.type != "cuda"),
+        kernel_options=_marked(given),
         return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
     )  # fmt: skip
     lse = aux.lse
@@ -65,15 +65,16 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     return (out, lse) if given.return_lse else out
 
 
-def _marked(given: Any, without_mask: bool, gradients: bool) -> dict[str, Any]:
+def _marked(call: Call) -> dict[str, Any]:
     """torch's options for where its own kernel serves, and the call's under our mark."""
+    given = call.kernel_options
     found = dict(options.for_torch(given) or {})
     if found.get("BACKEND") == "FLASH":  # whose statistics are not in base 2
         del found["BACKEND"]
     found[MARK] = VERSION
-    if without_mask:
+    if call.block_mask is None:
         found[BARE] = True
-    if gradients:
+    if GRADIENTS or call.q.device.type != "cuda":
         found[BACKWARD] = True
     for name, value in (given or {}).items():
         found[own(name)] = value

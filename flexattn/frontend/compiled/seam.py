@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flexattn.frontend.compiled.mark import MARK, split
+from flexattn.frontend.torch_own import served
 from flexattn.settings import say_once
 
 NODE, BACKWARD = "flex_attention", "flex_attention_backward"
@@ -94,9 +95,11 @@ def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Call
     @wraps(stock)
     def lowering(*args: Any) -> Any:
         if MARK not in args[at]:
+            served["torch: a node of another's"] += 1
             return stock(*args)
         theirs, ours = split(args[at])
         found = lower(*args, options=ours)
+        served["flexattn: a node" if found is not None else "torch: a node it was left"] += 1
         return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found
 
     return lowering

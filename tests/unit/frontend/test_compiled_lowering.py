@@ -14,6 +14,7 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
     joint, looks, lowering, mark, node, op, op_backward, rules, seam, spec,
 )  # fmt: skip
+from flexattn.frontend.torch_own import served
 from flexattn.mods import bind
 from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.refusal import Refusal
@@ -61,6 +62,7 @@ def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
 
 def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeypatch, caplog):
     say_once.cache_clear()
+    served.clear()
     seen = []
 
     def stock(*given):
@@ -72,6 +74,7 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
     assert seam._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
     assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
     assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
+    assert served == {"torch: a node it was left": 1, "flexattn: a node": 1}
     # Another's node passes as it is.
     assert seam._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
 
