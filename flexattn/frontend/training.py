@@ -14,4 +14,4 @@ def torch_flex_attention() -> Callable[..., Any]:
     """torch's flex_attention, compiled; shapes may change without a recompile."""
     from flexattn.frontend.torch_own import torch_own
 
-    return torch.compile(torch_own)  # type: ignore[no-any-return]
+    return torch.compile(torch_own)

@@ -121,7 +121,6 @@ def _serve_compiled(*given: Any) -> Any:
 def _traced(given: tuple[Any, ...]) -> Any:
     from flexattn.frontend.compiled.node import node_of
 
-    nothing: Any = None
-    call = Call(*given, nothing, nothing, nothing, nothing, None, None, nothing, (None, None))
-    found = node_of(call)
+    make: Any = Call
+    found = node_of(make(*given, options=None))
     return torch_own(*given[:-1], return_aux=given[-1]) if found is None else found

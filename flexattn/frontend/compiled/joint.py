@@ -49,7 +49,7 @@ def agrees(joint: GraphModule, bound: Bound, examples: Examples, sizes: Sequence
     """Whether a joint graph computes what the derivatives of the mod's expression are.
 
     A graph of the forward has lost what its mod kept from autograd: a detached value, an autograd
-    Function with a backward of its own. bound: of the examples. sizes: B, Hq, L and S, as expected.
+    Function with a backward of its own. bound: of the examples. sizes: of B, Hq, L and S.
     """
     wanted = [i for i in with_gradients(joint) if isinstance(examples.all[i], Tensor)]
     given = [examples.all[i] for i in wanted]

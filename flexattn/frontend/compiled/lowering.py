@@ -25,8 +25,8 @@ from flexattn.mods.refusal import Refusal
 from flexattn.settings import say_once
 
 _DEVICES = ("cuda", "cpu")
-# Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths; its
-# last three entries are the block's rows, its keys, and the graph of mask_mod.
+# Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
+# its last three entries are the block's rows, its keys, and the graph of mask_mod.
 _LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
 _LN_2 = math.log(2)
 
@@ -48,7 +48,8 @@ def lower(
 
     options: the call's own. Raises ConfigError for options that no kernel has.
     """
-    options, inputs = _options(options), V.graph.current_node.args
+    options = _options(options)
+    inputs: Any = V.graph.current_node.args
     try:
         node = _Node.read(
             kernel_options,
@@ -101,7 +102,8 @@ def lower_backward(
     """
     if BACKWARD not in kernel_options:
         return None
-    options, inputs = _options(options), V.graph.current_node.args
+    options = _options(options)
+    inputs: Any = V.graph.current_node.args
     chosen = parse(options)
     try:
         node = _Node.read(
@@ -195,8 +197,8 @@ def _check(asked: Asked, inputs: Any) -> None:
     """That there is a kernel for these gradients; raises as an eager call does."""
     q, k, v = (node.meta["val"] for node in inputs[:3])
     device = torch.device(q.device)
-    given = [torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v)]
-    check_backward(asked, *given, None, detect(device))
+    q, k, v = (torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
+    check_backward(asked, q, k, v, None, detect(device))
 
 
 def _sizes(inputs: Any) -> list[int]:

@@ -32,9 +32,9 @@ keep_out(answer.__code__)
 
 def traced(arguments: tuple[Any, ...]) -> Any:
     """A call's results in a graph that is being traced."""
-    # All fields: torch 2.11 cannot trace a default of a class of ours.
-    nothing: Any = None
-    given = Call(*arguments, None, None, nothing, (None, None))
+    # torch 2.11 cannot trace a default of a class of ours.
+    make: Any = Call
+    given = make(*arguments, options=None)
     found = node_of(given)
     return outside(answer, arguments) if found is None else found
 

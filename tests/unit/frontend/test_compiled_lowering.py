@@ -12,7 +12,16 @@ import flexattn
 from flexattn.catalogue import causal
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
-    joint, looks, lowering, mark, node, op, op_backward, rules, seam, spec,
+    joint,
+    looks,
+    lowering,
+    mark,
+    node,
+    op,
+    op_backward,
+    rules,
+    seam,
+    spec,
 )  # fmt: skip
 from flexattn.frontend.torch_own import served
 from flexattn.mods import bind
