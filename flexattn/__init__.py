@@ -16,8 +16,8 @@ from flexattn.block_mask.visual import visualize
 from flexattn.deploy.warm import warm
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.explain import Explanation, explain
+from flexattn.frontend.install import install, uninstall
 from flexattn.frontend.nested import Packed, pack
-from flexattn.integrations.install import install, uninstall
 from flexattn.mods import register_op
 
 __version__ = "0.1.0"

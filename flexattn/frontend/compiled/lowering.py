@@ -17,6 +17,7 @@ from flexattn.frontend.compiled.mark import BACKWARD, BARE
 from flexattn.frontend.compiled.op import NAME
 from flexattn.frontend.compiled.op_backward import NAME as BACKWARD_NAME
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
+from flexattn.frontend.compiled.widened import sources
 from flexattn.frontend.gradients import Asked, check_backward, check_order
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
@@ -69,11 +70,13 @@ def lower(
     except Exception as why:
         say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
-    given = map(_as_traced, (query, key, value), inputs)
+    found = sources((query, key, value), inputs[:3])
+    given = [_as_traced(x, node) for x, node, _ in found]
     attend = fallback_handler(_op(NAME), add_to_fallback_set=False)
     out, lse, maxima = attend(
-        *given, list(node.lists), *node.tensors, *node.integers, text, float(scale)
-    )
+        *given, list(node.lists), *node.tensors, *node.integers, text, float(scale),
+        *(factor for *_, factor in found),
+    )  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 
 

@@ -20,9 +20,11 @@ from flexattn.frontend.call import Call, ScoreMod
 from flexattn.frontend.compiled.mark import BACKWARD, BARE, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import GRADIENTS, LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
+from flexattn.frontend.compiled.widened import widened
 from flexattn.frontend.graph_break import outside
 from flexattn.frontend.torch_own import torch_own
 from flexattn.kernels.choose import options
+from flexattn.problem import out_dtype
 from flexattn.problem.sinks import add_sinks
 
 # A torch whose lowering has moved: calls break the graph, as they would without a node.
@@ -44,9 +46,7 @@ def node_of(given: Call) -> Any:
     if _MOVED or breaks(given):
         return None
     want, sinks, mask = asked(given), given.sinks, given.block_mask
-    q, k, v = autocast(given.q, given.k, given.v)
-    if k.size(0) != q.size(0):
-        k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
+    q, k, v = _taken(given)
     score_mod = given.score_mod
     if score_mod is not None and q.dtype != torch.float64:
         score_mod = _in_float32(score_mod)
@@ -63,6 +63,19 @@ def node_of(given: Call) -> Any:
     if given.return_aux is not None:
         return out, AuxOutput(lse=lse if want.lse else None, max_scores=aux.max_scores)
     return (out, lse) if given.return_lse else out
+
+
+def _taken(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as torch's node takes them: of one dtype, and of one batch."""
+    q, k, v = autocast(call.q, call.k, call.v)
+    of_k, of_v = call.k_descale, call.v_descale
+    if k.size(0) != q.size(0):
+        k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
+        of_k, of_v = (x if x is None else x.expand(q.size(0), -1) for x in (of_k, of_v))
+    dtype = out_dtype(q.dtype)
+    if k.dtype != dtype:
+        k, v = widened(k, of_k, dtype), widened(v, of_v, dtype)
+    return (q if q.dtype == dtype else widened(q, call.q_descale, dtype)), k, v
 
 
 def _marked(call: Call) -> dict[str, Any]:

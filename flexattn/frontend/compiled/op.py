@@ -26,7 +26,8 @@ from flexattn.runtime.launch import strides_like
 NAME = "flexattn::attend"
 _SCHEMA = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
-    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
     "-> (Tensor, Tensor, Tensor)"
 )
 # The body of an op is called without autograd's keys, and where a dispatch mode is on, as in
@@ -57,6 +58,9 @@ def attend(
     mask_integers: Sequence[int],
     spec: str,
     scale: float,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev].
 
@@ -67,14 +71,14 @@ def attend(
     """
     said = parsed(spec)
     checks.check_tensors(q, k, v, enable_gqa=True)
+    descales = [None if x is None else x.resolve_neg() for x in (q_descale, k_descale, v_descale)]
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         bound, score_mod = score_of(said, q, score, score_integers)
         kept, block_mask = mask_of(said, q, k, lists, mask, mask_integers)
         found = run_admitted(Call(
-            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True,
-            kernel_options=said.options, return_aux=said.statistics, score=bound, mask=kept,
-            options=said.chosen,
+            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True, False,
+            said.options, said.statistics, None, of_q, of_k, of_v, bound, kept, said.chosen,
         ))  # fmt: skip
     nothing = partial(q.new_empty, 0, dtype=torch.float32)
     lse, maxima = found.lse, found.max_scores
@@ -83,7 +87,7 @@ def attend(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, lists: Any, score: Any, mask: Any, score_integers: Any,
-    mask_integers: Any, spec: str, scale: float,
+    mask_integers: Any, spec: str, scale: float, *descales: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     said, rows = parsed(spec), q.shape[:3]
     shape = (*rows, v.shape[3])

@@ -33,6 +33,7 @@ def open_seam() -> str:
         from torch._inductor.lowering import lowerings
 
         from flexattn.frontend.compiled.lowering import lower, lower_backward
+        from flexattn.frontend.compiled.widened import lower_widened
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD))
         stock, stock_backward = lowerings[node], lowerings[backward]
@@ -44,6 +45,7 @@ def open_seam() -> str:
         say_once(f"{why}; under torch.compile, calls of flexattn break the graph")
         return why
     _let_floats_change()
+    lowerings[torch.ops.flexattn.widened.default] = lower_widened
     lowerings[node] = _ours(stock, lower, _OPTIONS)
     lowerings[backward] = _ours(stock_backward, lower_backward, _BACKWARD_OPTIONS)
     return ""

@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import AuxRequest
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import InputError
-from flexattn.frontend.compiled import rules
 from flexattn.kernels.choose.options import parse
 from tests.compiled import as_on_a_gpu, compiling, gpt, nodes
 from tests.random_mods import compiled_changes
@@ -79,6 +78,15 @@ def eight_bits():
     return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
 
 
+def all_in_eight_bits():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(2, 4, 2, 9, 9, 16, Bkv=1))
+    factors = {
+        f"{x}_descale": torch.rand(*n) + 0.5
+        for x, n in zip("qkv", [(2, 4), (1, 2), (1, 2)], strict=True)
+    }
+    return q, k, v, {"enable_gqa": True, **factors}
+
+
 CALLS = {
     "plain": lambda: (*inputs(1, 2, 2, 5, 9, 16), {}),
     "a mask and GQA": masked,
@@ -93,6 +101,7 @@ CALLS = {
     "one query": lambda: (*inputs(2, 4, 2, 1, 19, 16), {"enable_gqa": True}),
     "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
     "keys in eight bits": eight_bits,
+    "all in eight bits": all_in_eight_bits,
     "options of our own": lambda: (
         *inputs(1, 2, 2, 5, 9, 16), {"kernel_options": {"BACKEND": "GLUON", "SPLIT_KV": 2}}
     ),
@@ -102,8 +111,6 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, name):
     """Bit for bit the same, whatever Inductor does around it; no call of torch's own kernel."""
-    if CALLS[name] is eight_bits and not rules._TAKES_NARROWER:
-        pytest.skip("torch's node takes keys narrower than queries from 2.13 on")
     q, k, v, call = CALLS[name]()
 
     def layer(q, k, v):
@@ -249,9 +256,10 @@ def causal_score(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx >= kv_idx, score, -1e4)
 
 
-def all_in_eight_bits():
-    given = zip(("query", "key", "value"), inputs(1, 2, 2, 9, 9, 16), strict=True)
-    return {name: x.to(torch.float8_e4m3fn) for name, x in given}
+def mixed_up():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    given = {"query": q.half(), "key": k.half(), "value": v.half()}
+    return {**given, "scale": torch.tensor(0.5)}
 
 
 def maxima():
@@ -259,7 +267,7 @@ def maxima():
     return {"query": q, "key": k, "value": v, "return_aux": AuxRequest(max_scores=True)}
 
 
-BREAKS = {"float8": all_in_eight_bits, "max_scores": maxima}
+BREAKS = {"a scale that is a tensor": mixed_up, "max_scores": maxima}
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -7,9 +7,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import flexattn
 from flexattn.errors import UnsupportedError
+from flexattn.frontend import install
 from flexattn.frontend.compiled import rules
 from flexattn.frontend.compiled.mark import MARK
-from flexattn.integrations import install
 from tests.compiled import compiling
 from tests.support import inputs
 
