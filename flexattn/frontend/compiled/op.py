@@ -71,7 +71,8 @@ def attend(
     """
     said = parsed(spec)
     checks.check_tensors(q, k, v, enable_gqa=True)
-    descales = [None if x is None else x.resolve_neg() for x in (q_descale, k_descale, v_descale)]
+    factors = (None if x is None else x.resolve_neg() for x in (q_descale, k_descale, v_descale))
+    of_q, of_k, of_v = factors
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         bound, score_mod = score_of(said, q, score, score_integers)

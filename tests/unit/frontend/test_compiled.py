@@ -14,7 +14,7 @@ from tests.compiled import as_on_a_gpu, compiling, gpt, nodes
 from tests.random_mods import compiled_changes
 from tests.support import block_mask, heads_inside, inputs, sinks
 
-LAYERS = 3
+LAYERS = 2
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_gpt_trains_in_one_graph(monkeypatch, gpu_like, case):
     constant = torch._dynamo.config.patch(specialize_float=True)
     with constant, compiling(monkeypatch, "aot_eager") as found:
         model = found.compile(gpt, dynamic=amp or None)
-        for length, compiles in ((40, 1), (57, 2 - amp), (71, 2 - amp)):
+        for length, compiles in ((40, 1), (57, 2 - amp), (71, 2 - amp))[: 3 - amp]:
             x, mask = torch.randn(1, length, 32), documents(length)
             mine, eager = (gradients(call, x, mask) for call in (model, gpt))
             for got, wanted in zip(mine, eager, strict=True):
@@ -126,7 +126,8 @@ def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, n
 def test_statistics_sinks_and_autocast(monkeypatch):
     """As the graph has them around the node, whoever computes that."""
     q, k, v = inputs(1, 2, 2, 40, 40, 16)
-    logits = sinks(2)
+    logits, factors = sinks(2), torch.tensor([[0.5, 2.0]])
+    bits = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
 
     def layer(q, k, v):
         out, lse = flexattn.flex_attention(q, k, v, return_lse=True, sinks=logits)
@@ -134,7 +135,8 @@ def test_statistics_sinks_and_autocast(monkeypatch):
             narrow, aux = flexattn.flex_attention(
                 q, k, v, lambda s, b, h, i, j: s + i / 3, return_aux=AuxRequest(lse=True)
             )
-        return out, lse, narrow, aux.lse
+        eight = flexattn.flex_attention(*bits, q_descale=factors)
+        return out, lse, narrow, aux.lse, eight
 
     with compiling(monkeypatch, "aot_eager") as found:
         results = zip(found.compile(layer)(q, k, v), layer(q, k, v), strict=True)
@@ -203,7 +205,7 @@ def test_what_a_mod_captures_is_never_stale(inductor, kind):
 def test_random_changes():
     """`python -m tests.random_mods compiled-changes` has 200 of them, through Inductor."""
     for index in range(20):
-        compiled_changes.check(0, index, "eager")
+        compiled_changes.check(0, index, "eager", most=3)
 
 
 def gradients_of_a_layer(call, by_key=True):
