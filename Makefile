@@ -55,12 +55,12 @@ test-interpreter: env
 	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter
 
 test-oldest: env
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (releases or not compile) and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "full_matrix and oldest" tests/compile
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \
 		PYTHONPATH=$(VENV)/triton-$$release $(COMPILED) $(PYTEST) -m "releases and $(NO_DEVICE)" tests/compile || exit 1; \
 	done

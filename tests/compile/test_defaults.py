@@ -30,11 +30,13 @@ CASES = [
     for arch in DEVICES
     for kind, D, Dv in (("prefill", 192, 128), ("decode", 576, 512))
 ]
-OLDEST = {(arch, kind, 128, 128, "bfloat16") for arch in DEVICES for kind in ("prefill", "decode")}
+QUICK = {(arch, kind, 128, 128, "bfloat16") for arch in DEVICES for kind in ("prefill", "decode")}
 
 
 def param(case):
-    marks = [pytest.mark.oldest, pytest.mark.releases] if case in OLDEST else []
+    """Of each device one in make test, under several Tritons; the others in the long matrix."""
+    quick = [pytest.mark.oldest, pytest.mark.releases]
+    marks = quick if case in QUICK else [pytest.mark.full_matrix]
     return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 

@@ -50,6 +50,7 @@ def read_before_written(cubin, tmp_path):
 
 
 @pytest.mark.oldest
+@pytest.mark.releases
 @pytest.mark.parametrize(
     ("D", "kv_dtype"), [(80, "float8_e4m3fn"), (96, "float8_e4m3fn"), (94, "")]
 )

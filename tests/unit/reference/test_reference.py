@@ -31,7 +31,10 @@ def block_mask(mask_mod, Hq=3, L=L, S=S):
 
 
 def torch_math(q, k, v, built, mask):
-    """torch's eager rule as it differentiates on CPU, where the public function refuses to."""
+    """torch's eager rule without Dynamo, which the public function starts for each new mod.
+
+    On the CPU it also differentiates, which the public function refuses to.
+    """
     if mask is None:
         mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, L, S, device="cpu")
     score_mod = built.score_mod or (lambda score, b, h, q_idx, kv_idx: score)
@@ -48,11 +51,21 @@ def test_every_case_agrees_with_torch(entry, Hkv):
     built = entry.make(B, 3, Hkv, L, S)
     mask = block_mask(built.mask_mod)
     got = attention(q, k, v, score_mod=built.score_mod, block_mask=mask)
-    out, lse = flex_attention(q, k, v, built.score_mod, mask, enable_gqa=True, return_lse=True)
+    out, lse, top = torch_math(q, k, v, built, mask)
     torch.testing.assert_close(got.out, out, rtol=1e-5, atol=5e-6)
     torch.testing.assert_close(got.lse, lse, rtol=1e-5, atol=5e-6)
-    torch.testing.assert_close(got.max_scores, torch_math(q, k, v, built, mask)[2])
+    torch.testing.assert_close(got.max_scores, top)
     assert not got.out.isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_rule_is_its_public_function():
+    q, k, v = inputs(Hkv=1)
+    built = case("alibi_causal_document").make(B, 3, 1, L, S)
+    mask = block_mask(built.mask_mod)
+    out, lse = flex_attention(q, k, v, built.score_mod, mask, enable_gqa=True, return_lse=True)
+    assert torch.equal(out, torch_math(q, k, v, built, mask)[0])
+    assert torch.equal(lse, torch_math(q, k, v, built, mask)[1])
 
 
 @pytest.mark.parametrize(
