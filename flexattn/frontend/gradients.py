@@ -84,8 +84,16 @@ def check_gradients(call: Call) -> None:
 
 
 def _check(call: Call, asked: Asked) -> None:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
+    lists = _lists_of(call.block_mask)
     check_backward(asked, call.q, call.k, call.v, lists, detect(call.q.device))
+
+
+def _lists_of(mask: BlockMask | None) -> BothLists | None:
+    """A mask's lists in both directions, with the runs that they may have."""
+    if mask is None:
+        return None
+    mask_class(mask)  # finds the runs; lists by key that are made before are kept without
+    return BothLists.of(mask)
 
 
 def check_backward(
@@ -134,7 +142,7 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
 
 
 def _problem_of(call: Call, asked: Asked) -> Problem:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
+    lists = _lists_of(call.block_mask)
     return _problem(asked, call.q, call.k, call.v, lists)
 
 
