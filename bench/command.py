@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch
 from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
 from bench.rows import Row
-from bench.runner import Method, run
+from bench.runner import Method, run, run_row
 from bench.table import markdown
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
@@ -29,18 +30,22 @@ def main(
     method: Method,
     argv: Sequence[str] | None = None,
     host: Callable[[Method], Report] | None = None,
-    known: Mapping[str, Peer] = PEERS,
+    known: Mapping[str, Any] = PEERS,
     table: Callable[[Report], str] = markdown,
+    named: Mapping[str, Any] = TEMPLATES,
+    variant: Callable[[str], Any] | None = None,
+    runs: Callable[[Sequence[Row]], Callable[..., RowResult]] = lambda rows: run_row,
 ) -> int:
     """Run a bench; the status is 0, 1 if ours has no time in some row, 2 for a bad request.
 
-    known: the peers there are; table: a report as text.
+    known: the peers there are; named: those that run where they are asked for. table: a report as
+    text. variant: ours with the text of --config. runs: of the chosen rows, what runs each.
     """
-    args = _parser(bench, method, host is not None, known).parse_args(argv)
+    args = _parser(bench, method, host is not None, known, named).parse_args(argv)
     method = replace(method, rounds=args.rounds, min_ms=args.min_ms)
     try:
         chosen = chosen_rows(rows, args.rows)
-        peers = _peers(args.peers, args.config, known)
+        peers = _peers(args.peers, args.config, known, named, variant)
         if args.list:
             print("\n".join(row.name for row in chosen))
             return 0
@@ -53,7 +58,8 @@ def main(
         elif host is not None and args.host:
             report = host(method)
         else:
-            report = run(bench, chosen, peers, method, _progress(len(chosen), args.out))
+            progress = _progress(len(chosen), args.out)
+            report = run(bench, chosen, peers, method, progress, runs(chosen), args.seconds)
     except FlexAttnError as e:
         print(e, file=sys.stderr)
         return 2
@@ -89,12 +95,18 @@ def parse_config(text: str) -> dict[str, int | str]:
         raise InputError(f"--config {text!r}", "KEY=VALUE, separated by commas") from e
 
 
-def _peers(names: str, configs: Sequence[str], known: Mapping[str, Peer]) -> dict[str, Peer]:
-    asked, known = names.split(",") if names else list(known), {**known, **TEMPLATES}
+def _peers(
+    names: str,
+    configs: Sequence[str],
+    known: Mapping[str, Any],
+    named: Mapping[str, Any] = TEMPLATES,
+    variant: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    asked, known = names.split(",") if names else list(known), {**known, **named}
     unknown = sorted(set(asked) - set(known))
     if unknown:
         raise InputError(f"--peers {', '.join(unknown)}", f"the peers are {', '.join(known)}")
-    variants = {f"{OURS} {text}": _variant(text) for text in configs}
+    variants = {f"{OURS} {text}": (variant or _variant)(text) for text in configs}
     return {name: known[name] for name in asked} | variants
 
 
@@ -130,7 +142,7 @@ def _progress(total: int, out: Path | None) -> Callable[[Report, float], None]:
 
 
 def _parser(
-    bench: str, method: Method, host: bool, known: Mapping[str, Peer]
+    bench: str, method: Method, host: bool, known: Mapping[str, Any], named: Mapping[str, Any]
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{bench}",
@@ -140,12 +152,13 @@ def _parser(
     add("--rows", default="", metavar="REGEX", help="run the rows whose group/name matches")
     add("--list", action="store_true", help="print the names of those rows, and stop")
     add("--peers", default="", metavar="A,B",
-        help=f"of {', '.join({**known, **TEMPLATES})}; default: {', '.join(known)}")  # fmt: skip
+        help=f"of {', '.join({**known, **named})}; default: {', '.join(known)}")  # fmt: skip
     add("--config", action="append", default=[], metavar="KEY=VALUE,…",
         help="one more variant of ours, with these kernel options, or, where consumers is one of "
         "them, these fields of a Gluon config; may be repeated")  # fmt: skip
     add("--rounds", type=int, default=method.rounds, help="samples of each candidate")
     add("--min-ms", type=float, default=method.min_ms, help="least time of one sample")
+    add("--seconds", type=float, default=math.inf, help="no row begins after so many")
     add("--out", type=Path, metavar="FILE.json", help="write the results, after each row")
     add("--merge", type=Path, nargs="+", metavar="FILE.json",
         help="run nothing; make one table, and --out, of these")  # fmt: skip

@@ -22,6 +22,7 @@ def describe() -> dict[str, str]:
         "flexattn": _version("flexattn"),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "flash-attn-4": _version("flash-attn-4"),
         "revision": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
     }
     if torch.cuda.is_available():

@@ -11,18 +11,29 @@ from bench.inputs import Inputs
 from bench.refusal import Refusal
 from flexattn.mods import bind
 
-__all__ = ["fa4"]
+__all__ = ["fa4", "fa4_call"]
 
 
 def fa4(x: Inputs) -> Callable[[], Tensor] | Refusal:
     """Its forward on [B, S, H, D] copies; refuses what it has no form for without block lists."""
+    found = fa4_call(x)
+    if isinstance(found, Refusal):
+        return found
+    call, leaves = found
+    return lambda: call(*leaves).transpose(1, 2)
+
+
+def fa4_call(
+    x: Inputs,
+) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, ...]] | Refusal:
+    """Its forward, and the q, k and v that it is for: [B, S, H, D] copies of a row's."""
     try:
         from flash_attn.cute.interface import flash_attn_func
     except ImportError as error:
         return Refusal(f"flash_attn.cute cannot be imported: {error}")
     if x.row.mask in ("documents", "blocks"):
         return Refusal(f"FA4 has no {x.row.mask} beside block lists of its own making")
-    q, k, v = (each.transpose(1, 2).contiguous() for each in (x.q, x.k, x.v))
+    leaves = tuple(each.transpose(1, 2).contiguous() for each in (x.q, x.k, x.v))
     options: dict[str, Any] = {"causal": x.row.mask == "causal"}
     if x.row.mask == "window":
         options["window_size"] = (x.row.window, 0)
@@ -31,12 +42,12 @@ def fa4(x: Inputs) -> Callable[[], Tensor] | Refusal:
     elif x.row.score != "none":
         options |= _mod(x)
 
-    def call() -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = flash_attn_func(q, k, v, **options)
         out: Tensor = found[0] if isinstance(found, tuple) else found
-        return out.transpose(1, 2)
+        return out
 
-    return call
+    return call, leaves
 
 
 def _mod(x: Inputs) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class RowResult:
     """One row: its useful work, the gates of our variants, the samples or refusal of each peer.
 
     A peer that refused the row, or whose gate is red, has a reason in `refused` and no samples.
+    memory: of a backward, what each peer allocated at its peak in bytes, inputs included, and
+    under "bar" what it may.
     """
 
     name: str
@@ -46,6 +48,7 @@ class RowResult:
     refused: dict[str, str]
     environment: int = 0
     clocks: dict[str, str] = dataclasses.field(default_factory=dict)
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bench.shapes import MODELS, Shape
 
-__all__ = ["BLOCK", "DOCUMENTS", "Row", "decode_rows", "mods_rows", "prefill_rows"]
+__all__ = [
+    "BLOCK", "DOCUMENTS", "Row", "backward_rows", "decode_rows", "mods_rows", "prefill_rows",
+]  # fmt: skip
 
 Mask = Literal["full", "causal", "window", "documents", "blocks"]
 Score = Literal["none", "alibi", "softcap", "relative"]
@@ -26,11 +28,11 @@ class Row:
     `window` is the number of keys before the query's own, read where mask is "window"; documents
     are causal inside; `cap` is read where score is "softcap". Where mask is "blocks", every row of
     blocks of BLOCK x BLOCK keeps a part of them at random: `density`. fp8: inputs of e4m3, with a
-    factor for each head.
+    factor for each head. learned: of a backward, the table of score "relative" gets a gradient.
     """
 
     name: str
-    group: Literal["grid", "mods", "models", "fp8", "short"]
+    group: Literal["grid", "mods", "models", "fp8", "short", "8k", "forward"]
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"
@@ -38,6 +40,7 @@ class Row:
     cap: float = 0.0
     density: float = 1.0
     fp8: bool = False
+    learned: bool = False
 
     @property
     def plain(self) -> bool:
@@ -139,6 +142,27 @@ def mods_rows() -> list[Row]:
                 Row("mods-16k-documents", "mods", shape, "documents"),
             ]
     return rows
+
+
+def backward_rows() -> list[Row]:
+    """The grid at 4k and 16k, the same at 8k, the mods at D = 128 and 8k, and a forward there."""
+    rows = []
+    for length in (4096, 16384, 8192):
+        for d in (128, 64, 256):
+            shape = Shape(TOKENS // length, HEADS[d], HEADS[d], length, length, d)
+            name = f"d{d}-{length // 1024}k"
+            rows.append(Row(f"{name}-full", "8k" if length == 8192 else "grid", shape))
+            rows.append(replace(rows[-1], name=f"{name}-causal", mask="causal"))
+    shape = Shape(TOKENS // 8192, HEADS[128], HEADS[128], 8192, 8192, 128)
+    return [
+        *rows,
+        Row("d128-8k-window", "mods", shape, "window", window=1024),
+        Row("d128-8k-documents", "mods", shape, "documents"),
+        Row("d128-8k-softcap", "mods", shape, "causal", "softcap", cap=30.0),
+        Row("d128-8k-alibi", "mods", shape, "causal", "alibi"),
+        Row("d128-8k-learned", "mods", shape, "causal", "relative", learned=True),
+        Row("d128-8k-forward", "forward", shape, "causal"),
+    ]
 
 
 def decode_rows() -> list[Row]:

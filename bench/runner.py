@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from bench.results import Gate, Report, RowResult
 from bench.rows import Row
 from flexattn.measure.timing import Samples, time_interleaved
 
-__all__ = ["Method", "run", "run_row"]
+__all__ = ["Method", "forget", "run", "run_row"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,23 @@ class Method:
 def run(
     bench: str,
     rows: Iterable[Row],
-    peers: Mapping[str, Peer],
+    peers: Mapping[str, Any],
     method: Method,
     each: Callable[[Report, float], None] = lambda report, seconds: None,
+    one: Callable[..., RowResult] = lambda *given: run_row(*given),
+    seconds: float = math.inf,
 ) -> Report:
-    """Run all rows. `each` sees the report so far, and the last row's seconds, after each row."""
+    """Run all rows. `each` sees the report so far, and the last row's seconds, after each row.
+
+    one: what runs a row. seconds: after which no row begins.
+    """
     report = Report(bench, method.facts(), (describe(),), ())
+    until = time.perf_counter() + seconds
     for row in rows:
         begin = time.perf_counter()
-        result = run_row(row, peers, method)
+        if begin > until:
+            break
+        result = one(row, peers, method)
         report = Report(bench, report.method, report.environments, (*report.rows, result))
         each(report, time.perf_counter() - begin)
     return report
@@ -89,7 +98,7 @@ def run_row(row: Row, peers: Mapping[str, Peer], method: Method) -> RowResult:
             )
     now = clocks()
     del calls, inputs
-    _forget(method)
+    forget(method)
     return RowResult(
         row.name, row.group, row.flops, row.kv_bytes, gates, samples, refused, clocks=now
     )
@@ -118,7 +127,7 @@ def _poison(like: Tensor) -> None:
     torch.full_like(like, float("nan"))
 
 
-def _forget(method: Method) -> None:
+def forget(method: Method) -> None:
     """Without this, torch's compiled functions and the row's tensors outlive the row."""
     if method.clock == "cuda":
         torch.compiler.reset()

@@ -26,11 +26,22 @@ def gradients(attend, inputs, grads):
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
 
 
-def assert_gradients(
+def assert_gradients(q, k, v, **call):
+    """Hold the gradients of q, k, v, sinks and tensors to the oracle's; returns them.
+
+    call: as `compared` takes it.
+    """
+    found = compared(q, k, v, **call)
+    for got, exact, rounded in found:
+        assert_close_as(got, exact, rounded)
+    return [got for got, _, _ in found]
+
+
+def compared(
     q, k, v, *, make=None, tensors=(), mask_mod=None, block=16, lse=True, sinks=None,
     kernel_options=None, scale=None,
 ):  # fmt: skip
-    """Hold the gradients of q, k, v, sinks and tensors to the oracle's; returns them.
+    """Of q, k, v, sinks and tensors: ours, the oracle's and the reference run's gradients.
 
     make(*tensors) gives the score_mod that captures them. lse: its gradient comes in, too.
     """
@@ -68,7 +79,6 @@ def assert_gradients(
     exact = gradients(attend(plain(Precision.ORACLE)), wide, grads)
     rounded = gradients(attend(plain(Precision.ROUNDED)), leaves[0], grads)
     got = gradients(attend(ours), leaves[1], grads)
-    for x, found, oracle, other in zip(given, got, exact, rounded, strict=True):
+    for x, found in zip(given, got, strict=True):
         assert found.dtype == x.dtype and found.shape == x.shape
-        assert_close_as(found, oracle, other)
-    return got
+    return list(zip(got, exact, rounded, strict=True))

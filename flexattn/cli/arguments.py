@@ -25,7 +25,7 @@ ModArguments = Annotated[
     list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
 ]
 Role = Annotated[str | None, typer.Option("--as", help="score or mask, where arity cannot tell.")]
-KindName = Annotated[str, typer.Option("--kind", help="prefill or decode.")]
+KindName = Annotated[str, typer.Option("--kind", help="prefill, decode or backward.")]
 HeadDim = Annotated[int, typer.Option(help="Head dimension of query and key.")]
 HeadDimV = Annotated[
     int | None, typer.Option(help="Head dimension of value; the same by default.")

@@ -75,8 +75,9 @@ def bench(
     """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
 
     Above 1 a ratio says that flexattn is faster. The status is 1 if an accuracy gate is red.
+    Gradients are left out: python -m bench.backward times those.
     """
-    rows = rows_of(workloads or (), preset or (), only)
+    rows = rows_of(workloads or (), preset or (), only, backward=False)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "torch sees no GPU here",

@@ -40,7 +40,7 @@ SAMPLES: tuple[tuple[Kind, Shape], ...] = (
     ("prefill", Shape(1, 32, 8, 8192, 8192, 128, 128)),
     ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),
 )
-RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "serving")
+RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ def export(
     built = None
     if with_binaries and chosen is not None:
         with Watch(len(chosen)) as watch:
-            built = binaries.export(chosen, target, out, Store(out), mods, progress=watch.lane())
+            served = [task for task in chosen if task.kind != "backward"]
+            built = binaries.export(served, target, out, Store(out), mods, progress=watch.lane())
     if as_json:
         told = {"directory": str(out), **asdict(done)}
         told["binaries"] = None if built is None else asdict(built)

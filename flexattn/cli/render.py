@@ -98,7 +98,7 @@ def render(
         "TANH": tanh,
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = kv_len or (call.q_len if call.kind == "prefill" else None) or arguments.LENGTH
+    keys = kv_len or (None if call.kind == "decode" else call.q_len) or arguments.LENGTH
     problem = call.problem(keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
@@ -166,6 +166,8 @@ def _rendered_nki(
             "an NKI kernel has none of Triton's options, and no compiler of it is here",
             "--show takes expr and source",
         )
+    if problem.structure.kind == "backward":
+        raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
     config, source, combine = kernels(problem, device.name)
     structure, expr = problem.structure, Show.expr in wanted
     return Rendered(

@@ -21,6 +21,7 @@ from flexattn.tune.workload import Row, Workload, read
 
 ALL = "all"
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def presets(names: Sequence[str]) -> list[Workload]:
@@ -40,11 +41,15 @@ def presets(names: Sequence[str]) -> list[Workload]:
 
 
 def rows_of(
-    workloads: Sequence[Path], names: Sequence[str], only: str | None, plans: bool = False
+    workloads: Sequence[Path],
+    names: Sequence[str],
+    only: str | None,
+    plans: bool = False,
+    backward: bool = True,
 ) -> list[Row]:
     """Rows of the files and presets whose titles `only` finds; raises InputError for none.
 
-    plans: those of a DecodePlan, too.
+    plans: those of a DecodePlan, too. backward: those of gradients.
     """
     if not workloads and not names:
         raise InputError(
@@ -54,6 +59,7 @@ def rows_of(
         )
     rows = [row for each in [*map(read, workloads), *presets(names)] for row in each.rows]
     rows = [row for row in rows if plans or row.served is None]
+    rows = [row for row in rows if backward or row.kind != "backward"]
     if not rows:
         raise InputError("rows of serving plans alone", "this verb works on calls")
     if only is None:
@@ -82,11 +88,10 @@ def effort_of(name: str) -> Effort:
 
 def kind_of(name: str) -> Kind:
     """A kind by name; raises InputError for another."""
-    if name == "prefill":
-        return "prefill"
-    if name == "decode":
-        return "decode"
-    raise InputError(f"--kind {name}", "it is prefill or decode")
+    for each in KINDS:
+        if name == each:
+            return each
+    raise InputError(f"--kind {name}", f"it is {', '.join(KINDS[:-1])} or {KINDS[-1]}")
 
 
 def recorded_kind(name: str) -> RecordKind:

@@ -50,7 +50,7 @@ def show(
     folders: Annotated[
         list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
     ] = None,
-    kind: Annotated[str | None, typer.Option(help="prefill, decode or serving.")] = None,
+    kind: Annotated[str | None, typer.Option(help="prefill, decode, backward or serving.")] = None,
     device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None,
     model: Annotated[
         str | None, typer.Option(help="A regular expression that titles match.")

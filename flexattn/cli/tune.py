@@ -106,8 +106,10 @@ def tune(
     lists = workloads or [untuned_path()] if from_untuned else []
     if from_untuned and preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
-    plans = target.backend != "neuron"
-    rows = [] if from_untuned else rows_of(workloads or (), preset or (), only, plans)
+    gpu = target.backend != "neuron"
+    rows = []
+    if not from_untuned:
+        rows = rows_of(workloads or (), preset or (), only, plans=gpu, backward=gpu)
     if not dry_run and where is environment_of:
         _can_time(target)
     found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]

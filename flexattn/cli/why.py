@@ -38,7 +38,8 @@ def why(
     arg: arguments.ModArguments = None,
     role: arguments.Role = None,
     kind: Annotated[
-        str | None, typer.Option(help="prefill or decode; the lengths decide by default.")
+        str | None,
+        typer.Option(help="prefill, decode or backward; the lengths decide by default."),
     ] = None,
     batch: arguments.Batch = 1,
     hq: arguments.QueryHeads = 32,

@@ -21,6 +21,9 @@ def warm(
 ) -> int:
     """Compile every kernel that flex_attention runs for a workload's calls on a device.
 
+    Of calls that are differentiated it compiles the forward with lse, and the gradients' kernels
+    where this library's own serve; the small kernel of delta compiles at the first backward.
+
     workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
     read. return_lse: the calls ask for the log-sum-exp. A length that is not in the workload needs
     no other kernel unless a tuned record or decode's tile height changes with it. Call it when a
@@ -37,6 +40,7 @@ def warm(
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
+    from flexattn.settings import current
     from flexattn.tune.tasks import mods_of, task_from
     from flexattn.tune.workload import parse, read
 
@@ -49,16 +53,20 @@ def warm(
         where = torch.device("cuda", torch.cuda.current_device())
     target, index = detect(where), -1 if where.type == "cpu" else where.index
     before, found = builder().compiled, []
+    differentiates = where.type == "cpu" or "backward" in current().experimental
     for row in workload.rows:
-        if row.served is not None:
+        if row.served is not None or (row.kind == "backward" and not differentiates):
             continue
         mods = mods_of(row)
         # The blocks of its mask are found on the device, which compiles that kernel too.
         problem = task_from(row, *mods, target, where).problem
-        structure = replace(problem.structure, lse=return_lse)
+        structure = problem.structure
+        if return_lse and row.kind != "backward":
+            structure = replace(structure, lse=True)
         asked = replace(problem, structure=structure)
         choice = dispatcher().kernels(asked, target, index, NONE)[0]
-        for source in sources(structure, choice.config, target):
+        before_it = () if row.kind == "backward" else sources(structure, choice.config, target)
+        for source in before_it:
             with suppress(BuildError):  # a call goes on without it, and says so
                 builder().kernel(source, target, index)
         found.append(mods)

@@ -11,15 +11,15 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.admission import admit
-from flexattn.frontend.autograd import with_gradients
+from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call, ScoreMod
 from flexattn.frontend.derivative_check import agrees
-from flexattn.frontend.gradients import slots_of
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import functionals, tangent
 from flexattn.kernels.choose import options
 from flexattn.problem import FP8, checks, out_dtype
+from flexattn.problem.learned import slots_of
 from flexattn.problem.sinks import add_sinks
 from flexattn.runtime.compiler_context import without_collections
 from flexattn.runtime.launch import Outputs, strides_like
@@ -103,10 +103,13 @@ def _serve(key: tuple[Any, ...] | None, given: Call) -> Outputs:
     with without_collections():
         call = admit(given)
         route, why = _checked_route(call)
+        key = key if as_given(given, call) else None
         if route not in PLANLESS and wants_grad(call):
-            return with_gradients(call)
+            planned, trained = prepared(call)
+            outputs = attend(trained, call.block_mask, call.q, call.k, call.v, call.sinks)
+            remember(key, given, planned, trained.rest, trained)
+            return outputs
         if route not in PLANLESS:
-            key = key if as_given(given, call) else None
             planned = plan(call, None if key is None else key[0])
             rest = planned.rest()
             outputs = planned.run(rest)

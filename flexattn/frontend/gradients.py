@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ from flexattn.frontend.call import Call
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound
-from flexattn.mods.derivative import derivatives, loaded_floats
-from flexattn.problem import Problem, Shape, captures_of, checks, make_problem
+from flexattn.mods.derivative import derivatives
+from flexattn.problem import Problem, Shape, checks, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
+from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
+from flexattn.records.untuned import note
 from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
@@ -61,15 +64,8 @@ class BackwardPlan(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def slots_of(score: Bound | None) -> tuple[int, ...]:
-    """Which tensors of a score_mod get a gradient."""
-    if score is None or captures_of(score) is None:
-        return ()
-    return tuple(s for s in loaded_floats(score.mod) if score.tensors[s].requires_grad)
-
-
-def check_gradients(call: Call) -> None:
-    """That a call has a backward; raises UnsupportedError and ConfigError, before it is run."""
+def check_gradients(call: Call) -> Asked:
+    """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
     asked = Asked.of(call)
     check_order(asked)
     mask = call.block_mask
@@ -81,19 +77,12 @@ def check_gradients(call: Call) -> None:
     if _checked.get(key) is None:
         _check(call, asked)
         _checked.put(key, True)
+    return asked
 
 
 def _check(call: Call, asked: Asked) -> None:
-    lists = _lists_of(call.block_mask)
+    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
     check_backward(asked, call.q, call.k, call.v, lists, detect(call.q.device))
-
-
-def _lists_of(mask: BlockMask | None) -> BothLists | None:
-    """A mask's lists in both directions, with the runs that they may have."""
-    if mask is None:
-        return None
-    mask_class(mask)  # finds the runs; lists by key that are made before are kept without
-    return BothLists.of(mask)
 
 
 def check_backward(
@@ -142,28 +131,30 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
 
 
 def _problem_of(call: Call, asked: Asked) -> Problem:
-    lists = _lists_of(call.block_mask)
+    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
     return _problem(asked, call.q, call.k, call.v, lists)
 
 
 def run_backward(
-    asked: Asked,
+    planned: Callable[..., BackwardPlan],
     inputs: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
     lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
+    grads: tuple[Tensor | None, Tensor | None],
+    scale: float,
+    summed: Sequence[Tensor],
 ) -> Gradients:
-    """Launch a backward; inputs: q, k and v. dout, dlse: None where nothing depends on one.
+    """Launch a backward; planned(q, k, v, out, dout): its plan. inputs: q, k and v.
 
-    out and lse (natural log) as the forward gave them, in any strides.
+    out and lse (natural log) as the forward gave them, in any strides; grads: theirs, None where
+    nothing depends on one. summed: the captured tensors that get a gradient.
     """
+    dout, dlse = grads
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
     lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
-    launch, rest = plan_backward(asked, *inputs, out, dout)
-    summed = [] if asked.score is None else [asked.score.tensors[slot] for slot in asked.slots]
-    return launch.run(inputs, out, lse, (dout, dlse), asked.scale, rest, summed)
+    launch, rest = planned(*inputs, out, dout)
+    return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed)
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -199,6 +190,8 @@ def plan_backward(
         launch = prepare_backward(
             problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
         )
+        if asked.options.tanh == "auto":  # a tuner would tune the ordinary kernel
+            note(problem, target, launch.choice.how, asked.score, asked.mask)
         _launches.put(key, launch)
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask))
 

@@ -20,8 +20,10 @@ from torch.nn import Parameter
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.admission import bind_on
+from flexattn.frontend.autograd import attend
 from flexattn.frontend.call import Call
 from flexattn.frontend.plan import Plan
+from flexattn.frontend.trained import Trained
 from flexattn.frontend.transforms import in_forward_mode
 from flexattn.mods import Bound, Witness, watch
 from flexattn.problem import checks
@@ -74,7 +76,7 @@ class _Mask(NamedTuple):
 class _Seen:
     """One call and what served it. where: its device's type. descaled: whether it has descales.
 
-    checked: in checked mode, what its mods are bound to.
+    checked: in checked mode, what its mods are bound to. trained: of a call with gradients.
     """
 
     launch: Launch
@@ -87,9 +89,11 @@ class _Seen:
     mask: _Mask | None
     descaled: bool
     checked: tuple[Bound | None, Bound | None] | None = None
+    trained: Trained | None = None
 
 
-_seen: Lru[tuple[Any, ...], _Seen] = Lru(1024)
+# Of a key, the last call without gradients and the last one with them.
+_seen: Lru[tuple[Any, ...], tuple[_Seen | None, _Seen | None]] = Lru(1024)
 
 
 def key_of(given: Call) -> tuple[Any, ...] | None:
@@ -109,14 +113,19 @@ def key_of(given: Call) -> tuple[Any, ...] | None:
 def recall(key: tuple[Any, ...] | None, given: Call) -> Outputs | None:
     """Serve a call as the same one was served before; None where that cannot be known."""
     try:
-        found = None if key is None else _seen.get(key)
+        pair = None if key is None else _seen.get(key)
     except TypeError:  # an argument that no key can hold: the long way says what is wrong
         return None
+    if pair is None:
+        return None
+    found = pair[torch.is_grad_enabled() and _wants_grad(pair, given)]
     if found is None or not _holds(found, given):
         return None
     if found.checked is not None:
         score, mask = found.checked
         given._replace(scale=found.scale, score=score, mask=mask).check_reads()
+    if found.trained is not None:
+        return attend(found.trained, given.block_mask, given.q, given.k, given.v, given.sinks)
     descales = given.descales if found.descaled else NO_DESCALES
     return found.launch.run(
         given.q, given.k, given.v, found.scale, found.rest, given.sinks, descales
@@ -127,13 +136,21 @@ def _holds(found: _Seen, given: Call) -> bool:
     if found.settings is not current() or found.generation != generation():
         return False
     # Within torch.func.jvp a tensor may have a tangent, which a launch would drop.
-    if in_forward_mode() or (_any_autocast() and torch.is_autocast_enabled(found.where)):
+    if in_forward_mode() or (_any_autocast() and _converts(found.where, given)):
         return False
-    if torch.is_grad_enabled() and _wants_grad(found, given):
+    if found.trained is not None and not found.trained.holds():
         return False
     return (found.score is None or found.score.holds(given.score_mod)) and (
         found.mask is None or found.mask.holds(given.block_mask)
     )
+
+
+def _converts(where: str, given: Call) -> bool:
+    """Whether autocast is on, and would convert an input."""
+    if not torch.is_autocast_enabled(where):
+        return False
+    dtype = torch.get_autocast_dtype(where)
+    return not given.q.dtype is given.k.dtype is given.v.dtype is dtype
 
 
 def as_given(given: Call, call: Call) -> bool:
@@ -144,8 +161,17 @@ def as_given(given: Call, call: Call) -> bool:
     return all(map(is_, call.tensors, given.tensors))
 
 
-def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[Any, ...]) -> None:
-    """Keep how a call was served, if a later one can be told to be the same."""
+def remember(
+    key: tuple[Any, ...] | None,
+    given: Call,
+    plan: Plan,
+    rest: tuple[Any, ...],
+    trained: Trained | None = None,
+) -> None:
+    """Keep how a call was served, if a later one can be told to be the same.
+
+    rest: the launch's. trained: of a call with gradients.
+    """
     call, block_mask = plan.call, given.block_mask
     if key is None or not _PLAIN.issuperset(map(type, call.tensors)):
         return
@@ -166,9 +192,14 @@ def remember(key: tuple[Any, ...] | None, given: Call, plan: Plan, rest: tuple[A
     checked = (call.score, call.mask) if settings.check else None
     descaled = call.descales is not NO_DESCALES
     found = _Seen(
-        launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked
-    )
-    _seen.put(key, found)
+        launch, where, rest, call.scale, settings, generation(), score, mask, descaled, checked,
+        trained,
+    )  # fmt: skip
+    # Whether gradients are wanted is asked of either, so neither may watch what is no longer read.
+    other = (_seen.get(key) or (None, None))[trained is None]
+    if other is not None and other.score is not None and not other.score.holds(given.score_mod):
+        other = None
+    _seen.put(key, (found, other) if trained is None else (other, found))
 
 
 def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask | None:
@@ -215,8 +246,11 @@ def _as_large(seen: list[Any]) -> bool:
     return all([x.shape == shape and x.stride() == strides for x, shape, strides in seen])
 
 
-def _wants_grad(found: _Seen, given: Call) -> bool:
+def _wants_grad(pair: tuple[_Seen | None, _Seen | None], given: Call) -> bool:
     for tensor in given.tensors:
         if tensor is not None and tensor.requires_grad:
             return True
-    return found.score is not None and found.score.witness.requires_grad()
+    for found in pair:
+        if found is not None and found.score is not None:
+            return found.score.witness.requires_grad()
+    return False

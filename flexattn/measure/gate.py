@@ -9,7 +9,7 @@ misplaced infinity, a fully masked row that is not zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -89,11 +89,9 @@ def judge(got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype) -> V
     or its lse where it gives no max_scores. Raises InputError if nothing is left to judge, or if
     the oracle or the reference run lacks a tensor that is to be judged.
     """
-    rows: list[Row] = []
-    faults: list[str] = []
-    worst: list[Sample] = []
     reached = oracle[1] if oracle[2] is None else oracle[2]
     empty = None if reached is None else (reached == -math.inf)
+    checks = []
     for name, mine, exact, reference in zip(_NAMES, got, oracle, rounded, strict=True):
         if mine is None:
             continue
@@ -103,20 +101,47 @@ def judge(got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype) -> V
                 "the oracle and the reference run give every judged tensor, in one shape",
             )
         want = dtype if name == "out" or dtype == torch.float64 else torch.float32
-        wrong = _misfit(name, mine, exact, want)
-        if wrong:
+        masked = empty if name == "out" else None
+        checks.append(_Check(name, mine, exact, reference, masked, want))
+    if not checks:
+        raise InputError(
+            "there is no tensor to judge", "at least one of out, lse, max_scores is given"
+        )
+    return _verdict(checks)
+
+
+def judge_named(
+    got: Mapping[str, Tensor], oracle: Mapping[str, Tensor], rounded: Mapping[str, Tensor]
+) -> Verdict:
+    """Judges tensors by name, such as gradients, each within the budget of the reference run's.
+
+    Each has the shape of the oracle's, and the dtype of the reference run's.
+    """
+    return _verdict(
+        _Check(name, mine, oracle[name], rounded[name], None, rounded[name].dtype)
+        for name, mine in got.items()
+    )
+
+
+def badness(verdict: Verdict) -> tuple[int, float]:
+    """What orders verdicts, the worst last: faults, then the share of a budget that is used."""
+    used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
+    return len(verdict.faults), max(used, default=0.0)
+
+
+def _verdict(checks: Iterable[_Check]) -> Verdict:
+    rows: list[Row] = []
+    faults: list[str] = []
+    worst: list[Sample] = []
+    for check in checks:
+        if wrong := _misfit(check.name, check.got, check.oracle, check.dtype):
             faults.append(wrong)
             continue
-        check = _Check(name, mine, exact, reference, empty if name == "out" else None, want)
         measured, found = check.measure()
         rows += measured
         faults += found
         if found or not all(row.passed for row in measured):
             worst += check.worst()
-    if not rows and not faults:
-        raise InputError(
-            "there is no tensor to judge", "at least one of out, lse, max_scores is given"
-        )
     return Verdict(tuple(rows), tuple(faults), tuple(worst))
 
 

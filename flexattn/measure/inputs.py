@@ -44,10 +44,10 @@ def make_sinks(problem: Problem, device: torch.device) -> Tensor | None:
 
 
 def moved(bound: Bound | None, where: torch.device | str) -> Bound | None:
-    """A mod with what it captures on a device."""
+    """A mod with what it captures on a device, as data: nothing of it requires a gradient."""
     if bound is None:
         return None
-    return bound._replace(tensors=tuple(tensor.to(where) for tensor in bound.tensors))
+    return bound._replace(tensors=tuple(x.detach().to(where) for x in bound.tensors))
 
 
 def _normal(

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,17 +17,19 @@ from flexattn.device import detect
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
+from flexattn.measure.backward import backward_call, make_saved
+from flexattn.measure.backward import judge_of as judge_gradients
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
 from flexattn.measure.inputs import make_inputs, make_sinks, moved
-from flexattn.measure.oracle import Judge, oracle
+from flexattn.measure.oracle import oracle
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.records.record import Failed, Gated, Policy
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Lists, Outputs, prepare
+from flexattn.runtime.launch import Outputs, prepare
 from flexattn.settings import current
 
 
@@ -71,10 +74,11 @@ class DeviceLab:
                 "times come from a GPU, or from Triton's interpreter for tests of tiny problems",
                 "run this where a GPU is, or set FLEXATTN_INTERPRET=1",
             )
-        self._calls: dict[Config, Callable[[], Outputs]] = {}
+        self._calls: dict[Config, Callable[[], Any]] = {}
         self._clock: Clock | None = None
-        self._judge: Judge | None = None
-        self._build: Callable[[Config], Callable[[], Outputs]] | None = None
+        self._judge: Callable[[Any], Verdict] | None = None
+        self._build: Callable[[Config], Callable[[], Any]] | None = None
+        self._while_judged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def device(self) -> str:
@@ -88,6 +92,7 @@ class DeviceLab:
         """As Lab.open."""
         self._calls.clear()
         self._clock = self._judge = self._build = None
+        self._while_judged = nullcontext
         self._free()
         here = detect(self._where)
         if here.arch != task.device.arch:
@@ -97,6 +102,8 @@ class DeviceLab:
             )
         if isinstance(task, ServingTask):
             self._open_serving(task)
+        elif task.kind == "backward":
+            self._open_backward(task)
         else:
             self._open_call(task)
         self._clock = _clock(task.policy, self._where)
@@ -110,17 +117,25 @@ class DeviceLab:
 
         self._build = build
 
-    def _open_call(self, task: Task) -> None:
-        structure = task.problem.structure
+    def _open_backward(self, task: Task) -> None:
+        self._round_as(task)
+        saved = make_saved(task, self._where)
+        self._judge = judge_gradients(saved.call)
+        self._while_judged = saved.call.judged_alone
+        self._build = lambda config: backward_call(task, saved, config, self._where)
+
+    def _round_as(self, task: Task) -> None:
         if self._where.type == "cuda":
             # What the reference run of float32 inputs looks at.
-            torch.backends.cuda.matmul.allow_tf32 = structure.tf32
+            torch.backends.cuda.matmul.allow_tf32 = task.problem.structure.tf32
+
+    def _open_call(self, task: Task) -> None:
+        self._round_as(task)
+        structure = task.problem.structure
         q, k, v = make_inputs(task.problem, self._where)
         sinks = make_sinks(task.problem, self._where)
         score, mask = moved(task.score, self._where), moved(task.mask, self._where)
-        lists = None
-        if task.lists is not None:
-            lists = Lists(*(None if x is None else x.to(self._where) for x in task.lists))  # type: ignore[arg-type]
+        lists = None if task.lists is None else task.lists.to(self._where)
         self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
 
         def build(config: Config) -> Callable[[], Outputs]:
@@ -144,7 +159,7 @@ class DeviceLab:
         """As Lab.gate."""
         assert self._judge is not None
         call = self._call(config)
-        with _poisoned_memory():
+        with _poisoned_memory(), self._while_judged():
             outputs = call()
         self._synchronize()
         return gated(self._judge(outputs))
@@ -166,7 +181,7 @@ class DeviceLab:
             return False
         return True
 
-    def _call(self, config: Config) -> Callable[[], Outputs]:
+    def _call(self, config: Config) -> Callable[[], Any]:
         assert self._build is not None
         call = self._calls.get(config)
         if call is None:

@@ -49,7 +49,7 @@ def oracle(
         return Slices.of(q, k, v, score_mod, mask_mod, scale, sinks).judge_all
     block_mask = None
     if lists is not None and sparsity is not None:
-        block_mask = _block_mask(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
+        block_mask = block_mask_of(lists, sparsity, mask_mod, (q.shape[2], k.shape[2]))
 
     def run(precision: Precision) -> Reference:
         return attention(
@@ -106,9 +106,10 @@ def kept(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int
     return lane
 
 
-def _block_mask(
+def block_mask_of(
     lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> BlockMask:
+    """The BlockMask that lists are of."""
     fixed: dict[str, Any] = {
         "BLOCK_SIZE": (sparsity.q_block, sparsity.kv_block),
         "mask_mod": noop_mask if mask_mod is None else mask_mod,

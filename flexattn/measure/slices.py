@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexattn.measure.gate import Triple, Verdict, judge
+from flexattn.measure.gate import Triple, Verdict, badness, judge
 from flexattn.problem import out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.reference import Precision, Reference, attention
@@ -22,7 +22,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Query rows first..last of one head; its mods are told where the slice stands."""
 
     b: int
@@ -56,7 +56,7 @@ class Slices:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    runs: tuple[tuple[_Place, Reference, Reference], ...]
+    runs: tuple[tuple[Place, Reference, Reference], ...]
 
     @classmethod
     def of(
@@ -116,10 +116,10 @@ class Slices:
         for place, oracle, rounded in self.runs:
             out, lse, maxima = [None if x is None else place.of(x) for x in got]
             verdicts.append(judge((out, lse, maxima), oracle, rounded, self.dtype))
-        return max(verdicts, key=_badness)
+        return max(verdicts, key=badness)
 
 
-def _factors(descales: Descales, place: _Place, kv: slice) -> Descales:
+def _factors(descales: Descales, place: Place, kv: slice) -> Descales:
     """Those of one head."""
     heads = (slice(place.h, place.h + 1), kv, kv)
     b = slice(place.b, place.b + 1)
@@ -128,13 +128,8 @@ def _factors(descales: Descales, place: _Place, kv: slice) -> Descales:
     )
 
 
-def _badness(verdict: Verdict) -> tuple[int, float]:
-    used = [row.error / row.budget if row.budget else float(row.error > 0) for row in verdict.rows]
-    return len(verdict.faults), max(used, default=0.0)
-
-
-def _places(batch: int, heads: int, rows: int) -> Iterator[_Place]:
+def _places(batch: int, heads: int, rows: int) -> Iterator[Place]:
     for b, h in sorted({(0, 0), (batch // 2, heads // 2), (batch - 1, heads - 1)}):
         last = max(rows - SLICE_ROWS, 0)
         for first in sorted({0, last // 2, last}):
-            yield _Place(b, h, first, min(first + SLICE_ROWS, rows))
+            yield Place(b, h, first, min(first + SLICE_ROWS, rows))

@@ -20,7 +20,8 @@ class Task:
     """A problem with the real mask and captured tensors, on the CPU, so that any process runs it.
 
     score, mask: the mods as expressions, with the values they capture. lists: the BlockMask's own.
-    scale: of the softmax. title: what people call it ("llama3-8b decode B8 8k").
+    by_key: beside them, those that a backward reads. scale: of the softmax. title: what people
+    call it ("llama3-8b decode B8 8k").
     """
 
     title: str
@@ -31,6 +32,7 @@ class Task:
     score: Bound | None = None
     mask: Bound | None = None
     lists: Lists | None = None
+    by_key: Lists | None = None
 
     @property
     def kind(self) -> RecordKind:
@@ -66,11 +68,11 @@ AnyTask: TypeAlias = Task | ServingTask
 
 
 def call_of(task: AnyTask) -> Task:
-    """The task, of a call; raises UnsupportedError for a plan's, which GPUs alone have."""
-    if isinstance(task, ServingTask):
+    """The task, of a call's forward; raises UnsupportedError for others, which GPUs alone have."""
+    if isinstance(task, ServingTask) or task.kind == "backward":
         raise UnsupportedError(
             f"{task.title} for {task.device.name}",
-            "serving plans run on GPUs",
-            "leave rows with page_size or kind = 'serving' out",
+            "serving plans and gradients run on GPUs",
+            "leave rows with page_size, kind = 'serving' or backward = true out",
         )
     return task

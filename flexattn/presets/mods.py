@@ -1,11 +1,16 @@
-"""Masks of serving and of video that the presets name: factories over sizes, not over tensors."""
+"""Mods of serving, video and training for the presets: factories over sizes, not over tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue.masks import MaskMod
+from flexattn.catalogue.masks import MaskMod, causal, document
+from flexattn.catalogue.scores import ScoreMod, t5_bias
+
+# Of eight packed documents, in parts of 8192; real lengths do not end where blocks do.
+DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)
 
 
 def ragged(B: int, kv_len: int) -> MaskMod:
@@ -61,3 +66,29 @@ def sliding_tiles(
 
     mask_mod.__name__ = f"sliding_tiles_{'x'.join(map(str, canvas))}"
     return mask_mod
+
+
+def packed(length: int) -> MaskMod:
+    """Causal attention inside each of eight documents that fill a sequence."""
+    share = torch.tensor(DOCUMENTS).cumsum(0) * length // sum(DOCUMENTS)
+    ids = torch.searchsorted(share, torch.arange(length), right=True).to(torch.int32)
+    mask_mod = and_masks(document(ids), causal)
+    mask_mod.__name__ = f"packed_{length}"
+    return mask_mod
+
+
+def beside(window: int) -> MaskMod:
+    """Keys up to `window` positions away on either side, as encoders' local layers have them."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx - kv_idx).abs() <= window
+
+    mask_mod.__name__ = f"beside_{window}"
+    return mask_mod
+
+
+def learned_t5_bias(Hq: int) -> ScoreMod:
+    """T5's bidirectional buckets, whose table [32, Hq] is trained: it requires a gradient."""
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randn(32, Hq, generator=draw).requires_grad_()
+    return t5_bias(table, 128)

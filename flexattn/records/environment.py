@@ -15,13 +15,13 @@ from flexattn.records.renderers import RecordKind, source_hash
 def serving_policy(kind: RecordKind, device: Device) -> tuple[bool, bool]:
     """(graph, cold_l2) of the records that dispatch takes for its own.
 
-    Servers replay decode as CUDA graphs and launch prefill eagerly; in both the rest of a model
-    has run since the same layer's last call, so the L2 cache holds nothing of it. The interpreter
-    and Neuron have neither.
+    Servers replay decode as CUDA graphs and launch prefill eagerly, as training does a backward;
+    in all of them the rest of a model has run since the same layer's last call, so the L2 cache
+    holds nothing of it. The interpreter and Neuron have neither.
     """
     if device.backend in ("interpreter", "neuron"):
         return False, False
-    return kind != "prefill", True
+    return kind not in ("prefill", "backward"), True
 
 
 def environment(kind: RecordKind, device: Device, policy: Policy | None = None) -> Environment:

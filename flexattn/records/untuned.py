@@ -21,6 +21,7 @@ from flexattn.device import Device
 from flexattn.errors import CacheError
 from flexattn.mods import Bound, Mod
 from flexattn.mods.codec import from_data, number_from_data, number_to_data, to_data
+from flexattn.mods.derivative import loaded_floats
 from flexattn.problem import (
     DTYPES,
     FP8,
@@ -105,6 +106,8 @@ class _Line:
     positive_scale: bool
     sinks: Literal["", "float16", "bfloat16", "float32"] = ""
     kv_dtype: Literal["", "float16", "bfloat16", "float8_e4m3fn"] = ""
+    grads: tuple[int, ...] = ()
+    broadcast_kv: bool = False
 
 
 def untuned_path() -> Path:
@@ -239,10 +242,12 @@ def _untuned(raw: bytes) -> Untuned:
         line.kind, line.dtype, line.head_dim_qk, line.head_dim_v, line.group,
         _captures(score), _captures(mask), line.sparsity, line.layout,
         line.lse, line.max_scores, line.tf32, line.positive_scale, line.sinks,
-        kv_dtype=line.kv_dtype,
+        kv_dtype=line.kv_dtype, grads=line.grads,
     )  # fmt: skip
+    if not set(line.grads) <= set(() if score is None else loaded_floats(score.mod)):
+        raise CacheError(f"gradients of {line.grads}", "they are of score's floating tensors")
     sizes = (line.B, line.Hq, line.Hkv, line.q_len, line.kv_len)
-    problem = Problem(structure, *sizes, line.mask_class)
+    problem = Problem(structure, *sizes, line.mask_class, line.broadcast_kv)
     return Untuned(problem, line.device, line.how, line.made, score, mask)
 
 

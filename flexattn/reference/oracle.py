@@ -180,9 +180,12 @@ class _Run:
         total = torch.where(empty, 1.0, p.sum(-1))
         out = _shared(_weighted_sum, self.rounding.weights(p), v) / total[..., None]
         lse = torch.where(empty, -math.inf, top + torch.log(total))
-        if self.rounding.saves and torch.is_grad_enabled() and scores.requires_grad:
-            out, lse = saved_softmax(scores, v, out, lse, self.rounding)
-        return self._stored(out, lse, top, h)
+        sinks = None if self.sinks is None else self.sinks[h]
+        learn = any(x is not None and x.requires_grad for x in (scores, v, sinks))
+        if not (self.rounding.saves and learn and torch.is_grad_enabled()):
+            return self._stored(out, lse, top, h)
+        out, lse = saved_softmax(scores, v, sinks, out, lse, self.rounding)
+        return Reference(self.rounding.store(out), lse, top)
 
     def _stored(self, out: Tensor, lse: Tensor, top: Tensor, h: slice) -> Reference:
         if self.sinks is not None:

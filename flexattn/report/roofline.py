@@ -53,8 +53,9 @@ class Reach:
 def work(record: Record) -> Work:
     """The work of one call of a record's problem, at the sizes that were measured.
 
-    Two products of 2 x head dimension for each pair that is kept, as bench counts them. Keys
-    that no block lists are not read; decode reads each key once for all heads of a group.
+    Two products of 2 x head dimension for each pair that is kept, as bench counts them, and five
+    of a backward, which reads and writes a gradient beside each tensor. Keys that no block lists
+    are not read; decode reads each key once for all heads of a group.
     """
     key = record.key
     B, q_len, kv_len = record.sizes
@@ -62,12 +63,14 @@ def work(record: Record) -> Work:
         return _of_plan(record)
     kept, density = _kept(key.mask_class)
     dims = key.head_dim_qk + key.head_dim_v
-    flops = 2.0 * B * key.Hq * q_len * kv_len * dims * kept
+    backward = key.kind == "backward"
+    products = 3 * key.head_dim_qk + 2 * key.head_dim_v if backward else dims
+    flops = 2.0 * B * key.Hq * q_len * kv_len * products * kept
     # One query row reads the kept keys alone; many rows together read all of them.
     read = kept if key.kind == "decode" else 1.0
     queries, keys = ITEMSIZE[key.dtype], ITEMSIZE[_kv_dtype(key)]
     moved = B * dims * (key.Hq * q_len * queries + key.Hkv * kv_len * read * keys)
-    return Work(flops, float(moved), kept, density)
+    return Work(flops, float(moved) * (2 if backward else 1), kept, density)
 
 
 def _kv_dtype(key: Key) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.problem.dense_blocks import dense_blocks
+from flexattn.problem.mask_class import mask_class
 from flexattn.problem.runs import rows_of, unwritten, versions
 from flexattn.runtime.launch import Lists
 
@@ -49,6 +50,8 @@ class BothLists(NamedTuple):
             or not all(map(is_, sources, kept.sources))
             or not unwritten(kept.versions)
         ):
+            mask_class(mask)  # finds the runs that its lists may have, which by_query has then
+            by_query = Lists.of(mask)
             kept = _Kept(_by_key(mask, by_query), sources, [])
             # What was made in inference mode does not tell when it is written to.
             tells = not any(each.is_inference() for each in given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,10 @@ class Lists(NamedTuple):
         if self.full_num is not None and self.full_idx is not None:
             found |= {"FULL_NUM": self.full_num, "FULL_IDX": self.full_idx}
         return found
+
+    def to(self, where: torch.device) -> Lists:
+        """The lists on a device."""
+        return Lists(*(None if x is None else x.to(where) for x in self))  # type: ignore[arg-type]
 
     def sparsity(self, block_size: tuple[int, int], group: int) -> Sparsity:
         """What they mean to a kernel's code; `group` query heads share a KV head."""
@@ -311,7 +316,12 @@ def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     shape: of four dimensions; they are torch's strides for the output of flex_attention.
     """
-    order = sorted(range(3), key=lambda dim: (q.stride(dim), -dim), reverse=True)
+    return _dense_strides(q.stride(), shape)
+
+
+@lru_cache(maxsize=4096)
+def _dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    order = sorted(range(3), key=lambda dim: (like[dim], -dim), reverse=True)
     strides, step = [0, 0, 0, 1], shape[3]
     for dim in reversed(order):
         strides[dim] = step

@@ -19,8 +19,10 @@ from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
 from flexattn.mods.path import load, role_of
 from flexattn.problem import FP8, checks, kind_for, make_problem
+from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.key import Key, key_of
+from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
@@ -90,38 +92,46 @@ def task_from(
 ) -> Task:
     """The task of a row's sizes with these mods, whatever the row says of mods."""
     shape = row.shape
+    sizes = shape.q_len, shape.kv_len, shape.B, shape.Hq
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
     clear()
-    score, mask = (
-        moved(bind(*each), "cpu") for each in ((score_mod, "score"), (mask_mod, "mask"))
-    )
-    lists = sparsity = None
+    found = bind(score_mod, "score")
+    slots = slots_of(found) if row.kind == "backward" else ()
+    score, mask = moved(found, "cpu"), moved(bind(mask_mod, "mask"), "cpu")
+    lists = by_key = sparsity = None
     name = ""
+    fp8 = row.dtype in FP8.values()
+    kind = row.kind or kind_for(*sizes, device.num_sms, fp8)[0]
     if mask_mod is not None and mask is not None:
         block_mask = _block_mask(mask_mod, mask, row, where)
         name = mask_class(block_mask)
         lists = Lists.of(block_mask)
-        sparsity = lists.sparsity(row.block_size, shape.Hq // shape.Hkv)
-    sizes = shape.q_len, shape.kv_len, shape.B, shape.Hq
-    fp8 = row.dtype in FP8.values()
-    kind = row.kind or kind_for(*sizes, device.num_sms, fp8)[0]
+        if kind == "backward":
+            lists, by_key = BothLists.of(block_mask)
+        group = 1 if kind == "backward" else shape.Hq // shape.Hkv
+        sparsity = lists.sparsity(row.block_size, group)
     scale = checks.check_scale(row.scale, shape.D)
     tf32 = row.dtype == "float32" and device.backend == "cuda"
-    problem = make_problem(
-        kind,
-        row.dtype,
-        shape,
+    options: dict[str, Any] = {
+        "mask_class": name, "tf32": tf32 and torch.backends.cuda.matmul.allow_tf32,
+    }  # fmt: skip
+    if kind == "backward":
+        # Neither a scale's sign nor a sink, which lse has in it, decides anything in its kernel.
+        options |= {"grads": slots}
+    else:
+        sinks = "" if not row.sinks else "bfloat16" if fp8 else row.dtype
+        options |= {"lse": row.lse, "positive_scale": scale > 0, "sinks": sinks}
+    return Task(
+        row.title,
+        make_problem(kind, row.dtype, shape, score, mask, sparsity, **options),
+        device,
+        policy_for(kind, device, row.policy),
+        scale,
         score,
         mask,
-        sparsity,
-        mask_class=name,
-        tf32=tf32 and torch.backends.cuda.matmul.allow_tf32,
-        positive_scale=scale > 0,
-        sinks="" if not row.sinks else "bfloat16" if fp8 else row.dtype,
-    )
-    return Task(
-        row.title, problem, device, policy_for(kind, device, row.policy), scale, score, mask, lists
+        lists,
+        by_key,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import noop_mask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL
 from flexattn.block_mask.create import from_kinds
@@ -17,6 +17,7 @@ from flexattn.measure.task import Task
 from flexattn.problem import Sparsity
 from flexattn.problem.mask_class import mask_class, representative
 from flexattn.records.untuned import Untuned, bound_of, read
+from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.tune.workload import policy_for
 
@@ -36,11 +37,14 @@ def _task(untuned: Untuned, device: Device) -> Task:
     problem = untuned.problem
     structure = problem.structure
     sign = 1 if structure.positive_scale else -1
-    lists = None
+    lists = by_key = None
     if structure.sparsity is not None:
         heads = problem.Hq if structure.sparsity.per_head else 1
         lengths = problem.q_len, problem.kv_len
-        lists = _lists(problem.mask_class, structure.sparsity, heads, lengths)
+        mask = _block_mask(problem.mask_class, structure.sparsity, heads, lengths)
+        lists = Lists.of(mask)
+        if structure.kind == "backward":
+            lists, by_key = BothLists.of(mask)
         runs = lists.runs is not None
         structure = replace(structure, sparsity=replace(structure.sparsity, runs=runs))
         problem = replace(problem, structure=structure)
@@ -53,18 +57,19 @@ def _task(untuned: Untuned, device: Device) -> Task:
         None if untuned.score is None else bound_of(untuned.score),
         None if untuned.mask is None else bound_of(untuned.mask),
         lists,
+        by_key,
     )
 
 
-def _lists(name: str, sparsity: Sparsity, heads: int, lengths: tuple[int, int]) -> Lists:
+def _block_mask(name: str, sparsity: Sparsity, heads: int, lengths: tuple[int, int]) -> BlockMask:
     block = sparsity.q_block, sparsity.kv_block
     rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
     kinds = _kinds(representative(name, rows, columns), sparsity.has_full)
     mask = from_kinds(
         kinds.expand(1, heads, rows, columns), noop_mask, block, lengths, sparsity.has_full
     )
-    mask_class(mask)
-    return Lists.of(mask)
+    mask_class(mask)  # finds the runs that its lists may have
+    return mask
 
 
 def _kinds(listed: Tensor, has_full: bool) -> Tensor:

@@ -17,6 +17,10 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     name = "decode"
     mixes = [[8, 1, 8192], [64, 1, 4096]]             # or batch, q_len, kv_len one by one
     [[layers.calls]]
+    name = "training"
+    backward = true                                   # the forward, with lse, and the gradients
+    q_len = 8192
+    [[layers.calls]]
     name = "paged decode"                             # of a DecodePlan
     kind = "serving"
     page_size = [16, 64]                              # a contiguous cache without one
@@ -39,7 +43,7 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.errors import InputError
-from flexattn.problem import ITEMSIZE, Kind, Shape
+from flexattn.problem import FP8, ITEMSIZE, Kind, Shape
 from flexattn.records.environment import serving_policy
 from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
@@ -47,10 +51,13 @@ from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv")
-SHARED = ("dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy")
+SHARED = (
+    "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
+)  # fmt: skip
 TOP = ("title", "models", "note", "dtype", "layers")
 LAYER = ("name", "heads", "head_dim", *SHARED, "calls")
 CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *SHARED)
+FP8_NAMES = frozenset(FP8.values())
 POLICY = ("graph", "cold_l2", "rounds", "min_ms")
 SIZES = ("B", "Hq", "Hkv", "q_len", "kv_len")
 
@@ -78,10 +85,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One call of a workload. kind: None lets the lengths decide, as dispatch does.
+    """One call of a workload, or its backward. kind: None lets lengths decide, as dispatch does.
 
     sinks: whether each head has a sink, of the row's dtype. served: where a DecodePlan is meant,
-    whose kind is None.
+    whose kind is None. lse: the call also gives the log-sum-exp, as one that is differentiated.
+    Of a backward, what its score_mod captures and requires a gradient gets one.
     """
 
     title: str
@@ -95,6 +103,7 @@ class Row:
     policy: tuple[tuple[str, float], ...]
     sinks: bool = False
     served: Served | None = None
+    lse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +167,12 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
             raise said("dtype").wrong("dtype", f"it is one of {', '.join(ITEMSIZE)}")
     named = " ".join(filter(None, [name, layer.text("name"), call.text("name")]))
     plans = _served(call, said)
+    differentiated = said("backward").flag("backward") or False
+    if differentiated and (any(plans) or not FP8_NAMES.isdisjoint(dtypes)):
+        raise said("backward").wrong("backward", "plans and inputs of eight bits have none")
     for dtype, (B, q_len, kv_len), served in product(dtypes, _mixes(call), plans):
         title = f"{named} B{B} {_lengths(q_len, kv_len)}" + _told(served, plans)
-        yield Row(
+        row = Row(
             title if len(dtypes) == 1 else f"{title} {dtype}",
             _kind(call),
             dtype,
@@ -172,7 +184,11 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
             _policy(said("policy")),
             said("sinks").flag("sinks") or False,
             served,
+            differentiated,
         )
+        yield row
+        if differentiated:
+            yield replace(row, title=f"{row.title} backward", kind="backward", lse=False)
 
 
 def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:

@@ -82,8 +82,9 @@ def test_what_a_score_mod_captures(name, dtype):
     assert_gradients(q, k, v, make=make, tensors=[table], mask_mod=causal, block=128)
 
 
-def test_sinks_and_keys_of_one_batch():
-    q, k, v = on_gpu(3, 4, 2, 333, 401, 64, Bkv=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_and_keys_of_one_batch(dtype):
+    q, k, v = on_gpu(3, 4, 2, 333, 401, 64, Bkv=1, dtype=DTYPES[dtype])
     logits = sinks(4, device="cuda")
     assert_gradients(q, k, v, mask_mod=causal, block=128, sinks=logits)
 

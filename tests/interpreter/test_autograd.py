@@ -12,6 +12,7 @@ import flexattn
 from flexattn import explain, flex_attention
 from flexattn.catalogue import causal
 from flexattn.errors import ConfigError, UnsupportedError
+from flexattn.frontend import gradients
 from tests.support import inputs
 
 pytestmark = [
@@ -106,6 +107,43 @@ def test_some_inputs_alone():
         fixed[place] = x
         (found,) = torch.autograd.grad(attend(*fixed).square().sum(), [x])
         assert torch.equal(found, whole[place])
+
+
+def test_a_captured_table_alone():
+    """Nothing of q, k and v is asked for, and a table that nobody asks for stays without."""
+    q, k, v = leaves()
+    table, other = (torch.full((2,), x, requires_grad=True) for x in (0.5, 0.25))
+
+    def mod(s, b, h, q, k):
+        return capped(s + table[h], b, h, q, k) * other[h]
+
+    *_, whole = wanted(lambda *given: flex_attention(*given, mod), [q, k, v], table)
+    out = flex_attention(q.detach(), k.detach(), v.detach(), mod)
+    (found,) = torch.autograd.grad(out.square().sum(), [table])
+    torch.testing.assert_close(found, whole)
+    other.requires_grad_(False)
+    out = flex_attention(q.detach(), k.detach(), v.detach(), mod)
+    out.square().sum().backward()
+    torch.testing.assert_close(table.grad, whole)
+    assert other.grad is None
+
+
+def test_hooks_run_and_a_graph_serves_twice():
+    given = leaves()
+    plain = wanted(attend, given)
+    given[0].register_hook(lambda grad: 2 * grad)
+    seen = []
+    out = attend(*given)
+    out.register_hook(lambda grad: seen.append(grad.shape))
+    out.grad_fn.register_prehook(lambda grads: seen.append(len(grads)))
+    loss = out.square().sum()
+    for times in (1, 2):
+        loss.backward(retain_graph=times == 1)
+        for x, grad, factor in zip(given, plain, (2, 1, 1), strict=True):
+            assert torch.equal(x.grad, times * factor * grad)
+    assert seen == [out.shape, 3] * 2
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 def test_an_output_that_is_expanded_or_lse_alone():
@@ -337,3 +375,12 @@ def test_functions_of_one_code_and_one_expression_are_told_apart():
     assert explain(*given, plain).route == "interpreter"
     assert explain(*given, detached).route == "reference"
     assert explain(*given, plain).route == "interpreter"
+
+
+def test_a_backward_without_a_record_is_listed_for_the_tuner(monkeypatch):
+    listed = []
+    monkeypatch.setattr(gradients, "note", lambda *given: listed.append(given))
+    wanted(attend, [x.requires_grad_() for x in inputs(1, 2, 2, 18, 20)])
+    ((problem, _, how, score, mask),) = listed
+    assert (problem.structure.kind, how, mask) == ("backward", "default", None)
+    assert score.mod.kind == "score"

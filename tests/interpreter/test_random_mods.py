@@ -3,6 +3,7 @@
 import pytest
 
 from tests.random_mods.checking import check
+from tests.random_mods.gradients import check_gradients
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -15,3 +16,9 @@ pytestmark = [
 def test_random_mod(index):
     """`FLEXATTN_INTERPRET=1 python -m tests.random_mods check` has more of them."""
     check(seed=0, index=index, longest=101, device="cpu")
+
+
+@pytest.mark.parametrize("index", range(4, 14))
+def test_gradients_of_a_random_mod(index):
+    """`FLEXATTN_INTERPRET=1 python -m tests.random_mods gradients` has 300."""
+    check_gradients(seed=0, index=index, longest=31, device="cpu")

@@ -51,3 +51,22 @@ def test_a_call_after_warm_finds_its_kernel(name, monkeypatch):
 def test_a_workload_that_cannot_be_read():
     with pytest.raises(InputError, match="heads"):
         flexattn.warm({"layers": [{**LAYER, "heads": [3, 2]}]}, "cpu")
+
+
+def test_what_is_differentiated_has_its_forward_with_lse_and_its_gradients(monkeypatch):
+    """All but the small kernels of delta is there when a training begins."""
+    call = {"mask": "flexattn.catalogue:causal", "mixes": [[1, 17, 21]], "backward": True}
+    score = {"mod": "flexattn.catalogue.scores:softcap", "args": [13.25]}
+    layer = {"heads": [2, 1], "head_dim": 16, "block_size": 16, "score": score, "calls": [call]}
+    flexattn.warm({"layers": [layer], "dtype": "float32"}, "cpu")
+    built, build = [], type(builder())._build
+
+    def noted(self, source, *rest):
+        built.append(source.text.partition(" ")[2])
+        return build(self, source, *rest)
+
+    monkeypatch.setattr(type(builder()), "_build", noted)
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 1, 17, 21))
+    mask = flexattn.create_block_mask(flexattn.catalogue.causal, None, None, 17, 21, "cpu", 16)
+    flexattn.flex_attention(q, k, v, softcap(13.25), mask, enable_gqa=True).sum().backward()
+    assert all(text.startswith("delta") for text in built), built

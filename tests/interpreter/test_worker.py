@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from flexattn.catalogue import alibi, causal
+from flexattn.catalogue import alibi, causal, relative_bias
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.measure.worker import Worker
 from flexattn.records.record import Failed, Gated, Policy
+from flexattn.tune.tasks import task_from
+from flexattn.tune.workload import parse
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.interpreter
@@ -45,6 +48,23 @@ def test_decode_with_splits_is_gated_and_timed(worker):
     configs = [DecodeConfig(16, 16, 4, 1, splits) for splits in (1, 3)]
     assert all(isinstance(got := worker.gate(c), Gated) and got.passed for c in configs)
     assert all(len(us) == 2 for us in worker.sample(configs, 2, 0))
+
+
+def test_a_backward_is_gated_and_timed(worker):
+    """Its whole: delta, both halves, and the gradient of a table."""
+    table = torch.randn(2, 48).requires_grad_()
+    layer = {"heads": [2, 1], "head_dim": 16, "dtype": "float16", "block_size": 16}
+    call = {"mixes": [[1, 17, 21]], "backward": True}
+    row = parse({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
+    task = task_from(row, relative_bias(table, 24), causal, INTERPRETER, torch.device("cpu"))
+    worker.open(task)
+    config = BackwardConfig(16, 16, 16, 16, 4, 1)
+    gated = worker.gate(config)
+    assert isinstance(gated, Gated) and gated.passed and 0 <= gated.error <= gated.budget
+    (times,) = worker.sample([config], 1, 0)
+    assert len(times) == 1 and times[0] > 0
+    odd = BackwardConfig(17, 16, 16, 16, 4, 1)
+    assert isinstance(worker.gate(odd), Failed) and worker.gate(odd).stage == "infeasible"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,11 +51,22 @@ class Part:
         self, sizes: dict[str, int], device: Any, draw: torch.Generator
     ) -> Callable[..., Any]:
         """The callable, its tensors as long as `sizes` says: B, H, L and S."""
+        return self.over(self.values(sizes, device, draw))
+
+    def values(
+        self, sizes: dict[str, int], device: Any, draw: torch.Generator
+    ) -> list[torch.Tensor | float]:
+        """What it captures."""
+        return [_value(each, sizes, device, draw) for each in self.captures]
+
+    def over(self, values: Sequence[Any], floats: str = "") -> Callable[..., Any]:
+        """The callable that captures values; floats: what it casts to instead of any of these."""
         scope: dict[str, Any] = {"torch": torch}
-        exec(compile(self.source, f"<random {self.kind}_mod>", "exec"), scope)
-        mod: Callable[..., Any] = scope["make"](
-            *(_value(each, sizes, device, draw) for each in self.captures)
-        )
+        source = self.source
+        for each in FLOATS if floats else ():
+            source = source.replace(f"torch.{each}", f"torch.{floats}")
+        exec(compile(source, f"<random {self.kind}_mod>", "exec"), scope)
+        mod: Callable[..., Any] = scope["make"](*values)
         return mod
 
 
@@ -96,6 +107,28 @@ def random_mod(seed: int, index: int) -> RandomMod:
 def random_mask(seed: int, index: int) -> RandomMod:
     """The mask_mod of this name, among masks alone."""
     return RandomMod(seed, index, None, _mask(random.Random(f"{seed} {index} mask")))
+
+
+@lru_cache(maxsize=1)
+def random_score(seed: int, index: int) -> RandomMod:
+    """The mod of this name, among those with a score_mod that autograd differentiates."""
+    draw = random.Random(f"{seed} {index} score")
+    while not differentiable(score := _score(draw)):
+        pass
+    return RandomMod(seed, index, score, _mask(draw) if draw.random() < 0.5 else None)
+
+
+def differentiable(part: Part) -> bool:
+    """Whether autograd has a derivative of each operation of a score_mod: of // it has none."""
+    values = part.values(TRIAL, "cpu", torch.Generator().manual_seed(0))
+    learn = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    with torch.enable_grad():
+        score, *_ = [x.requires_grad_() for x in (torch.zeros(1, 1, 1, 1), *learn)]
+        try:
+            everywhere(part.over(values), 1, 1, 1, 1, score).sum().backward()
+        except RuntimeError:
+            return False
+    return True
 
 
 def everywhere(

@@ -15,9 +15,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
 
 
-def test_there_are_three_in_order():
+def test_there_are_four_in_order():
     assert [path.stem for path in NOTEBOOKS] == [
-        "01_from_callable_to_kernel", "02_tune_and_read_the_landscape", "03_gqa_decode_for_serving"
+        "01_from_callable_to_kernel", "02_tune_and_read_the_landscape",
+        "03_gqa_decode_for_serving", "04_train_a_gpt",
     ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_by_key
 from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
 from flexattn.frontend.compiled.spec import Spec, parsed
-from flexattn.frontend.gradients import Asked, run_backward
+from flexattn.frontend.gradients import Asked, plan_backward, run_backward
 from flexattn.problem import checks
 from flexattn.reference import attention
 from flexattn.runtime.backward import like
@@ -74,7 +75,10 @@ def _by_kernel(
     # A number that changes may have left a tensor out of the expression.
     slots = tuple(s for s, x in enumerate(tensors) if any(x is each for each in grads))
     asked = Asked(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
-    found = run_backward(asked, (call.q, call.k, call.v), out, lse, dout, dlse)
+    learned = [tensors[slot] for slot in slots]
+    planned = partial(plan_backward, asked)
+    inputs = call.q, call.k, call.v
+    found = run_backward(planned, inputs, out, lse, (dout, dlse), call.scale, learned)
     summed = {id(tensors[s]): x for s, x in zip(slots, found.captured, strict=True)}
     captured = [summed[id(x)] if id(x) in summed else _zeros(x) for x in grads]
     return found.dq, found.dk, found.dv, captured

@@ -112,7 +112,7 @@ def test_render_compiles_for_a_device_that_is_not_here(flexattn):
         (["flexattn.catalogue:softcap", "--arg", "1", "--arg", "2"], ["softcap(1, 2)"]),
         (["flexattn:__version__"], ["is a str", "can be called"]),
         (["causal", "--device", "h200"], ["no device is called 'h200'", "nvidia-h200"]),
-        (["causal", "--kind", "both"], ["--kind both", "prefill or decode"]),
+        (["causal", "--kind", "both"], ["--kind both", "prefill, decode or backward"]),
         (["causal", "--dtype", "int8"], ["dtype 'int8'", "bfloat16"]),
         (["causal", "--Hq", "7", "--Hkv", "2"], ["7 query heads and 2 key heads"]),
         (["causal", "--block-m", "24"], ["BLOCK_M is a power of two of at least 16"]),

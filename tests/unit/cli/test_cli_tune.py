@@ -324,6 +324,8 @@ def test_untuned_problems_become_tasks(flexattn, tmp_path):
 
     device = named("nvidia-h200")
     rows = [row for row in read(files()["gemma2"]).rows if "local" in row.title]
+    trained = read(files()["training"]).rows
+    rows += [row for row in trained if re.search("(modern|t5).* backward", row.title)]
     found = list(tasks(rows, device))
     with override(cache_dir=tmp_path / "cache"):
         for task in found:
@@ -331,7 +333,12 @@ def test_untuned_problems_become_tasks(flexattn, tmp_path):
     rebuilt = untuned_tasks(tmp_path / "cache" / "untuned.jsonl", device)
     assert [key_of(task.problem) for task in rebuilt] == [key_of(t.problem) for t in found]
     for task, old in zip(rebuilt, found, strict=True):
-        assert task.lists.kv_num.shape[-1] == old.lists.kv_num.shape[-1]
+        for lists, others in ((task.lists, old.lists), (task.by_key, old.by_key)):
+            assert (lists is None) == (others is None)
+            assert lists is None or lists.kv_num.shape[-1] == others.kv_num.shape[-1]
+        assert task.problem.structure.grads == old.problem.structure.grads
+        if task.score is None:
+            continue
         assert task.score.mod.fingerprint == old.score.mod.fingerprint
         assert task.policy == old.policy
     plan = json.loads(flexattn("tune", "--from-untuned", "--dry-run", "--json").stdout)

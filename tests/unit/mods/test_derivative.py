@@ -12,6 +12,8 @@ from flexattn.mods.expr import pretty, walk
 from flexattn.mods.outside import buffer_of, evaluated
 from flexattn.mods.simplify import plug
 from flexattn.reference import at_points
+from tests.derivatives import as_function
+from tests.derivatives import points as points_of
 from tests.random_mods.mods import random_mod
 
 SIZES = {"b": 2, "h": 3, "q_idx": 45, "kv_idx": 61}
@@ -97,6 +99,19 @@ MODS = {
 @pytest.mark.parametrize("name", [n for n in MODS if n != "half"])
 def test_derivatives_are_torchs(name):
     check(MODS[name], points(torch.Generator().manual_seed(0)), 1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n in MODS if n != "half"])
+def test_printed_derivatives_pass_gradcheck(name):
+    """In the score and in all that is captured, in float64."""
+    draw = torch.Generator().manual_seed(3)
+    score, places = points_of(SIZES.values(), 9, draw)
+    function, tables = as_function(MODS[name])
+    assert all(x.dtype == torch.float64 for x in (score, *tables))
+    # Each element of a table costs two evaluations: the Jacobian is multiplied by a random vector.
+    assert torch.autograd.gradcheck(
+        lambda s, *t: function(s, *places, *t), (score, *tables), fast_mode=True
+    )
 
 
 @settings(max_examples=60, deadline=None)

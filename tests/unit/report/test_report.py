@@ -172,6 +172,12 @@ def test_work_of_prefill_and_decode():
     assert math.isclose(decode.intensity, 4, rel_tol=1e-3)
 
 
+def test_a_backward_has_five_products_and_a_gradient_beside_each_tensor():
+    forward = work(prefill_record())
+    plain = work(prefill_record(key=key("backward", (2, 4096, 4096))))
+    assert plain.flops == 2.5 * forward.flops and plain.bytes == 2 * forward.bytes
+
+
 @pytest.mark.parametrize(
     ("mask_class", "kept", "density"),
     [

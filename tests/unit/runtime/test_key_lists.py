@@ -5,8 +5,6 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal
-from flexattn.frontend.admission import make_call
-from flexattn.frontend.gradients import check_gradients
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.key_lists import BothLists
@@ -72,15 +70,3 @@ def test_a_mask_without_lists_by_key():
     )  # fmt: skip
     for one, other in zip(BothLists.of(alone).by_key, BothLists.of(mask).by_key, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
-
-
-def test_a_mask_that_is_new_to_a_training_call_keeps_its_runs():
-    """Its lists by key were made and kept before anybody had looked for runs: without any.
-
-    Every backward of such a mask then walked index lists, for as long as the mask lived.
-    """
-    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (21, 27, 27))
-    mask = flexattn.create_block_mask(causal, 1, 2, 21, 27, "cpu", 16)
-    check_gradients(make_call(q, k, v, None, mask))
-    both = BothLists.of(mask)
-    assert both.by_query.runs is not None and both.by_key.runs is not None

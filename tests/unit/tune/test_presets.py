@@ -13,7 +13,7 @@ from flexattn.cli.app import app
 from flexattn.device import named
 from flexattn.kernels.choose.space import space
 from flexattn.presets import files
-from flexattn.presets.mods import last_keys, ragged, sliding_tiles
+from flexattn.presets.mods import DOCUMENTS, beside, last_keys, packed, ragged, sliding_tiles
 from flexattn.records.key import key_of
 from flexattn.settings import override
 from flexattn.tune.serving import serving_configs
@@ -26,7 +26,7 @@ NAMES = sorted(files())
 
 def test_the_models_of_the_list_are_there():
     wanted = "llama3-8b llama3-70b qwen3 gemma2 gemma3 mistral-7b deepseek-mla gpt-oss whisper"
-    assert {*wanted.split(), "sd21", "video-dit", "serving"} <= set(NAMES)
+    assert {*wanted.split(), "sd21", "video-dit", "serving", "training"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +56,10 @@ def test_gpt_oss_alone_has_sinks():
         for row in read(files()[name]).rows
         if row.sinks and not row.served
     }
-    assert have == {"gpt-oss"} and all(row.sinks for row in read(files()["gpt-oss"]).rows)
+    assert have == {"gpt-oss", "training"}
+    assert all(row.sinks for row in read(files()["gpt-oss"]).rows)
+    trained = read(files()["training"]).rows
+    assert all(row.sinks == ("gpt-oss" in row.title) for row in trained)
     served = read(files()["serving"]).rows
     assert all(row.served for row in served)
     assert all(row.sinks == ("gpt-oss" in row.title) for row in served)
@@ -117,6 +120,22 @@ def test_sliding_tiles_are_the_same_mask_in_the_tiles_order():
     rows = lanes(sliding_tile_3d(canvas, tile, window), 1, 192, 192)[0]
     tiles = lanes(sliding_tiles((2, 2, 4), 12, window), 1, 192, 192)[0]
     assert torch.equal(tiles, rows[place][:, place])
+
+
+def test_packed_documents_and_windows_on_both_sides():
+    kept = lanes(packed(8192), 1, 8192, 8192)[0]
+    assert kept.sum() == sum(n * (n + 1) // 2 for n in DOCUMENTS)
+    assert kept[311].nonzero().flatten().tolist() == [311]
+    assert lanes(beside(2), 1, 5, 9)[0].sum(1).tolist() == [3, 4, 5, 5, 5]
+
+
+def test_training_is_forwards_with_lse_and_their_gradients():
+    rows = read(files()["training"]).rows
+    assert [row.kind for row in rows] == [None, "backward"] * (len(rows) // 2)
+    assert [row.lse for row in rows] == [True, False] * (len(rows) // 2)
+    (t5,) = (row for row in rows if "t5" in row.title and row.kind == "backward")
+    task = task_of(t5, H200, torch.device("cpu"))
+    assert task.problem.structure.grads == (0,) and task.scale == 1.0
 
 
 def test_presets_that_share_a_key_are_tuned_once():

@@ -1,0 +1,102 @@
+"""`python -m bench.backward`: gradients of training shapes, GPU time of a whole backward.
+
+A backward is all that autograd runs for it: delta or what stands for it, the gradients, and what
+turns them into the inputs' dtype. Useful work is 2.5 times the forward's. Below the times stands
+what a forward with its backward allocates at its peak, as a share of the bar: inputs, output,
+gradients, lse, delta, and one fp32 dq. `--rows '^grid'` has the twelve rows of the bar; torch's
+compiled flex_attention runs where it is named.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bench.backward_peers import BACKWARD_PEERS, TORCH_PEERS, Trainer, ours_trained
+from bench.backward_runner import BAR, orders, run_backward
+from bench.command import main, parse_config
+from bench.results import Report, RowResult
+from bench.rows import Row, backward_rows
+from bench.runner import Method
+from bench.table import markdown
+from flexattn.device import detect
+from flexattn.errors import FlexAttnError
+from flexattn.settings import current, override
+from flexattn.tune.builds import compilers
+from flexattn.tune.foundry import Foundry
+from flexattn.tune.pool import default_jobs
+
+__all__ = ["METHOD", "Ahead", "table"]
+
+METHOD = Method(rounds=15, min_ms=10.0, flush_l2=False, graph=False)
+EXPERIMENTAL = {"backward", "dropout"}
+
+
+class Ahead:
+    """Compiles the kernels of rows in other processes, and runs each row when it has its own."""
+
+    def __init__(self) -> None:
+        # What launches kernels and times them has a core of its own.
+        self._foundry = Foundry(compilers(max(1, default_jobs() - 1)))
+
+    def close(self) -> None:
+        """End the processes that compile."""
+        self._foundry.close()
+
+    def runs(self, rows: Sequence[Row]) -> Callable[..., RowResult]:
+        """What runs each of these rows, as run_backward does; the first call orders them all."""
+        ordered: dict[str, list[Any]] = {}
+
+        def one(row: Row, peers: Mapping[str, Trainer], method: Method) -> RowResult:
+            if not ordered:
+                device = detect(torch.device(method.device))
+                for each in rows:
+                    ordered[each.name] = _ordered(each, device, method)
+                    self._foundry.ahead(ordered[each.name])
+            for _ in self._foundry.run(ordered[row.name]):
+                pass
+            return run_backward(row, peers, method)
+
+        return one
+
+
+def _ordered(row: Row, device: Any, method: Method) -> list[Any]:
+    """Nothing where a row has no kernel: it is refused, in words, when it runs."""
+    try:
+        return list(orders(row, device, method))
+    except FlexAttnError:
+        return []
+
+
+def table(report: Report) -> str:
+    """The table of times, and that of memory below it."""
+    names = list(dict.fromkeys(n for row in report.rows for n in row.memory if n != BAR))
+    lines = [["row", "bar, MiB", *names], ["---"] * (2 + len(names))]
+    for row in report.rows:
+        if row.memory:
+            shares = [row.memory[n] / row.memory[BAR] if n in row.memory else None for n in names]
+            cells = ["-" if share is None else f"{share:.3f}" for share in shares]
+            lines.append([row.name, f"{row.memory[BAR] / 2**20:.0f}", *cells])
+    text = ["| " + " | ".join(cells) + " |" for cells in lines] if names else []
+    return "\n".join([markdown(report), *["", "peak memory over the bar:"] * bool(text), *text])
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """The bench's command; the status as bench.command.main's."""
+    ahead = Ahead()
+    try:
+        with override(experimental=current().experimental | EXPERIMENTAL):
+            return main(
+                "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
+                named=TORCH_PEERS, variant=lambda text: ours_trained(parse_config(text)),
+                runs=ahead.runs,
+            )  # fmt: skip
+    finally:
+        ahead.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

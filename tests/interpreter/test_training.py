@@ -1,0 +1,43 @@
+"""The example that trains a GPT: by kernels in the interpreter, beside the reference."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from examples import train_gpt
+from flexattn.frontend import autograd
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, of removed lanes
+]
+
+
+@pytest.mark.parametrize("bias", ["learned", "alibi"])
+def test_losses_lie_on_one_another(bias, monkeypatch, tmp_path, capsys):
+    ran = []
+    attend = autograd.attend
+    monkeypatch.setattr(
+        "flexattn.frontend.attention.attend", lambda *a: ran.append(a) or attend(*a)
+    )
+    picture = tmp_path / "losses.svg"
+    sizes = "--batch 1 --length 43 --width 16 --heads 2 --depth 1 --steps 5 --rate 0.03".split()
+    curves = train_gpt.main(
+        [*sizes, "--bias", bias, "--beside", "reference", "--svg", str(picture)]
+    )
+    ours, plain = map(torch.tensor, curves.values())
+    assert ran, "kernels were differentiated"
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert ours[-1] < ours[0] - 0.3
+    assert "tokens/s" in capsys.readouterr().out
+    assert len(ET.parse(picture).getroot().findall("{*}polyline")) == 2
+
+
+def test_text_has_documents():
+    tokens, owners = next(train_gpt.batches(0, 3, 200, "cpu"))
+    assert tokens.shape == owners.shape == (3, 201) and tokens.max() < train_gpt.VOCABULARY
+    ends = (tokens[:, :-1] == train_gpt.END).int()
+    assert torch.equal(ends, owners.diff()) and ends.sum() > 6
+    again, _ = next(train_gpt.batches(0, 3, 200, "cpu"))
+    assert torch.equal(tokens, again)

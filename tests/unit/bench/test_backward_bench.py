@@ -1,0 +1,139 @@
+"""What needs no GPU in bench.backward: rows, gates of gradients, refusals, the table."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import backward, backward_peers, results
+from bench.backward_peers import (
+    BACKWARD_PEERS,
+    TORCH_PEERS,
+    Trained,
+    of_backwards,
+    ours_trained,
+    sdpa_trained,
+)
+from bench.backward_runner import BAR, allowed, differentiated, orders, run_backward
+from bench.inputs import make
+from bench.peers import OURS, Refusal
+from bench.rows import Row, backward_rows
+from bench.runner import Method, run
+from bench.shapes import Shape
+from bench.tasks import call_of
+from flexattn.device import named
+from flexattn.measure.timing import Samples
+from flexattn.tune.workload import read
+
+METHOD = Method(rounds=2, min_ms=0, clock="cpu", device="cpu")
+SMALL = Shape(1, 4, 2, 61, 61, 16)
+PLAIN = Row("plain", "grid", SMALL, "causal")
+LEARNED = Row("learned", "mods", SMALL, "causal", "relative", learned=True)
+FORWARD = Row("forward", "forward", SMALL, "causal")
+
+
+def wrongly(x, dout):
+    right = ours_trained({})(x, dout)
+    return Trained(lambda: right.forward() * 1.05, right.leaves, dout)
+
+
+def test_the_rows_of_the_bar_are_there():
+    rows = {row.name: row for row in backward_rows()}
+    assert len(rows) == len(backward_rows())
+    grid = {name for name, row in rows.items() if row.group == "grid"}
+    assert grid == {
+        f"d{d}-{n}k-{m}" for d in (64, 128, 256) for n in (4, 16) for m in ("full", "causal")
+    }
+    for row in rows.values():
+        s = row.shape
+        assert s.batch * s.q_len == 32 * 1024 and s.hq == {64: 32, 128: 16, 256: 8}[s.d]
+    mods = {name for name, row in rows.items() if row.group == "mods"}
+    assert mods == {f"d128-8k-{m}" for m in "window documents softcap alibi learned".split()}
+    assert backward_peers.VARIED in rows and rows["d128-8k-learned"].learned
+
+
+def test_the_grid_is_a_workload_too():
+    """What tunes it, `flexattn tune bench/grid.toml --only backward`, says the same shapes."""
+    found = [
+        row
+        for row in read(Path(backward.__file__).with_name("grid.toml")).rows
+        if row.kind == "backward"
+    ]
+    said = {(row.shape, row.mask is not None) for row in found}
+    grid = (row for row in backward_rows() if row.group in ("grid", "8k"))
+    asked = {(call_of(row).shape, row.mask == "causal") for row in grid}
+    assert said == asked and len(found) == 18
+
+
+def test_a_dry_run_gates_gradients_races_and_prints(tmp_path):
+    peers = {
+        OURS: ours_trained({}),
+        f"{OURS} wrong": wrongly,
+        "sdpa": of_backwards(sdpa_trained(None)),
+        "fa4": BACKWARD_PEERS["fa4"],
+        "flexattn-without-lse": BACKWARD_PEERS["flexattn-without-lse"],
+    }
+    report = run("backward", [PLAIN, LEARNED, FORWARD], peers, METHOD, one=run_backward)
+    plain, learned, forward = report.rows
+    assert plain.gates[OURS].passed and not plain.gates[f"{OURS} wrong"].passed
+    assert set(plain.samples) == {OURS, "sdpa"} and plain.flops == 2.5 * PLAIN.flops
+    assert "over budget" in learned.gates[f"{OURS} wrong"].message
+    assert "dtensor 0" in learned.gates[f"{OURS} wrong"].message
+    assert learned.gates[OURS].passed and learned.refused["sdpa"] == "SDPA takes no mods"
+    assert set(forward.samples) == {OURS, "flexattn-without-lse"}
+    assert forward.flops == FORWARD.flops and forward.refused["fa4"].startswith("bench.prefill")
+    results.save(report, tmp_path / "r.json")
+    assert results.load(tmp_path / "r.json") == report
+    assert "ours vs sdpa" in backward.table(report) and "gate red" in backward.table(report)
+
+
+def test_a_red_row_shows_no_time():
+    peers = {OURS: wrongly, "sdpa": sdpa_trained(None)}
+    (row,) = run("backward", [PLAIN], peers, METHOD, one=run_backward).rows
+    assert row.samples == {} and not row.gates[OURS].passed
+    assert row.refused["sdpa"] == f"{OURS} is red in this row"
+
+
+def test_no_row_begins_after_the_seconds_that_were_given():
+    report = run("backward", [PLAIN], {}, METHOD, one=run_backward, seconds=-1.0)
+    assert report.rows == ()
+
+
+def test_what_a_peer_has_no_form_for_is_refused_in_words(monkeypatch):
+    x = make(LEARNED, "cpu", torch.float32)
+    dout = torch.zeros_like(x.q)
+    known = BACKWARD_PEERS | TORCH_PEERS
+    assert "derivative" in known["fa4"](x, dout).reason
+    assert "beside ours in d128-8k-causal" in known["flexattn-deterministic"](x, dout).reason
+    assert isinstance(known["dropout"](x, dout), Refusal)
+    monkeypatch.setattr(backward_peers.inspect, "signature", lambda f: type("S", (), PARAMETERS))
+    assert "no dropout_p" in known["dropout"](x, dout).reason
+
+
+PARAMETERS = {"parameters": {"query": None}}
+
+
+def test_the_kernels_of_a_row_are_ordered_as_they_will_be_asked_for():
+    row = Row("row", "grid", Shape(1, 4, 2, 300, 300, 64), "causal", "relative", learned=True)
+    forward, other = orders(row, named("nvidia-h200"), Method(device="cpu"))
+    assert "prefill bfloat16" in forward.source.text and "backward bfloat16" in other.source.text
+    assert "LSE" in {each.name for each in forward.source.arguments}
+
+
+def test_memory_is_told_beside_what_a_training_may_allocate():
+    call = differentiated(make(LEARNED, "cpu", torch.float32))
+    q, k, table = 61 * 4 * 16 * 4, 61 * 2 * 16 * 4, 4 * 122 * 4
+    # Given: q, k, v, dout and the table; made: out, the gradients, lse, delta, and an fp32 dq.
+    assert allowed(call) == 2 * (2 * q + 2 * k + table) + 2 * 4 * 61 * 4 + q
+    samples = {OURS: Samples((1.0,) * 6), "rival": Samples((2.0,) * 6)}
+    memory = {BAR: 2**21, OURS: 2**20, "rival": 3 * 2**20}
+    row = results.RowResult("a", "grid", 1e9, 1, {}, samples, {}, memory=memory)
+    text = backward.table(results.Report("backward", {}, ({"device": "A"},), (row,)))
+    assert "| a | 2 | 0.500 | 1.500 |" in text and "| 2.000 [" in text
+
+
+@pytest.mark.parametrize("argv", [["--list", "--rows", "^grid"], ["--rows", "nothing"]])
+def test_the_command_lists_and_refuses(argv, capsys):
+    status = backward.run(argv)
+    text = capsys.readouterr()
+    assert (status, len(text.out.split())) == ((2, 0) if "nothing" in argv else (0, 12))
