@@ -16,6 +16,7 @@ from flexattn.block_mask.visual import visualize
 from flexattn.deploy.warm import warm
 from flexattn.frontend.attention import flex_attention
 from flexattn.frontend.explain import Explanation, explain
+from flexattn.frontend.install import install, uninstall
 from flexattn.frontend.nested import Packed, pack
 from flexattn.mods import register_op
 
@@ -33,10 +34,12 @@ __all__ = [
     "create_mask",
     "explain",
     "flex_attention",
+    "install",
     "noop_mask",
     "or_masks",
     "pack",
     "register_op",
+    "uninstall",
     "visualize",
     "warm",
 ]

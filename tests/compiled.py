@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import torch
 
 import flexattn
-from flexattn.frontend.compiled import op
+from flexattn.frontend.compiled import node, op, op_backward
 
 
 @contextlib.contextmanager
 def compiling(monkeypatch, backend="inductor"):
-    """compile(fn) with fullgraph=True, a counter of compiles, and what our op was `called` with.
+    """compile(fn) with fullgraph=True, a counter of compiles, and what our ops were called with:
+    `called` the forward's, `differentiated` the backward's.
 
     A graph that an earlier process compiled would come out of Inductor's cache, lowered by nobody.
     """
@@ -21,6 +22,10 @@ def compiling(monkeypatch, backend="inductor"):
 
     called, run = [], op.run_admitted
     monkeypatch.setattr(op, "run_admitted", lambda call: called.append(call) or run(call))
+    differentiated, route = [], op_backward.route_of
+    monkeypatch.setattr(
+        op_backward, "route_of", lambda call: differentiated.append(call) or route(call)
+    )
     counter = CompileCounterWithBackend(backend)
 
     def compiled(fn, **options):
@@ -30,8 +35,25 @@ def compiling(monkeypatch, backend="inductor"):
     # What takes g++ long: headers that are compiled ahead, and a trial of each vector extension.
     quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
     with config.patch(quick), fresh_inductor_cache():
-        yield SimpleNamespace(compile=compiled, counter=counter, called=called)
+        yield SimpleNamespace(
+            compile=compiled, counter=counter, called=called,
+            differentiated=differentiated,
+        )  # fmt: skip
     torch._dynamo.reset()
+
+
+def as_on_a_gpu(monkeypatch):
+    """Let torch's node have gradients and max_scores on the CPU, where it refuses them."""
+    import torch.nn.attention.flex_attention as torch_flex
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(node, "breaks", lambda _: "")
+    options = torch_flex._apply_kernel_options
+
+    def with_lse(*given, **named):
+        return {**options(*given, **named), "OUTPUT_LOGSUMEXP": True}
+
+    monkeypatch.setattr(torch_flex, "_apply_kernel_options", with_lse)
 
 
 def nodes(counter, name="flex_attention"):

@@ -11,10 +11,14 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
-from flexattn.frontend.gradients import check_gradients, plan_backward
+from flexattn.frontend.gradients import (
+    BackwardPlan,
+    check_gradients,
+    plan_backward,
+    run_backward,
+)
 from flexattn.frontend.plan import Plan, plan
 from flexattn.frontend.trained import Trained, with_tensors
-from flexattn.runtime.backward import fits
 from flexattn.runtime.launch import Outputs
 
 
@@ -109,17 +113,15 @@ def _gradients(
     """Those of (q, k, v, sinks, *captured), where wanted; call: the ctx of _Attention."""
     q, k, v, out, lse, sinks, *others = saved
     asked, trained = call.asked, call.trained()
-    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
-    out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
-    lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
-    if trained is None:
-        planned = plan_backward(with_tensors(asked, call.mask, others), q, k, v, out, dout)
-    else:
-        planned = trained.plan_backward(call.mask, others, q, k, v, out, dout)
+
+    def planned(*tensors: Tensor) -> BackwardPlan:
+        if trained is None:
+            return plan_backward(with_tensors(asked, call.mask, others), *tensors)
+        found: BackwardPlan = trained.plan_backward(call.mask, others, *tensors)
+        return found
+
     summed = [others[slot] for slot in asked.slots]
-    found = planned.launch.run(
-        (q, k, v), out, lse, (dout, dlse), asked.scale, planned.rest, summed
-    )
+    found = run_backward(planned, (q, k, v), out, lse, (dout, dlse), asked.scale, summed)
     dsinks = _of_sinks(sinks, lse, found.delta) if wanted[3] else None
     of_slots = dict(zip(asked.slots, found.captured, strict=True))
     given = (found.dq, found.dk, found.dv, dsinks, *map(of_slots.get, range(call.captured)))
@@ -131,12 +133,3 @@ def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     # lse is -inf where the sink is, beside no key: both are no number's difference.
     weight = torch.exp(sinks.float()[:, None] - lse.clamp(min=torch.finfo(lse.dtype).min))
     return (weight * delta).sum((0, 2)).neg().to(sinks.dtype)
-
-
-def _packed(x: Tensor) -> Tensor:
-    """Statistics of rows as kernels read them: contiguous, at an address of whole 16 bytes."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else _dense(x)
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,19 +44,28 @@ def agrees(
     """
     if isinstance(fn, Bound):
         return True  # what is bound already has no other gradient
+    by_autograd = partial(_theirs, fn, slots)
     if identity is None or not identity.trusted:
-        return _compare(fn, bound, slots, sizes)
+        return same_gradients(bound, slots, sizes, by_autograd)
     key = (*identity.key, bound.mod.fingerprint, slots)
     found = _known.get(key)
     if found is None:
-        found = _compare(fn, bound, slots, sizes)
+        found = same_gradients(bound, slots, sizes, by_autograd)
         _known.put(key, found)
     return found
 
 
-def _compare(
-    fn: Callable[..., Any], bound: Bound, slots: tuple[int, ...], sizes: Sequence[int]
+def same_gradients(
+    bound: Bound,
+    slots: tuple[int, ...],
+    sizes: Sequence[int],
+    others: Callable[[dict[str, Tensor], Tensor], Sequence[Tensor]],
 ) -> bool:
+    """Whether a score_mod's derivatives are others, at random positions of sizes (B, Hq, L, S).
+
+    others(env, weight): the gradients of the sum of weight times the mod's values, [points], with
+    respect to the score and to the tensors of the slots. env: the score, b, h, q_idx and kv_idx.
+    """
     device = bound.tensors[0].device if bound.tensors else torch.device("cpu")
     draw = torch.Generator().manual_seed(0)
     names = ("b", "h", "q_idx", "kv_idx")
@@ -74,11 +84,8 @@ def _compare(
     sure = ~torch.stack([values[root].unsure.expand(_POINTS) for root in roots]).any(0)
     weight = torch.where(sure, weight, 0.0)
     ours = _ours(bound, found.score, [(x.load, x.factor) for x in found.loads], slots, env, weight)
-    # As the mod has them: numbers on the CPU were moved for a kernel.
-    own = bind(fn, "score")
-    assert own is not None
     try:
-        theirs = _theirs(fn, [own.tensors[slot] for slot in slots], env, weight)
+        theirs = others(env, weight)
     except (NotImplementedError, RuntimeError):  # what autograd has no rule for
         return False
     pairs = zip(ours, theirs, strict=True)
@@ -150,8 +157,12 @@ def _ours(
 
 
 def _theirs(
-    fn: Callable[..., Any], tensors: list[Tensor], env: dict[str, Tensor], weight: Tensor
+    fn: Callable[..., Any], slots: tuple[int, ...], env: dict[str, Tensor], weight: Tensor
 ) -> list[Tensor]:
+    # As the mod has them: numbers on the CPU were moved for a kernel.
+    own = bind(fn, "score")
+    assert own is not None
+    tensors = [own.tensors[slot] for slot in slots]
     score = env["score"].detach().requires_grad_()
     with torch.enable_grad():
         values = at_points(fn, score, *(env[name] for name in ("b", "h", "q_idx", "kv_idx")))

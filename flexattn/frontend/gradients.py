@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
-from flexattn.runtime.backward import BackwardLaunch, prepare_backward
+from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import current
@@ -70,8 +71,7 @@ class BackwardPlan(NamedTuple):
 def check_gradients(call: Call) -> Asked:
     """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
     asked = Asked.of(call)
-    if asked.score is not None and derivatives(asked.score.mod, asked.slots).summed(asked.slots):
-        _check_deterministic(asked)
+    check_order(asked)
     mask = call.block_mask
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
     key = (
@@ -85,9 +85,17 @@ def check_gradients(call: Call) -> Asked:
 
 
 def _check(call: Call, asked: Asked) -> None:
+    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
+    check_backward(asked, call.q, call.k, call.v, lists, detect(call.q.device))
+
+
+def check_backward(
+    asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None, target: Device
+) -> None:
+    """That there is a kernel for these gradients; raises as `check_gradients`. Reads no values."""
     if asked.score is not None:
         derivatives(asked.score.mod, asked.slots)
-    target, problem = detect(call.q.device), _problem_of(call, asked)
+    problem = _problem(asked, q, k, v, lists)
     # Where the caller's numbers cannot run, or no config can, the forward is not run for nothing.
     config = _options(asked.options, problem, target).exact or default(problem, target)
     if broken := reasons(config, problem.structure, target):
@@ -98,8 +106,10 @@ def _check(call: Call, asked: Asked) -> None:
         )
 
 
-def _check_deterministic(asked: Asked) -> None:
-    """Sums over many programs have no order."""
+def check_order(asked: Asked) -> None:
+    """That no sum over many programs, which has no order, is asked to be deterministic."""
+    if asked.score is None or not derivatives(asked.score.mod, asked.slots).summed(asked.slots):
+        return
     demanded = torch.are_deterministic_algorithms_enabled()
     if not (demanded or asked.options.deterministic):
         return
@@ -127,6 +137,37 @@ def choice_of(call: Call) -> tuple[Problem, Choice]:
 def _problem_of(call: Call, asked: Asked) -> Problem:
     lists = None if call.block_mask is None else BothLists.of(call.block_mask)
     return _problem(asked, call.q, call.k, call.v, lists)
+
+
+def run_backward(
+    planned: Callable[..., BackwardPlan],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    grads: tuple[Tensor | None, Tensor | None],
+    scale: float,
+    summed: Sequence[Tensor],
+) -> Gradients:
+    """Launch a backward; planned(q, k, v, out, dout): its plan. inputs: q, k and v.
+
+    out and lse (natural log) as the forward gave them, in any strides; grads: theirs, None where
+    nothing depends on one. summed: the captured tensors that get a gradient.
+    """
+    dout, dlse = grads
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+    out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
+    lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
+    launch, rest = planned(*inputs, out, dout)
+    return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Statistics of rows as kernels read them: contiguous, at an address of whole 16 bytes."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else _dense(x)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def plan_backward(

@@ -12,6 +12,6 @@ import torch
 @lru_cache(maxsize=1)
 def torch_flex_attention() -> Callable[..., Any]:
     """torch's flex_attention, compiled; shapes may change without a recompile."""
-    from torch.nn.attention.flex_attention import flex_attention
+    from flexattn.frontend.torch_own import torch_own
 
-    return torch.compile(flex_attention)
+    return torch.compile(torch_own)

@@ -134,7 +134,7 @@ class BackwardLaunch:
         stream = raw_stream(self.gpu) if self.gpu >= 0 else -1
         dout, dlse = grads
         delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
-        dq, dk, dv = map(_like, inputs)
+        dq, dk, dv = map(like, inputs)
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
         q, k, v = inputs
@@ -151,7 +151,7 @@ class BackwardLaunch:
         return Gradients(dq, dk, dv, tuple(found), delta)
 
 
-def _like(tensor: Tensor) -> Tensor:
+def like(tensor: Tensor) -> Tensor:
     """Memory for a gradient, dense in the order of its tensor's dimensions."""
     strides = strides_like(tensor, tuple(tensor.shape))
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -52,11 +52,11 @@ class BothLists(NamedTuple):
         ):
             mask_class(mask)  # finds the runs that its lists may have, which by_query has then
             by_query = Lists.of(mask)
+            kept = _Kept(_by_key(mask, by_query), sources, [])
             # What was made in inference mode does not tell when it is written to.
             tells = not any(each.is_inference() for each in given)
-            kept = _Kept(_by_key(mask, by_query), sources, versions(given) if tells else [])
             if tells and not _capturing(by_query.kv_num):
-                setattr(mask, _ATTRIBUTE, kept)
+                keep_by_key(mask, kept.lists)
         by_key = kept.lists
         if by_query.runs is None or by_key.runs is None:
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
@@ -70,6 +70,13 @@ class BothLists(NamedTuple):
                 listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
                 found[f"{name}_RUNS" if runs else listed] = tensor
         return found
+
+
+def keep_by_key(mask: BlockMask, by_key: Lists) -> None:
+    """Keep lists by key with a mask, while nobody writes to those by query."""
+    sources = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    given = [each for each in sources if each is not None]
+    setattr(mask, _ATTRIBUTE, _Kept(by_key, sources, versions(given)))
 
 
 def _by_key(mask: BlockMask, by_query: Lists) -> Lists:

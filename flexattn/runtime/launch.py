@@ -57,14 +57,17 @@ class Lists(NamedTuple):
     @classmethod
     def of(cls, mask: BlockMask) -> Lists:
         """The lists of a BlockMask; views of them where they are as kernels read them."""
-        full_num, full_idx = mask.full_kv_num_blocks, mask.full_kv_indices
-        return cls(
-            _list(mask.kv_num_blocks),
-            _list(mask.kv_indices),
-            None if full_num is None else _list(full_num),
-            None if full_idx is None else _list(full_idx),
-            known_runs(mask),
-        )
+        lists = (
+            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
+        )  # fmt: skip
+        return cls.made(lists, known_runs(mask))
+
+    @classmethod
+    def made(cls, lists: Sequence[Tensor | None], runs: Tensor | None = None) -> Lists:
+        """The same of counts and indices of partial blocks and, where given, of full ones."""
+        num, idx, full_num, full_idx = [None if each is None else _list(each) for each in lists]
+        assert num is not None and idx is not None
+        return cls(num, idx, full_num, full_idx, runs)
 
     def read(self, runs: bool) -> dict[str, Tensor]:
         """The tensors that a kernel takes, by its names for them."""

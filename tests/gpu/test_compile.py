@@ -5,9 +5,11 @@ import random
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import flexattn
 from flexattn.catalogue import CASES, causal
+from flexattn.frontend.compiled import node
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
 from tests.compiled import compiling, gpt, nodes
@@ -88,8 +90,12 @@ def documents(length):
 
 @pytest.mark.parametrize("amp", [False, True], ids=["float32", "amp"])
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-def test_a_gpt_trains_in_one_graph(inductor, dynamic, amp):
-    """Forward and backward, three lengths, at most two compiles; gradients as in eager mode."""
+def test_a_gpt_trains_in_one_graph(inductor, monkeypatch, dynamic, amp):
+    """Forward and backward, three lengths, at most two compiles; gradients as in eager mode.
+
+    torch 2.13 refuses a Python float that may change in more than one node of a graph.
+    """
+    monkeypatch.setattr(torch._dynamo.config, "specialize_float", True)
     weights = [0.05 * torch.randn(256, 768, device="cuda") for _ in range(LAYERS)]
     weights = [x.requires_grad_() for x in weights]
     model = inductor.compile(gpt, dynamic=dynamic)
@@ -107,29 +113,94 @@ def test_a_gpt_trains_in_one_graph(inductor, dynamic, amp):
             assert error < (5e-2 if amp else 1e-2), error
         assert inductor.counter.frame_count <= 2
     assert set(nodes(inductor.counter)) == {LAYERS}
-    assert len(inductor.called) == 4 * LAYERS
+    assert len(inductor.called) == len(inductor.differentiated) == 4 * LAYERS
 
 
-def test_the_gradient_of_a_captured_tensor(inductor):
-    q, k, v = (x.requires_grad_() for x in tensors(256, 256, torch.float32))
-    table = torch.randn(512, device="cuda", requires_grad=True)
+def trained(q, k, v, table, cap, mask):
+    def mod(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap) + table[q_idx - kv_idx + 256]
 
-    def layer(q, k, v):
-        def mod(score, b, h, q_idx, kv_idx):
-            return score + table[q_idx - kv_idx + 256]
+    call = {"enable_gqa": True, "return_lse": True}
+    out, lse = flexattn.flex_attention(q, k, v, mod, mask, **call)
+    return out.square().sum() + lse.sum()
 
-        return flexattn.flex_attention(q, k, v, mod, enable_gqa=True).square().sum()
 
+def leaves():
+    table = torch.linspace(-1, 1, 512, device="cuda")
+    return [x.requires_grad_() for x in (*tensors(256, 256, torch.float32), table)]
+
+
+def assert_gradients(model, given, cap, mask):
     mine, eager = (
-        torch.autograd.grad(call(q, k, v), (q, k, v, table))
-        for call in (inductor.compile(layer), layer)
+        torch.autograd.grad(call(*given, cap, mask), given) for call in (model, trained)
     )
     for got, wanted in zip(mine, eager, strict=True):
         assert (got - wanted).norm() / wanted.norm() < 1e-2
 
 
-def test_two_hundred_changes_of_what_a_mod_captures(inductor):
-    """Values of every kind, in closures: none is ever stale."""
+def test_gradients_of_captured_tensors_and_a_float_that_changes(inductor):
+    """Once the float was lost on its way to a backward: PendingUnbackedSymbolNotFound."""
+    model, given = inductor.compile(trained), leaves()
+    mask = block_mask(causal, *given[:2])
+    for cap in (5.0, 3.0, 4.0, 5.0):
+        assert_gradients(model, given, cap, mask)
+    assert len(inductor.called) == len(inductor.differentiated) == 4
+    assert inductor.counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("who", ["torch's backward", "aot_eager"])
+def test_gradients_of_others_are_right(monkeypatch, who):
+    """Where our backward is not asked for, and where a backend leaves torch's nodes alone."""
+    monkeypatch.setattr(node, "GRADIENTS", who == "aot_eager")
+    with compiling(monkeypatch, "aot_eager" if who == "aot_eager" else "inductor") as found:
+        model, given = found.compile(trained), leaves()
+        assert_gradients(model, given, 5.0, block_mask(causal, *given[:2]))
+        assert not found.differentiated and len(found.called) == (who != "aot_eager")
+
+
+def test_training_under_cuda_graphs(monkeypatch):
+    """mode="reduce-overhead": another mask of the same sizes, and weights that a step changed."""
+    given = leaves()
+    masks = [block_mask(each, *given[:2]) for each in (causal, lambda b, h, i, j: j >= i)]
+    for mask in masks:
+        assert mask.q_num_blocks is not None
+    with compiling(monkeypatch) as found:
+        model = torch.compile(trained, mode="reduce-overhead", fullgraph=True)
+        for step in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_gradients(model, given, 5.0, masks[step % 2])
+            with torch.no_grad():
+                for x in given:
+                    x.mul_(0.9)
+        assert found.differentiated
+
+
+def test_torchs_own_function_is_served(monkeypatch):
+    """As torchtitan and transformers call it: imported by name, compiled by itself."""
+    q, k, v, _ = leaves()
+    mask = block_mask(causal, q, k)
+
+    def gradients(call):
+        return torch.autograd.grad(
+            call(q, k, v, block_mask=mask, enable_gqa=True).square().sum(), (q, k, v)
+        )
+
+    with compiling(monkeypatch) as found:
+        theirs = gradients(torch.compile(torch_flex_attention))
+        assert not found.called
+        with flexattn.install() as installed:
+            ours = gradients(torch.compile(torch_flex_attention))
+            assert len(found.called) == len(found.differentiated) == 1
+            assert installed.served == {"flexattn: a node": 2}
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert (got - wanted).norm() / wanted.norm() < 1e-2
+
+
+def test_changes_of_what_a_mod_captures(inductor):
+    """Values of every kind, in closures: none is ever stale.
+
+    `python -m tests.random_mods compiled-changes` has 200, in places of every kind.
+    """
     draw = random.Random(0)
     q, k, v = tensors(100, 100, torch.float32)
     values = {"cap": 2.0, "shift": 3, "add": True, "axis": "rows", "slope": torch.ones(8)}
@@ -153,14 +224,14 @@ def test_two_hundred_changes_of_what_a_mod_captures(inductor):
 
     model = inductor.compile(layer)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        for _ in range(200):
+        for _ in range(40):
             name = draw.choice(list(choices))
             values[name] = choices[name]()
             mod = make(**values)
             torch.testing.assert_close(
                 model(q, k, v, mod), layer(q, k, v, mod), rtol=1e-4, atol=1e-4
             )
-    assert len(inductor.called) == 200
+    assert len(inductor.called) == 40
 
 
 def test_a_replayed_graph_sees_captured_tensors_and_masks_that_changed_in_place(monkeypatch):

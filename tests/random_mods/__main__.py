@@ -4,6 +4,7 @@ compile: 2,000 with no GPU. check: 500 on a GPU, or with FLEXATTN_INTERPRET=1 1,
 interpreter, against torch's eager flex_attention in float64. masks: the BlockMasks of 5,000, on
 the CPU, against those of the dense masks; with FLEXATTN_INTERPRET=1 a tenth by the kernel too.
 changes: 300, whose captures change between calls, held to what they capture now, on the CPU.
+compiled-changes: 200 of these under torch.compile.
 gradients: of 300 in all that they capture, as check runs, against autograd's in float64; on a GPU
 with FLEXATTN_EXPERIMENTAL=backward.
 """
@@ -22,15 +23,21 @@ from flexattn.settings import compiler_environment, current, worker_environment
 from flexattn.tune.pool import Pool, default_jobs
 from tests.random_mods.changes import changed
 from tests.random_mods.checking import checked
+from tests.random_mods.compiled_changes import changed as compiled_changed
 from tests.random_mods.compiling import compiled
 from tests.random_mods.gradients import checked_gradients
 from tests.random_mods.masks import checked_mask
 from tests.random_mods.outcomes import Outcome, Task, outcomes, table, write
 
-COUNTS = {"compile": 2000, "check": 500, "masks": 5000, "changes": 300, "gradients": 300}
+COUNTS = {
+    "compile": 2000, "check": 500, "masks": 5000, "changes": 300, "compiled-changes": 200,
+    "gradients": 300,
+}  # fmt: skip
 INTERPRETED = 1000
 # Of L and S where it runs; SHORT in the interpreter, which takes a second for a call.
-LONGEST = {"compile": 0, "check": 400, "masks": 200, "changes": 0, "gradients": 61}
+LONGEST = {
+    "compile": 0, "check": 400, "masks": 200, "changes": 0, "compiled-changes": 0, "gradients": 61,
+}  # fmt: skip
 SHORT = 101
 
 
@@ -39,6 +46,7 @@ RUNS: dict[str, tuple[Callable[[Task], Outcome], Callable[[], dict[str, str]]]] 
     "check": (checked, partial(worker_environment, 0)),
     "masks": (checked_mask, partial(worker_environment, 0)),
     "changes": (changed, compiler_environment),
+    "compiled-changes": (compiled_changed, partial(worker_environment, 0)),
     "gradients": (checked_gradients, partial(worker_environment, 0)),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,12 +103,12 @@ class Calls:
         return found.float() if self.kind == "score" else found.bool()
 
 
-def changing(seed: int, index: int) -> Changing:
+def changing(seed: int, index: int, of: Sequence[Place] = PLACES) -> Changing:
     """The case of this name. Every place is used before one is used again."""
     draw = random.Random(f"{seed} {index} changes")
     kind = draw.choice(("score", "score", "mask"))
-    first = PLACES[(seed + index) % len(PLACES)]
-    places = [first, *draw.choices(PLACES, k=draw.choice((0, 0, 1)))]
+    first = of[(seed + index) % len(of)]
+    places = [first, *draw.choices(of, k=draw.choice((0, 0, 1)))]
     setup, cells, keywords, lines, steps = [], {}, [], [], []
     for i, place in enumerate(places):
         v, *others = draw.sample(range(1, 10), 4)

@@ -1,28 +1,35 @@
-"""lower(): torch's marked node as one op of ours in Inductor's program."""
+"""lower(), lower_backward(): torch's marked nodes as ops of ours in Inductor's program."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 
-from flexattn.frontend.compiled.mark import BARE
+from flexattn.device import detect
+from flexattn.frontend.compiled.joint import Examples, agrees, with_gradients
+from flexattn.frontend.compiled.mark import BACKWARD, BARE
 from flexattn.frontend.compiled.op import NAME
+from flexattn.frontend.compiled.op_backward import NAME as BACKWARD_NAME
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
-from flexattn.kernels.choose.options import parse
+from flexattn.frontend.compiled.widened import sources
+from flexattn.frontend.gradients import Asked, check_backward, check_order
+from flexattn.kernels.choose.options import Options, parse
+from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.refusal import Refusal
 from flexattn.settings import say_once
 
 _DEVICES = ("cuda", "cpu")
-# Of a node's mask: counts and indices of blocks by query stand behind two lengths; its last three
-# entries are the block's rows, its keys, and the graph of mask_mod.
-_LISTS, _BLOCK, _GRAPH = slice(2, 6), slice(-3, -1), -1
+# Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
+# its last three entries are the block's rows, its keys, and the graph of mask_mod.
+_LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
+_LN_2 = math.log(2)
 
 
 def lower(
@@ -42,48 +49,187 @@ def lower(
 
     options: the call's own. Raises ConfigError for options that no kernel has.
     """
-    options = {name: _number(value) for name, value in options.items()}
-    parse(options)
+    options = _options(options)
     inputs: Any = V.graph.current_node.args
     try:
-        lists, mask, block = (), None, None
-        if BARE not in kernel_options:
-            lists = tuple(each for each in block_mask[_LISTS] if each is not None)
-            block = tuple(map(V.graph.sizevars.guard_int, block_mask[_BLOCK]))
-            mask = _read(block_mask[_GRAPH], "mask", mask_captures, inputs[8])
-        if query.get_device().type not in _DEVICES:
-            raise Refusal(f"is called on {query.get_device()}")
-        spec = Spec(
-            _read(subgraph, "score", score_captures, inputs[7]), mask, block,  # type: ignore[arg-type]
+        node = _Node.read(
+            kernel_options,
+            query,
+            subgraph,
+            block_mask,
+            (score_captures, mask_captures),
+            inputs[7:9],
+        )
+        text = printed(Spec(
+            node.score, node.mask, node.block,
             kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False),
-            options, _kept(lists),
-        )  # fmt: skip
-        text = printed(spec)
+            options, _kept(node.lists),
+        ))  # fmt: skip
         parsed(text)
     # Whatever cannot be read here, torch can compile.
     except Exception as why:
         say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
-    query, key, value = map(_as_traced, (query, key, value), inputs)
-    tensors = [[x for x in each if _is_tensor(x)] for each in (score_captures, mask_captures)]
-    integers = [[x for x in each if not _is_tensor(x)] for each in (score_captures, mask_captures)]
-    if mask is None:
-        tensors[1], integers[1] = [], []
-    attend = fallback_handler(_op(), add_to_fallback_set=False)
+    found = sources((query, key, value), inputs[:3])
+    given = [_as_traced(x, node) for x, node, _ in found]
+    attend = fallback_handler(_op(NAME), add_to_fallback_set=False)
     out, lse, maxima = attend(
-        query, key, value, list(lists), *tensors, *integers, text, float(scale)
-    )
-    return out, _in_base_2(lse), _in_base_2(maxima)
+        *given, list(node.lists), *node.tensors, *node.integers, text, float(scale),
+        *(factor for *_, factor in found),
+    )  # fmt: skip
+    return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 
 
-def _op() -> Any:
-    namespace, name = NAME.split("::")
+def lower_backward(
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    grad_out: Any,
+    grad_lse: Any,
+    subgraph: Any,
+    joint: Any,
+    block_mask: tuple[Any, ...],
+    scale: Any,
+    kernel_options: dict[str, Any],
+    score_captures: Sequence[Any],
+    mask_captures: Sequence[Any],
+    *,
+    options: dict[str, Any],
+) -> Any:
+    """(dq, dk, dv, gradients of captures) of a node's backward; None where torch's kernel serves.
+
+    lse and its gradient are in base 2. Raises ConfigError for a config that cannot run, and
+    UnsupportedError where sums are asked to be deterministic, as an eager call does.
+    """
+    if BACKWARD not in kernel_options:
+        return None
+    options = _options(options)
+    inputs: Any = V.graph.current_node.args
+    chosen = parse(options)
+    try:
+        node = _Node.read(
+            kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
+            inputs[12:],
+        )  # fmt: skip
+        wanted = with_gradients(joint.graph_module)
+        examples = Examples(node.captures)
+        bound = examples.bound(node.score)
+        if not agrees(joint.graph_module, bound, examples, _sizes(inputs)):
+            raise Refusal("detaches something, or has an autograd Function with its own gradient")
+        asked = _asked(bound, [examples.all[i] for i in wanted], chosen)
+        if not chosen.backward:
+            _check(asked, inputs)
+        tensors = [i for i, each in enumerate(node.captures) if each is not None]
+        text = printed(Spec(
+            node.score, node.mask, node.block, False, False, options, not config.triton.cudagraphs,
+            True, tuple(tensors.index(i) for i in wanted),
+        ))  # fmt: skip
+        parsed(text)
+    except Exception as why:
+        say_once(
+            f"torch's own backward serves a call of flexattn under torch.compile: a mod {why}"
+        )
+        return None
+    check_order(asked)
+    if chosen.backward:
+        _check(asked, inputs)
+    given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
+    differentiate = fallback_handler(_op(BACKWARD_NAME), add_to_fallback_set=False)
+    *found, captured = differentiate(
+        *given, grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2),
+        list(node.lists), list(node.by_key), *node.tensors, *node.integers, text, float(scale),
+    )  # fmt: skip
+    by_place = dict(zip(wanted, captured, strict=True))
+    return (*found, tuple(map(by_place.get, range(len(score_captures)))))
+
+
+class _Node(NamedTuple):
+    """What a node of either direction says beside its tensors of rows and keys.
+
+    captures: of the score_mod. tensors, integers: what the score_mod and the mask_mod capture.
+    """
+
+    score: GraphMod
+    captures: list[Captured | None]
+    mask: GraphMod | None
+    block: tuple[int, int] | None
+    lists: tuple[Any, ...]
+    by_key: tuple[Any, ...]
+    tensors: list[list[Any]]
+    integers: list[list[Any]]
+
+    @classmethod
+    def read(
+        cls,
+        kernel_options: dict[str, Any],
+        query: Any,
+        subgraph: Any,
+        block_mask: tuple[Any, ...],
+        captures: tuple[Sequence[Any], Sequence[Any]],
+        nodes: Any,
+    ) -> _Node:
+        """captures: of score_mod and mask_mod, and their nodes. Raises Refusal."""
+        if query.get_device().type not in _DEVICES:
+            raise Refusal(f"is called on {query.get_device()}")
+        score, found = _read(subgraph, "score", captures[0], nodes[0])
+        mask = block = None
+        lists: tuple[Any, ...] = ()
+        by_key: tuple[Any, ...] = ()
+        if BARE in kernel_options:
+            captures = captures[0], ()
+        else:
+            mask, _ = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1])
+            rows, keys = map(V.graph.sizevars.guard_int, block_mask[_BLOCK])
+            block = rows, keys
+            lists = tuple(each for each in block_mask[_LISTS] if each is not None)
+            by_key = tuple(each for each in block_mask[_BY_KEY] if each is not None)
+        tensors = [[x for x in each if _is_tensor(x)] for each in captures]
+        integers = [[x for x in each if not _is_tensor(x)] for each in captures]
+        return cls(score, found, mask, block, lists, by_key, tensors, integers)
+
+
+def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> Asked:
+    """What a backward is asked, of examples; its mask makes no difference to what can run."""
+    slots = tuple(s for s, x in enumerate(bound.tensors) if any(x is each for each in wanted))
+    return Asked(bound, None, None, 1.0, chosen, slots)
+
+
+def _check(asked: Asked, inputs: Any) -> None:
+    """That there is a kernel for these gradients; raises as an eager call does."""
+    q, k, v = (node.meta["val"] for node in inputs[:3])
+    device = torch.device(q.device)
+    q, k, v = (torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
+    check_backward(asked, q, k, v, None, detect(device))
+
+
+def _sizes(inputs: Any) -> list[int]:
+    q, k = (node.meta["val"] for node in inputs[:2])
+    return _expected((*q.shape[:3], k.shape[2]))
+
+
+def _expected(sizes: Sequence[Any]) -> list[int]:
+    return [size if isinstance(size, int) else size.node.hint for size in sizes]
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    """A call's own options, that are known to be such; raises ConfigError."""
+    found = {name: _number(value) for name, value in given.items()}
+    parse(found)
+    return found
+
+
+def _op(qualified: str) -> Any:
+    namespace, name = qualified.split("::")
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def _read(subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any]) -> GraphMod:
+def _read(
+    subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any]
+) -> tuple[GraphMod, list[Captured | None]]:
     found = [_captured(each, node) for each, node in zip(captures, nodes, strict=True)]
-    return read_graph(subgraph.graph_module, kind, found)
+    return read_graph(subgraph.graph_module, kind, found), found
 
 
 def _captured(given: Any, node: Any) -> Captured | None:
@@ -95,9 +241,8 @@ def _captured(given: Any, node: Any) -> Captured | None:
         return None
     value = node.meta["val"]
     fixed = all(isinstance(size, int) for size in value.shape)
-    shape = tuple(size if isinstance(size, int) else size.node.hint for size in value.shape)
     dtype = str(value.dtype).removeprefix("torch.")
-    return Captured(shape, dtype, fixed, value.device.type == "cpu")
+    return Captured(tuple(_expected(value.shape)), dtype, fixed, value.device.type == "cpu")
 
 
 def _is_tensor(given: Any) -> bool:
@@ -127,5 +272,5 @@ def _as_traced(given: Any, node: torch.fx.Node) -> Any:
     return ir.ExternKernel.require_stride_order(given, ir.get_stride_order(strides))
 
 
-def _in_base_2(statistic: Any) -> Any:
-    return lowerings[torch.ops.aten.mul.Tensor](statistic, 1 / math.log(2))
+def _times(statistic: Any, factor: float) -> Any:
+    return lowerings[torch.ops.aten.mul.Tensor](statistic, factor)

@@ -11,23 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    flex_attention,
-    noop_mask,
-)
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
-from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
+from flexattn.frontend.compiled.mark import BACKWARD, BARE, MARK, VERSION, own
+from flexattn.frontend.compiled.rules import GRADIENTS, LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
+from flexattn.frontend.compiled.widened import widened
 from flexattn.frontend.graph_break import outside
+from flexattn.frontend.torch_own import torch_own
 from flexattn.kernels.choose import options
+from flexattn.problem import out_dtype
 from flexattn.problem.sinks import add_sinks
 
 # A torch whose lowering has moved: calls break the graph, as they would without a node.
@@ -37,21 +34,26 @@ keep_out(answer.__code__)
 
 def traced(arguments: tuple[Any, ...]) -> Any:
     """A call's results in a graph that is being traced."""
-    given = Call(*arguments)
+    # torch 2.11 cannot trace a default of a class of ours.
+    make: Any = Call
+    given = make(*arguments, options=None)
+    found = node_of(given)
+    return outside(answer, arguments) if found is None else found
+
+
+def node_of(given: Call) -> Any:
+    """The same of a call as it was given; None where it is no node."""
     if _MOVED or breaks(given):
-        return outside(answer, arguments)
+        return None
     want, sinks, mask = asked(given), given.sinks, given.block_mask
-    q, k, v = autocast(given.q, given.k, given.v)
-    if k.size(0) != q.size(0):
-        k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
+    q, k, v = _taken(given)
     score_mod = given.score_mod
     if score_mod is not None and q.dtype != torch.float64:
         score_mod = _in_float32(score_mod)
-    attend: Any = flex_attention  # whose options are typed without keys of others
-    out, aux = attend(
+    out, aux = torch_own(
         q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
         None if given.scale is None else float(given.scale), given.enable_gqa,
-        kernel_options=_marked(given.kernel_options, mask is None),
+        kernel_options=_marked(given),
         return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
     )  # fmt: skip
     lse = aux.lse
@@ -63,14 +65,30 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     return (out, lse) if given.return_lse else out
 
 
-def _marked(given: Any, without_mask: bool) -> dict[str, Any]:
+def _taken(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as torch's node takes them: of one dtype, and of one batch."""
+    q, k, v = autocast(call.q, call.k, call.v)
+    of_k, of_v = call.k_descale, call.v_descale
+    if k.size(0) != q.size(0):
+        k, v = k.expand(q.size(0), -1, -1, -1), v.expand(q.size(0), -1, -1, -1)
+        of_k, of_v = (x if x is None else x.expand(q.size(0), -1) for x in (of_k, of_v))
+    dtype = out_dtype(q.dtype)
+    if k.dtype != dtype:
+        k, v = widened(k, of_k, dtype), widened(v, of_v, dtype)
+    return (q if q.dtype == dtype else widened(q, call.q_descale, dtype)), k, v
+
+
+def _marked(call: Call) -> dict[str, Any]:
     """torch's options for where its own kernel serves, and the call's under our mark."""
+    given = call.kernel_options
     found = dict(options.for_torch(given) or {})
     if found.get("BACKEND") == "FLASH":  # whose statistics are not in base 2
         del found["BACKEND"]
     found[MARK] = VERSION
-    if without_mask:
+    if call.block_mask is None:
         found[BARE] = True
+    if GRADIENTS or call.q.device.type != "cuda":
+        found[BACKWARD] = True
     for name, value in (given or {}).items():
         found[own(name)] = value
     return found

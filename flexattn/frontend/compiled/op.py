@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial, reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,36 +15,36 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.attention import run_admitted
 from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.compiled.looks import remember_look
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
 from flexattn.problem import checks, out_dtype
-from flexattn.problem.mask_class import keep_class, known_class, mask_class
-from flexattn.problem.runs import keep_runs, known_runs
 from flexattn.runtime.launch import strides_like
 
 NAME = "flexattn::attend"
 _SCHEMA = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
-    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None) "
     "-> (Tensor, Tensor, Tensor)"
 )
-# Where a dispatch mode is on, as in Inductor's first run of an op, its body is called without the
-# keys of torch.vmap, by which plain torch maps the mods.
+# The body of an op is called without autograd's keys, and where a dispatch mode is on, as in
+# Inductor's first run of an op, without those of torch.vmap, by which plain torch maps the mods.
 _KEYS = reduce(
     or_,
     (
         torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
         for name in (
             "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode",
-            "FuncTorchDynamicLayerBackMode",
+            "FuncTorchDynamicLayerBackMode", "AutogradCPU", "AutogradFunctionality",
         )
     ),
 )  # fmt: skip
 _POSITIONS = ("b", "h", "q_idx", "kv_idx")
-_library = torch.library.Library("flexattn", "FRAGMENT")
-_library.define(_SCHEMA)
+library = torch.library.Library("flexattn", "FRAGMENT")
+library.define(_SCHEMA)
 
 
 def attend(
@@ -59,6 +58,9 @@ def attend(
     mask_integers: Sequence[int],
     spec: str,
     scale: float,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of q [B, Hq, L, E], k [B or 1, Hkv, S, E], v [B or 1, Hkv, S, Ev].
 
@@ -69,14 +71,15 @@ def attend(
     """
     said = parsed(spec)
     checks.check_tensors(q, k, v, enable_gqa=True)
-    with torch.no_grad(), _vmap():
+    factors = (None if x is None else x.resolve_neg() for x in (q_descale, k_descale, v_descale))
+    of_q, of_k, of_v = factors
+    with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        bound, score_mod = _score(said, q, score, score_integers)
-        kept, block_mask = _mask(said, q, k, lists, mask, mask_integers)
+        bound, score_mod = score_of(said, q, score, score_integers)
+        kept, block_mask = mask_of(said, q, k, lists, mask, mask_integers)
         found = run_admitted(Call(
-            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True,
-            kernel_options=said.options, return_aux=said.statistics, score=bound, mask=kept,
-            options=said.chosen,
+            q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True, False,
+            said.options, said.statistics, None, of_q, of_k, of_v, bound, kept, said.chosen,
         ))  # fmt: skip
     nothing = partial(q.new_empty, 0, dtype=torch.float32)
     lse, maxima = found.lse, found.max_scores
@@ -85,7 +88,7 @@ def attend(
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, lists: Any, score: Any, mask: Any, score_integers: Any,
-    mask_integers: Any, spec: str, scale: float,
+    mask_integers: Any, spec: str, scale: float, *descales: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     said, rows = parsed(spec), q.shape[:3]
     shape = (*rows, v.shape[3])
@@ -97,19 +100,19 @@ def _fake(
     return out, lse, maxima
 
 
-_library.impl("attend", attend, "CompositeExplicitAutograd")
-torch.library.register_fake(NAME, _fake, lib=_library)
+library.impl("attend", attend, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=library)
 
 
-def _vmap() -> AbstractContextManager[None]:
-    """Lets torch.vmap work inside of the op."""
+def transforming() -> AbstractContextManager[None]:
+    """Lets torch.vmap and autograd work inside of the op."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set()
     guard: Any = torch._C._ForceDispatchKeyGuard
     return guard(included, excluded - _KEYS)  # type: ignore[no-any-return]
 
 
-def _score(
+def score_of(
     said: Spec, q: Tensor, tensors: Sequence[Tensor], integers: Sequence[int]
 ) -> tuple[Bound | None, ScoreMod | None]:
     """The score_mod as kernels and as plain torch take it; an identity is none."""
@@ -125,7 +128,7 @@ def _score(
     return bound, score_mod
 
 
-def _mask(
+def mask_of(
     said: Spec,
     q: Tensor,
     k: Tensor,
@@ -144,7 +147,7 @@ def _mask(
 
     mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
     checks.check_block_mask(mask, q, k)
-    _remember_look(mask, lists, said.looks)
+    remember_look(mask, lists, said)
     return bound, mask
 
 
@@ -155,49 +158,3 @@ def _on(q: Tensor, mod: GraphMod, tensors: Sequence[Tensor], integers: Sequence[
         return bound
     there = tuple(x.to(q.device).resolve_neg() for x in bound.tensors)
     return bound._replace(tensors=there)
-
-
-class _Look(NamedTuple):
-    """What was found in lists, and how often they had been written to."""
-
-    lists: tuple[weakref.ref[Tensor], ...]
-    written: tuple[tuple[int, int], ...]
-    name: str
-    runs: Tensor | None
-
-
-_looks: dict[int, _Look] = {}
-
-
-def _remember_look(mask: BlockMask, lists: Sequence[Tensor], looks: bool) -> None:
-    """Give a mask the class and the runs of its lists, which reading them would take a wait.
-
-    As with an eager call's mask one look serves for as long as the lists live, and what is written
-    into them later leaves them without runs. Code that Inductor generates writes into memory that
-    no version counts, and a captured CUDA graph into its inputs: such lists are not looked at.
-    """
-    if not looks:
-        keep_class(mask)
-        return
-    # Tensors of inference mode do not count, and have no runs.
-    counts = [0 if x.is_inference() else x._version for x in lists]
-    written = tuple(zip(counts, [x.data_ptr() for x in lists], strict=True))
-    key = id(lists[0])
-    found = _looks.get(key)
-    if found is None or not _same(found, lists):
-        mask_class(mask)
-        name = known_class(mask)
-        if name is not None:
-            first = weakref.ref(lists[0], lambda _: _looks.pop(key, None))
-            rest = tuple(map(weakref.ref, lists[1:]))
-            _looks[key] = _Look((first, *rest), written, name, known_runs(mask))
-        return
-    keep_class(mask, found.name)
-    if found.runs is not None and found.written == written:
-        keep_runs(mask, found.runs)
-
-
-def _same(found: _Look, lists: Sequence[Tensor]) -> bool:
-    return len(found.lists) == len(lists) and all(
-        reference() is each for reference, each in zip(found.lists, lists, strict=True)
-    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from inspect import signature
-
+import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.errors import SettingsError
@@ -15,22 +13,18 @@ from flexattn.problem.checks import mixes
 from flexattn.settings import current
 
 
-def _asked_for() -> bool:
-    """Whether nodes are asked for; a bad environment is for the first call to say."""
+def _asked_for(part: str) -> bool:
+    """Whether a part is asked for; a bad environment is for the first call to say."""
     try:
-        return "compile" in current().experimental
+        return part in current().experimental
     except SettingsError:
         return False
 
 
-# Dynamo reads it as a constant.
-NODES = _asked_for()
+# Dynamo reads them as constants: whether calls are nodes, and their gradients ours.
+NODES, GRADIENTS = _asked_for("compile"), _asked_for("backward")
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
-# Whether torch's node takes keys narrower than queries, as from 2.13 on.
-_TAKES_NARROWER = "allow_lowp_kv" in signature(
-    getattr(torch_flex, "_validate_sdpa_input", lambda: None)
-).parameters  # fmt: skip
 
 
 def breaks(call: Call) -> str:
@@ -46,14 +40,17 @@ def breaks(call: Call) -> str:
             return "query, key and value are no tensors of four dimensions"
     if q.size(2) == 0:
         return "there is no query"
-    descales = call.q_descale, call.k_descale, call.v_descale
-    if q.dtype in FP8 or any(each is not None for each in descales):
-        return "torch's node has no place for float8 queries and their factors"
     narrower = k.dtype != q.dtype or v.dtype != q.dtype
-    if narrower and not (_TAKES_NARROWER and k.dtype == v.dtype and mixes(q, k)):
-        return "torch's node has no place for keys and values of these dtypes"
-    if narrower and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return "keys narrower than queries have no backward"
+    if narrower and (k.dtype != v.dtype or not mixes(q, k)):
+        return "query, key and value have dtypes that no kernel takes together"
+    if q.dtype in FP8 and torch.is_autocast_enabled(q.device.type):
+        return "autocast would convert what torch's node is given for float8"
+    descales = (call.q_descale, q), (call.k_descale, k), (call.v_descale, k)
+    for factor, like in descales:
+        if factor is not None and not _fits(factor, like, q):
+            return "a factor is no float32 tensor of [B, H], beside a query of float8"
+    if (narrower or q.dtype in FP8) and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "attention of mixed dtypes, and of float8, has no backward"
     if call.dropout_p != 0.0:
         return "torch's node has no place for dropout"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
@@ -69,6 +66,18 @@ def breaks(call: Call) -> str:
         if asked(call).max_scores:
             return "torch's node has no max_scores on the CPU"
     return ""
+
+
+def _fits(factor: Tensor, like: Tensor, q: Tensor) -> bool:
+    """Whether a descale is one that `check_descales` takes."""
+    return (
+        isinstance(factor, Tensor)
+        and q.dtype in FP8
+        and factor.dtype == torch.float32
+        and tuple(factor.shape) == tuple(like.shape[:2])
+        and factor.device == q.device
+        and not factor.requires_grad
+    )
 
 
 def asked(call: Call) -> AuxRequest:

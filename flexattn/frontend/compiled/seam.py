@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flexattn.frontend.compiled.mark import MARK, split
+from flexattn.frontend.torch_own import served
 from flexattn.settings import say_once
 
 NODE, BACKWARD = "flex_attention", "flex_attention_backward"
@@ -21,7 +22,7 @@ _TAKES = (
     "query", "key", "value", "subgraph", "block_mask", "scale", "kernel_options",
     "score_mod_other_buffers", "mask_mod_other_buffers",
 )  # fmt: skip
-_OPTIONS = _TAKES.index("kernel_options")
+_OPTIONS, _BACKWARD_OPTIONS = _TAKES.index("kernel_options"), 11
 
 
 @lru_cache(maxsize=1)
@@ -31,7 +32,8 @@ def open_seam() -> str:
         import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings
 
-        from flexattn.frontend.compiled.lowering import lower
+        from flexattn.frontend.compiled.lowering import lower, lower_backward
+        from flexattn.frontend.compiled.widened import lower_widened
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD))
         stock, stock_backward = lowerings[node], lowerings[backward]
@@ -42,9 +44,35 @@ def open_seam() -> str:
         why = f"torch {torch.__version__} has moved its lowering of flex_attention: {error}"
         say_once(f"{why}; under torch.compile, calls of flexattn break the graph")
         return why
-    lowerings[node] = _ours(stock, lower)
-    lowerings[backward] = _unmarked(stock_backward)
+    _let_floats_change()
+    lowerings[torch.ops.flexattn.widened.default] = lower_widened
+    lowerings[node] = _ours(stock, lower, _OPTIONS)
+    lowerings[backward] = _ours(stock_backward, lower_backward, _BACKWARD_OPTIONS)
     return ""
+
+
+def _let_floats_change() -> None:
+    """Let a captured Python float that changes have a backward, of which torch 2.13 loses track.
+
+    Such a float is read from a tensor inside of the mod. torch traces the mod once more for its
+    backward, and the fake value of that read, which nobody uses, ends the trace with
+    PendingUnbackedSymbolNotFound.
+    """
+    # A torch that has moved these says so itself, where a float changes.
+    with suppress(ImportError, AttributeError):
+        module: Any = import_module("torch._higher_order_ops.flex_attention")
+        fake_mode_of = import_module("torch._guards").detect_fake_mode
+        create = module.create_fw_bw_graph
+
+        @wraps(create)
+        def created(score_mod: Any, index: Any, *rest: Any) -> Any:
+            mode = fake_mode_of(index)
+            if mode is None or mode.shape_env is None:
+                return create(score_mod, index, *rest)
+            with mode.shape_env.ignore_fresh_unbacked_symbols():
+                return create(score_mod, index, *rest)
+
+        module.create_fw_bw_graph = created
 
 
 def keep_out(code: CodeType) -> None:
@@ -60,24 +88,20 @@ def keep_out(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))
 
 
-def _ours(stock: Callable[..., Any], lower: Callable[..., Any]) -> Callable[..., Any]:
+def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """A lowering of marked nodes; torch's templates see no key of ours, which they would print.
+
+    at: where kernel_options stand.
+    """
+
     @wraps(stock)
     def lowering(*args: Any) -> Any:
-        given = args[_OPTIONS]
-        if MARK not in given:
+        if MARK not in args[at]:
+            served["torch: a node of another's"] += 1
             return stock(*args)
-        theirs, ours = split(given)
+        theirs, ours = split(args[at])
         found = lower(*args, options=ours)
-        return stock(*args[:_OPTIONS], theirs, *args[_OPTIONS + 1 :]) if found is None else found
-
-    return lowering
-
-
-def _unmarked(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering that does not show torch's templates our keys, which they would print."""
-
-    @wraps(stock)
-    def lowering(*args: Any) -> Any:
-        return stock(*(split(x)[0] if isinstance(x, dict) and MARK in x else x for x in args))
+        served["flexattn: a node" if found is not None else "torch: a node it was left"] += 1
+        return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found
 
     return lowering

@@ -14,7 +14,7 @@ from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.graph import GraphMod
 
-_NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks"}
+_NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class Spec:
     max_scores: bool
     options: dict[str, Any]
     looks: bool
+    backward: bool = False
+    grads: tuple[int, ...] = ()
     chosen: Options = NONE
 
     @property
@@ -52,6 +54,8 @@ def printed(spec: Spec) -> str:
         "max_scores": spec.max_scores,
         "options": spec.options,
         "looks": spec.looks,
+        "backward": spec.backward,
+        "grads": spec.grads,
     }
     return json.dumps(data, sort_keys=True)
 
@@ -65,7 +69,8 @@ def parsed(text: str) -> Spec:
     block = data["block"]
     return Spec(
         _mod(data["score"]), _mod(data["mask"]), None if block is None else (block[0], block[1]),
-        data["lse"], data["max_scores"], data["options"], data["looks"], parse(data["options"]),
+        data["lse"], data["max_scores"], data["options"], data["looks"], data["backward"],
+        tuple(data["grads"]), parse(data["options"]),
     )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """A call under torch.compile is one node of the graph, and launches what an eager call does."""
 
-import random
 from functools import partial
 
 import pytest
@@ -10,12 +9,12 @@ from torch.nn.attention.flex_attention import AuxRequest
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.errors import InputError
-from flexattn.frontend.compiled import node, rules
 from flexattn.kernels.choose.options import parse
-from tests.compiled import compiling, gpt, nodes
+from tests.compiled import as_on_a_gpu, compiling, gpt, nodes
+from tests.random_mods import compiled_changes
 from tests.support import block_mask, heads_inside, inputs, sinks
 
-LAYERS = 3
+LAYERS = 2
 
 
 @pytest.fixture
@@ -25,9 +24,8 @@ def inductor(monkeypatch):
 
 
 @pytest.fixture
-def dynamo(monkeypatch):
-    with compiling(monkeypatch, "eager") as found:
-        yield found
+def gpu_like(monkeypatch):
+    as_on_a_gpu(monkeypatch)
 
 
 def documents(length):
@@ -39,16 +37,31 @@ def documents(length):
     return flexattn.create_block_mask(same_document, None, None, length, length, "cpu", 16)
 
 
-def test_a_layer_is_a_node_and_a_third_length_compiles_nothing(dynamo):
-    weights = [0.1 * torch.randn(32, 96) for _ in range(LAYERS)]
-    model = dynamo.compile(gpt)
-    for length, compiles in ((40, 1), (40, 1), (57, 2), (71, 2), (33, 2)):
-        x = torch.randn(1, length, 32)
-        mask = documents(length)
-        got = model(x, weights, mask, 20.0, 16)
-        torch.testing.assert_close(got, gpt(x, weights, mask, 20.0, 16), rtol=1e-4, atol=1e-4)
-        assert dynamo.counter.frame_count == compiles
-    assert nodes(dynamo.counter) == [LAYERS, LAYERS]
+@pytest.mark.parametrize("case", ["automatic", "amp and dynamic"])
+def test_a_gpt_trains_in_one_graph(monkeypatch, gpu_like, case):
+    """A node a layer; a second length compiles once more, a third not at all.
+
+    Of what Inductor makes of it, whose C++ takes g++ a minute, tests/gpu has the same test.
+    """
+    weights = [(0.1 * torch.randn(32, 96)).requires_grad_() for _ in range(LAYERS)]
+    amp = case != "automatic"
+
+    def gradients(call, x, mask):
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            loss = call(x, weights, mask, 20.0, 16).float().square().mean()
+        return torch.autograd.grad(loss, weights)
+
+    # torch 2.13 refuses a Python float that may change in more than one node of a graph.
+    constant = torch._dynamo.config.patch(specialize_float=True)
+    with constant, compiling(monkeypatch, "aot_eager") as found:
+        model = found.compile(gpt, dynamic=amp or None)
+        for length, compiles in ((40, 1), (57, 2 - amp), (71, 2 - amp))[: 3 - amp]:
+            x, mask = torch.randn(1, length, 32), documents(length)
+            mine, eager = (gradients(call, x, mask) for call in (model, gpt))
+            for got, wanted in zip(mine, eager, strict=True):
+                assert (got - wanted).norm() < (5e-2 if amp else 1e-4) * wanted.norm()
+            assert found.counter.frame_count == compiles
+        assert set(nodes(found.counter)) == {LAYERS}
 
 
 def masked(length=40, **more):
@@ -65,6 +78,15 @@ def eight_bits():
     return q, k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn), {}
 
 
+def all_in_eight_bits():
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(2, 4, 2, 9, 9, 16, Bkv=1))
+    factors = {
+        f"{x}_descale": torch.rand(*n) + 0.5
+        for x, n in zip("qkv", [(2, 4), (1, 2), (1, 2)], strict=True)
+    }
+    return q, k, v, {"enable_gqa": True, **factors}
+
+
 CALLS = {
     "plain": lambda: (*inputs(1, 2, 2, 5, 9, 16), {}),
     "a mask and GQA": masked,
@@ -79,6 +101,7 @@ CALLS = {
     "one query": lambda: (*inputs(2, 4, 2, 1, 19, 16), {"enable_gqa": True}),
     "one batch of keys": lambda: (*inputs(3, 2, 2, 5, 9, 16, Bkv=1), {}),
     "keys in eight bits": eight_bits,
+    "all in eight bits": all_in_eight_bits,
     "options of our own": lambda: (
         *inputs(1, 2, 2, 5, 9, 16), {"kernel_options": {"BACKEND": "GLUON", "SPLIT_KV": 2}}
     ),
@@ -88,8 +111,6 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, name):
     """Bit for bit the same, whatever Inductor does around it; no call of torch's own kernel."""
-    if CALLS[name] is eight_bits and not rules._TAKES_NARROWER:
-        pytest.skip("torch's node takes keys narrower than queries from 2.13 on")
     q, k, v, call = CALLS[name]()
 
     def layer(q, k, v):
@@ -105,7 +126,8 @@ def test_compiled_code_calls_our_op_with_what_an_eager_call_launches(inductor, n
 def test_statistics_sinks_and_autocast(monkeypatch):
     """As the graph has them around the node, whoever computes that."""
     q, k, v = inputs(1, 2, 2, 40, 40, 16)
-    logits = sinks(2)
+    logits, factors = sinks(2), torch.tensor([[0.5, 2.0]])
+    bits = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
 
     def layer(q, k, v):
         out, lse = flexattn.flex_attention(q, k, v, return_lse=True, sinks=logits)
@@ -113,7 +135,8 @@ def test_statistics_sinks_and_autocast(monkeypatch):
             narrow, aux = flexattn.flex_attention(
                 q, k, v, lambda s, b, h, i, j: s + i / 3, return_aux=AuxRequest(lse=True)
             )
-        return out, lse, narrow, aux.lse
+        eight = flexattn.flex_attention(*bits, q_descale=factors)
+        return out, lse, narrow, aux.lse, eight
 
     with compiling(monkeypatch, "aot_eager") as found:
         results = zip(found.compile(layer)(q, k, v), layer(q, k, v), strict=True)
@@ -125,55 +148,29 @@ def test_statistics_sinks_and_autocast(monkeypatch):
 
 class Box:
     def __init__(self):
-        self.number, self.table = 1.5, torch.linspace(-1, 1, 40)
+        self.table = torch.linspace(-1, 1, 40)
 
 
 box = Box()
-factor = 1.0
 
 
 def captures(kind):
     """A mod of a value, and a way to give it another one."""
 
     def closure(value):
-        def mod(score, b, h, q_idx, kv_idx):
-            if isinstance(value, str):
-                return score + kv_idx if value == "keys" else score + q_idx
-            return score * 2 + kv_idx if value is True else score + value * (q_idx - kv_idx)
-
-        return mod
-
-    def of_global(value):
-        globals()["factor"] = value
-        return lambda score, b, h, q_idx, kv_idx: score + factor * kv_idx
-
-    def of_attribute(value):
-        box.number = value
-        return lambda score, b, h, q_idx, kv_idx: score + box.number * kv_idx
+        return lambda score, b, h, q_idx, kv_idx: score + value * (q_idx - kv_idx)
 
     def in_place(value):
         box.table.mul_(value)
         return lambda score, b, h, q_idx, kv_idx: score + box.table[kv_idx]
 
-    def other_tensor(value):
-        box.table = torch.full([40 + int(value)], value)
-        return lambda score, b, h, q_idx, kv_idx: score + box.table[kv_idx]
-
-    return {
-        "global": of_global, "attribute": of_attribute, "in place": in_place,
-        "another tensor": other_tensor,
-    }.get(kind, closure)  # fmt: skip
+    return in_place if kind == "in place" else closure
 
 
 CHANGES = {
     "float": [1.0, 2.0, 3.0, 0.0, -0.5],
     "int": [5, 2, 3, 4, 0, 1],
-    "bool": [True, False, True],
-    "str": ["keys", "rows", "keys"],
-    "global": [1.0, 2.0, 3.0, 4.0],
-    "attribute": [1.0, 2.0, 3.0, 4.0],
     "in place": [1.0, -2.0, 0.5],
-    "another tensor": [1.0, 2.0, 3.0],
 }
 
 
@@ -200,77 +197,41 @@ def test_what_a_mod_captures_is_never_stale(inductor, kind):
     assert len(inductor.counter.graphs) <= 3
 
 
-def test_random_changes(dynamo):
-    """Several captured values at once, in any order, against eager calls."""
-    draw = random.Random(0)
-    q, k, v = inputs(1, 2, 2, 9, 9, 16)
-    values = {"cap": 2.0, "shift": 3, "add": True, "axis": "rows"}
-    choices = {
-        "cap": [0.5, 1.0, 7.0], "shift": range(9), "add": [True, False], "axis": ["rows", "keys"]
-    }  # fmt: skip
-
-    def make(cap, shift, add, axis):
-        def mod(score, b, h, q_idx, kv_idx):
-            score = torch.tanh(score / cap) + (q_idx - kv_idx) // (shift + 1)
-            score = score + q_idx if add else score
-            return score * kv_idx if axis == "keys" else score
-
-        return mod
-
-    def layer(q, k, v, mod):
-        return flexattn.flex_attention(q, k, v, mod)
-
-    model = dynamo.compile(layer)
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for _ in range(16):
-            name = draw.choice(list(choices))
-            values[name] = draw.choice(choices[name])
-            mod = make(**values)
-            torch.testing.assert_close(model(q, k, v, mod), layer(q, k, v, mod))
+def test_random_changes():
+    """`python -m tests.random_mods compiled-changes` has 200 of them, through Inductor."""
+    for index in range(0, 20, 2):
+        compiled_changes.check(0, index, "eager", most=3)
 
 
-def test_gradients_run_through_torchs_backward(monkeypatch):
-    """Our forward gives torch's backward the statistics that it expects, and it sees no key of
-    ours, which its templates would print into a kernel."""
-    import torch.nn.attention.flex_attention as torch_flex
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
+def gradients_of_a_layer(call, by_key=True):
+    """Those of q, k, v, sinks and a captured table, through out and lse.
 
-    # torch has a backward of its node for plain torch alone on the CPU, and refuses it there.
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(node, "breaks", lambda _: "")
-    options = torch_flex._apply_kernel_options
+    by_key: whether the mask has its lists by key, which a graph makes else.
+    """
+    q, k, v, more = masked()
+    assert not by_key or more["block_mask"].q_num_blocks is not None
+    given = [x.requires_grad_() for x in (q, k, v, sinks(4), torch.linspace(-1, 1, 80))]
+    out, lse = call(*given, more["block_mask"])
+    return torch.autograd.grad((out * out).sum() + lse.square().sum(), given)
 
-    def with_lse(*given, **named):
-        return {**options(*given, **named), "OUTPUT_LOGSUMEXP": True}
 
-    monkeypatch.setattr(torch_flex, "_apply_kernel_options", with_lse)
-    backend = aot_autograd(
-        fw_compiler=compile_fx_inner,
-        bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
-        decompositions=select_decomp_table(),
+def layer_with_lse(q, k, v, logits, table, mask):
+    def mod(score, b, h, q_idx, kv_idx):
+        return 3 * torch.tanh(score) + table[q_idx - kv_idx + 40]
+
+    return flexattn.flex_attention(
+        q, k, v, mod, mask, enable_gqa=True, sinks=logits, return_lse=True
     )
-    table = torch.randn(80, requires_grad=True)
 
-    def layer(q, k, v, mask):
-        def mod(score, b, h, q_idx, kv_idx):
-            return 3 * torch.tanh(score) + table[q_idx - kv_idx + 40]
 
-        return flexattn.flex_attention(q, k, v, mod, mask, enable_gqa=True)
-
-    def gradients(call):
-        q, k, v, more = masked()
-        given = [x.requires_grad_() for x in (q, k, v)]
-        out = call(*given, more["block_mask"])
-        return torch.autograd.grad((out * out).sum(), (*given, table))
-
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_gradients_are_an_op_of_ours(monkeypatch, gpu_like, backend):
+    """Below Inductor; other backends have torch's nodes, which plain torch differentiates."""
     with compiling(monkeypatch, backend) as found:
-        got = gradients(found.compile(layer))
-        assert len(found.called) == 1
-    for mine, wanted in zip(got, gradients(layer), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-3)
+        got = gradients_of_a_layer(found.compile(layer_with_lse), backend == "inductor")
+        assert len(found.called) == len(found.differentiated) == (backend == "inductor")
+    for mine, wanted in zip(got, gradients_of_a_layer(layer_with_lse), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -292,9 +253,10 @@ def causal_score(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx >= kv_idx, score, -1e4)
 
 
-def all_in_eight_bits():
-    given = zip(("query", "key", "value"), inputs(1, 2, 2, 9, 9, 16), strict=True)
-    return {name: x.to(torch.float8_e4m3fn) for name, x in given}
+def mixed_up():
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    given = {"query": q.half(), "key": k.half(), "value": v.half()}
+    return {**given, "scale": torch.tensor(0.5)}
 
 
 def maxima():
@@ -302,7 +264,7 @@ def maxima():
     return {"query": q, "key": k, "value": v, "return_aux": AuxRequest(max_scores=True)}
 
 
-BREAKS = {"float8": all_in_eight_bits, "max_scores": maxima}
+BREAKS = {"a scale that is a tensor": mixed_up, "max_scores": maxima}
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -4,21 +4,35 @@ import logging
 
 import pytest
 import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
 from flexattn.catalogue import causal
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled import lowering, mark, node, op, rules, seam, spec
+from flexattn.frontend.compiled import (
+    joint,
+    looks,
+    lowering,
+    mark,
+    node,
+    op,
+    op_backward,
+    rules,
+    seam,
+    spec,
+)  # fmt: skip
+from flexattn.frontend.torch_own import served
 from flexattn.mods import bind
-from flexattn.mods.graph import GraphMod
+from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.refusal import Refusal
 from flexattn.problem import mask_class
 from flexattn.problem.mask_class import known_class
 from flexattn.problem.runs import known_runs
+from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import say_once
-from tests.compiled import compiling
+from tests.compiled import as_on_a_gpu, compiling
 from tests.support import inputs, run
 
 
@@ -57,6 +71,7 @@ def test_a_moved_seam_is_said_once_and_breaks_the_graph(monkeypatch, caplog):
 
 def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeypatch, caplog):
     say_once.cache_clear()
+    served.clear()
     seen = []
 
     def stock(*given):
@@ -65,12 +80,12 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
 
     options = {mark.MARK: mark.VERSION, mark.own("SPLIT_KV"): 2, "BACKEND": "AUTO"}
     given = [*"qkv", "graph", (), 1.0, options, (), ()]
-    assert seam._ours(stock, lambda *_, options: None)(*given) == "torch's"
-    assert seam._ours(stock, lambda *_, options: options)(*given) == {"SPLIT_KV": 2}
-    assert seam._unmarked(stock)(*given) == "torch's"
-    assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}] * 2
+    assert seam._ours(stock, lambda *_, options: None, 6)(*given) == "torch's"
+    assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
+    assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
+    assert served == {"torch: a node it was left": 1, "flexattn: a node": 1}
     # Another's node passes as it is.
-    assert seam._ours(stock, None)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
+    assert seam._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
 
 
 class Listed:
@@ -80,14 +95,14 @@ class Listed:
         self.lists = torch.tensor([[[1, 2]]]), torch.tensor([[[[0, 1], [0, 1]]]])
         self.lists = [x.to(torch.int32) for x in self.lists]
         self.found = []
-        made = op._mask
+        made = op.mask_of
 
         def kept(*given):
             bound, mask = made(*given)
             self.found.append((known_class(mask), known_runs(mask)))
             return bound, mask
 
-        monkeypatch.setattr(op, "_mask", kept)
+        monkeypatch.setattr(op, "mask_of", kept)
 
     def call(self, looks=True):
         bound = bind(causal, "mask")
@@ -99,20 +114,20 @@ class Listed:
 
 def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     """A look waits for the device; so it is kept with the tensors, as an eager call keeps it."""
-    mask, looks = Listed(monkeypatch), []
+    mask, seen = Listed(monkeypatch), []
     look = mask_class.look
-    monkeypatch.setattr(mask_class, "look", lambda *given: looks.append(given) or look(*given))
+    monkeypatch.setattr(mask_class, "look", lambda *given: seen.append(given) or look(*given))
     whole = [mask.call() for _ in range(3)]
-    assert len(looks) == 1 and torch.equal(whole[0], whole[2])
+    assert len(seen) == 1 and torch.equal(whole[0], whole[2])
     assert all(name != "unknown" and runs is not None for name, runs in mask.found)
     assert torch.equal(mask.found[0][1], mask.found[2][1])
     mask.lists[0].fill_(1)
     assert not torch.equal(mask.call(), whole[0])
     # As with an eager call's mask: it is read as lists from now on.
-    assert len(looks) == 1 and mask.found[3] == (mask.found[0][0], None)
-    known = len(op._looks)
-    del mask.lists, looks[:]
-    assert len(op._looks) == known - 1
+    assert len(seen) == 1 and mask.found[3] == (mask.found[0][0], None)
+    known = len(looks._looks)
+    del mask.lists, seen[:]
+    assert len(looks._looks) == known - 1
 
 
 def test_lists_of_inference_mode_have_a_class_and_no_runs(monkeypatch):
@@ -129,6 +144,69 @@ def test_lists_that_generated_code_writes_are_never_looked_at(monkeypatch):
     mask = Listed(monkeypatch)
     mask.call(looks=False)
     assert mask.found == [("unknown", None)]
+
+
+def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
+    """Autograd hands a graph the lists that it saved, which are those that the forward looked at.
+
+    A backward looks at none itself: it cannot tell who made them.
+    """
+    as_on_a_gpu(monkeypatch)
+    found, seen = [], []
+    monkeypatch.setattr(op_backward, "route_of", lambda call: ("kernel", ""))
+
+    def planned(call, said, mask, *rest):
+        both = BothLists.of(mask)
+        found.append((known_class(mask), both.by_query.runs, both.by_key))
+        return torch.zeros_like(call.q), torch.zeros_like(call.k), torch.zeros_like(call.v), []
+
+    monkeypatch.setattr(op_backward, "_by_kernel", planned)
+    mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
+    assert mask.q_num_blocks is not None  # made here, where no compiler takes long for it
+    model = inductor.compile(lambda q, k, v, m: flexattn.flex_attention(q, k, v, block_mask=m))
+    look = mask_class.look
+    monkeypatch.setattr(mask_class, "look", lambda *given: seen.append(given) or look(*given))
+    for _ in range(2):
+        q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 40, 40, 16))
+        model(q, k, v, mask).sum().backward()
+    assert len(seen) == 1 and len(found) == 2
+    (name, runs, by_key), again = found
+    assert name == again[0] != "unknown" and runs is not None and by_key.runs is not None
+    assert again[2].runs is by_key.runs
+    mask.kv_num_blocks.fill_(1)
+    model(q, k, v, mask).sum().backward()
+    assert found[2][1] is None and found[2][2].runs is None
+
+
+def table_of(score, b, h, q_idx, kv_idx, table):
+    return torch.tanh(score) * table[h, kv_idx] + table[h, q_idx]
+
+
+def detached(score, b, h, q_idx, kv_idx, table):
+    return score.detach() * table[h, kv_idx] + score
+
+
+@pytest.mark.parametrize(("mod", "same"), [(table_of, True), (detached, False)])
+def test_a_graph_that_keeps_something_from_autograd_is_torchs(mod, same):
+    """An expression does not say what was detached: its derivative would be another.
+
+    The captured tensor stands for one of a million elements, which no check can afford.
+    """
+    from torch._higher_order_ops.flex_attention import create_fw_bw_graph
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = torch.empty(2, 2**20, requires_grad=True)
+    index = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    given = torch.zeros((), requires_grad=True), *index
+    with TransformGetItemToIndex():
+        graph, backward = create_fw_bw_graph(mod, given, (table,))
+        forward = make_fx(graph)(*given, table)
+    captures = [Captured(tuple(table.shape), "float32")]
+    examples = joint.Examples(captures)
+    bound = examples.bound(read_graph(forward, "score", captures))
+    assert joint.with_gradients(backward) == [0]
+    assert examples.tensors[0].numel() <= 2**18
+    assert joint.agrees(backward, bound, examples, (1, 2, 9, 11)) is same
 
 
 class Read(BaseException):
@@ -164,7 +242,7 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         taken.append(rest)
         return query, query, query
 
-    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower))
+    monkeypatch.setitem(lowerings, hop, seam._ours(stock, lowering.lower, 6))
 
     def refuse(*_):
         raise Refusal("uses an operation of tomorrow")

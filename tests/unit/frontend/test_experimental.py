@@ -8,7 +8,7 @@ from flexattn.errors import SettingsError, UnsupportedError
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled import rules
+from flexattn.frontend.compiled import lowering, mark, node, rules
 from flexattn.settings import override, read
 
 
@@ -36,6 +36,16 @@ def test_a_call_breaks_a_graph_unless_a_node_is_asked_for(monkeypatch):
     assert rules.breaks(call) == ""
     monkeypatch.setattr(rules, "NODES", False)
     assert "FLEXATTN_EXPERIMENTAL=compile" in rules.breaks(call)
+
+
+def test_a_nodes_gradients_are_torchs_unless_the_backward_is_asked_for(monkeypatch):
+    """Its lowering sees the mark alone, which is a part of the key of Inductor's cache."""
+    monkeypatch.setattr(node, "GRADIENTS", False)
+    marks = node._marked(on_a_gpu())
+    assert mark.MARK in marks and mark.BACKWARD not in marks
+    assert lowering.lower_backward(*[None] * 11, marks, (), (), options={}) is None
+    monkeypatch.setattr(node, "GRADIENTS", True)
+    assert mark.BACKWARD in node._marked(on_a_gpu())
 
 
 @pytest.mark.parametrize("text", ["forward", "backward,forward", "backward compile"])

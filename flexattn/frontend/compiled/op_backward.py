@@ -1,0 +1,125 @@
+"""flexattn::attend_backward: the op that stands for a call's gradients in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexattn.frontend.attention import route_of
+from flexattn.frontend.call import Call
+from flexattn.frontend.compiled.looks import remember_by_key
+from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
+from flexattn.frontend.compiled.spec import Spec, parsed
+from flexattn.frontend.gradients import Asked, plan_backward, run_backward
+from flexattn.problem import checks
+from flexattn.reference import attention
+from flexattn.runtime.backward import like
+
+NAME = "flexattn::attend_backward"
+_SCHEMA = (
+    "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
+    "Tensor? dlse, Tensor[] lists, Tensor[] by_key, Tensor[] score, Tensor[] mask, "
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
+)
+library.define(_SCHEMA)
+
+_Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
+
+
+def attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None,
+    dlse: Tensor | None, lists: Sequence[Tensor], by_key: Sequence[Tensor],
+    score: Sequence[Tensor], mask: Sequence[Tensor], score_integers: Sequence[int],
+    mask_integers: Sequence[int], spec: str, scale: float,
+) -> _Found:  # fmt: skip
+    """Gradients of q, k, v and of those tensors in score that the spec names.
+
+    out, lse: of `attend` (lse in natural log). dout, dlse: their gradients, None where nothing
+    depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key.
+    """
+    said = parsed(spec)
+    scale = checks.check_scale(scale, q.shape[3])
+    wanted = [score[i] for i in said.grads]
+    if not out.numel() or not k.numel():
+        return like(q).zero_(), like(k).zero_(), like(v).zero_(), list(map(_zeros, wanted))
+    with torch.no_grad(), transforming():
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        leaves = list(score)
+        for i in said.grads:
+            leaves[i] = score[i].detach().to(q.device).resolve_neg().requires_grad_()
+        bound, score_mod = score_of(said, q, leaves, score_integers)
+        kept, block_mask = mask_of(said, q, k, lists, mask, mask_integers)
+        call = Call(q, k, v, score_mod, block_mask, scale, score=bound, mask=kept)
+        grads = [leaves[i] for i in said.grads]
+        if route_of(call)[0] == "reference":
+            found = _by_autograd(call, grads, dout, dlse)
+        else:
+            if block_mask is not None:
+                remember_by_key(block_mask, lists, by_key)
+            found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse)
+    captured = [_as(x, own) for x, own in zip(found[3], wanted, strict=True)]
+    return (*found[:3], captured)
+
+
+def _by_kernel(
+    call: Call, said: Spec, block_mask: BlockMask | None, grads: Sequence[Tensor], out: Tensor,
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+) -> _Found:  # fmt: skip
+    tensors = () if call.score is None else call.score.tensors
+    # A number that changes may have left a tensor out of the expression.
+    slots = tuple(s for s, x in enumerate(tensors) if any(x is each for each in grads))
+    asked = Asked(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
+    learned = [tensors[slot] for slot in slots]
+    planned = partial(plan_backward, asked)
+    inputs = call.q, call.k, call.v
+    found = run_backward(planned, inputs, out, lse, (dout, dlse), call.scale, learned)
+    summed = {id(tensors[s]): x for s, x in zip(slots, found.captured, strict=True)}
+    captured = [summed[id(x)] if id(x) in summed else _zeros(x) for x in grads]
+    return found.dq, found.dk, found.dv, captured
+
+
+def _by_autograd(
+    call: Call, grads: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None
+) -> _Found:
+    """In plain torch, on the CPU."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        found = attention(
+            *inputs, score_mod=call.score_mod, block_mask=call.block_mask, scale=call.scale
+        )
+        pairs = [(x, g) for x, g in ((found.out, dout), (found.lse, dlse)) if g is not None]
+        leaves = [*inputs, *grads]
+        given = torch.autograd.grad(
+            [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
+        )
+    whole = [_zeros(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
+    dq, dk, dv = [like(x).copy_(g) for x, g in zip(inputs, whole, strict=False)]
+    return dq, dk, dv, whole[3:]
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _as(found: Tensor, own: Tensor) -> Tensor:
+    """A gradient where its tensor lives, contiguous."""
+    return found.to(own.device, own.dtype).contiguous()
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Any, dlse: Any, lists: Any,
+    by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
+    spec: str, scale: float,
+) -> _Found:  # fmt: skip
+    captured = [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
+    return like(q), like(k), like(v), captured
+
+
+library.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _fake, lib=library)

@@ -1,0 +1,84 @@
+"""install() lets torch's own flex_attention be served by this library, wherever it is named."""
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import flex_attention
+
+import flexattn
+from flexattn.errors import UnsupportedError
+from flexattn.frontend import install
+from flexattn.frontend.compiled import rules
+from flexattn.frontend.compiled.mark import MARK
+from tests.compiled import compiling
+from tests.support import inputs
+
+ORIGINAL = flex_attention.__code__
+
+
+@pytest.fixture(autouse=True)
+def uninstalled():
+    yield
+    flexattn.uninstall()
+    assert flex_attention.__code__ is ORIGINAL and not install.installed()
+
+
+def ramp(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx) / 8
+
+
+def layer(q, k, v, *more):
+    return flex_attention(q, k, v, ramp, *more)
+
+
+def test_calls_are_served_by_us_until_they_are_given_back(monkeypatch):
+    """Under the name that a model imported it by; what we refuse stays torch's."""
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    plain = flex_attention(q, k, v, ramp)
+    with flexattn.install() as found:
+        got = layer(q, k, v)
+        assert torch.equal(got, flexattn.flex_attention(q, k, v, ramp))
+        with flexattn.install() as again:
+            assert again.served == {"flexattn": 1}
+        assert install.installed()
+        refused = layer(q, k, v, None, None, False, False, {"PRESCALE_QK": True, "NOPE": 1})
+        assert torch.equal(refused, plain)
+        ((why, count),) = [each for each in found.served.items() if each[0] != "flexattn"]
+        assert why.startswith("torch: ") and "NOPE" in why and count == 1
+    assert torch.equal(layer(q, k, v), plain)
+
+
+def test_compiled_calls_are_nodes_of_ours(monkeypatch):
+    """Also of a function that was compiled before; what we refuse is torch's node, unbroken."""
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    with compiling(monkeypatch, "aot_eager") as compiler:
+        model = compiler.compile(layer)
+
+        def marked():
+            """Whether the node of the last graph is ours."""
+            torch.testing.assert_close(model(q, k, v), wanted)
+            (node,) = (x for x in compiler.counter.graphs[-1].graph.nodes if "flex" in x.name)
+            return MARK in str(node.args)
+
+        wanted = layer(q, k, v)
+        assert not marked()
+        with flexattn.install(eager=False) as found:
+            assert marked()
+            torch.testing.assert_close(layer(q, k, v), wanted)
+            assert not found.served
+        # Dynamo guards the code of what it traced through: the first graph serves again.
+        model(q, k, v)
+        assert len(compiler.counter.graphs) == 2
+        torch._dynamo.reset()
+        assert not marked()
+        with flexattn.install():
+            monkeypatch.setattr(rules, "NODES", False)
+            torch._dynamo.reset()
+            assert not marked()
+
+
+def test_a_torch_with_other_arguments_is_refused(monkeypatch):
+    monkeypatch.setattr(install, "_TAKES", install._TAKES[:-1])
+    with pytest.raises(UnsupportedError, match="return_aux"):
+        flexattn.install()
+    assert torch_flex.flex_attention is flex_attention
