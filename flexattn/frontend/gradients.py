@@ -50,7 +50,7 @@ class Asked(NamedTuple):
     scale: float
     options: Options
     slots: tuple[int, ...]
-    dropout: Dropout | None
+    dropout: Dropout | None = None
 
     @classmethod
     def of(cls, call: Call) -> Asked:

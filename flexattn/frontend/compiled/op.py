@@ -79,7 +79,7 @@ def attend(
         kept, block_mask = mask_of(said, q, k, lists, mask, mask_integers)
         found = run_admitted(Call(
             q, k, v, score_mod, block_mask, checks.check_scale(scale, q.shape[3]), True, False,
-            said.options, said.statistics, None, of_q, of_k, of_v, bound, kept, said.chosen,
+            said.options, said.statistics, None, of_q, of_k, of_v, 0.0, bound, kept, said.chosen,
         ))  # fmt: skip
     nothing = partial(q.new_empty, 0, dtype=torch.float32)
     lse, maxima = found.lse, found.max_scores
