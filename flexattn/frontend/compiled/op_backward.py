@@ -33,11 +33,22 @@ _Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None,
-    dlse: Tensor | None, lists: Sequence[Tensor], by_key: Sequence[Tensor],
-    score: Sequence[Tensor], mask: Sequence[Tensor], score_integers: Sequence[int],
-    mask_integers: Sequence[int], spec: str, scale: float,
-) -> _Found:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    lists: Sequence[Tensor],
+    by_key: Sequence[Tensor],
+    score: Sequence[Tensor],
+    mask: Sequence[Tensor],
+    score_integers: Sequence[int],
+    mask_integers: Sequence[int],
+    spec: str,
+    scale: float,
+) -> _Found:
     """Gradients of q, k, v and of those tensors in score that the spec names.
 
     out, lse: of `attend` (lse in natural log). dout, dlse: their gradients, None where nothing
