@@ -28,9 +28,7 @@ def on(target, config):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    ("target", "entry"), zip(cycle(TARGETS), CASES, strict=False), ids=lambda each: str(each)
-)
+@pytest.mark.parametrize(("target", "entry"), zip(cycle(TARGETS), CASES, strict=False), ids=str)
 def test_the_catalogue(target, entry, kind):
     """Targets take turns over the cases, and fp32 and bf16 over the targets."""
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32

@@ -1,6 +1,7 @@
 """Kernels with keys on the partitions, S^T = K Q^T, held to the oracle like the others."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -24,13 +25,13 @@ each_kind = pytest.mark.parametrize("kind", SMALL)
 each_target = pytest.mark.parametrize("target", TARGETS)
 
 
-@pytest.mark.parametrize(
-    ("target", "kind"),
-    [*((target, "prefill") for target in TARGETS), ("trn2", "decode")],
-)
-@pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
-def test_the_catalogue(entry, kind, target):
-    """fp32 and bf16 take turns over the targets, as where queries lie on the partitions."""
+TURNS = [(target, "prefill", entry) for target, entry in zip(cycle(TARGETS), CASES, strict=False)]
+TURNS += [("trn2", "decode", entry) for entry in CASES]
+
+
+@pytest.mark.parametrize(("target", "kind", "entry"), TURNS, ids=str)
+def test_the_catalogue(target, kind, entry):
+    """Targets take turns over the cases, and fp32 and bf16 over the targets."""
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
     built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
     check(
