@@ -14,6 +14,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from flexattn.settings import override
 from tests.compile.devices import DEVICES
+from tests.compile.shares import LONG, share
 from tests.families import render
 from tests.problems import problem
 
@@ -36,7 +37,7 @@ QUICK = {(arch, kind, 128, 128, "bfloat16") for arch in DEVICES for kind in ("pr
 def param(case):
     """Of each device one in make test, under several Tritons; the others in the long matrix."""
     quick = [pytest.mark.oldest, pytest.mark.releases]
-    marks = quick if case in QUICK else [pytest.mark.full_matrix]
+    marks = quick if case in QUICK else [LONG]
     return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
 
 
@@ -83,7 +84,7 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("kind", share(["prefill", "decode"], lambda kind: kind == "prefill"))
 @pytest.mark.parametrize("name", MODS)
 def test_default_config_of_a_rewritten_score(name, kind):
     device = named(DEVICES["sm_90"])

@@ -25,6 +25,7 @@ from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
 from flexattn.runtime.resources import resources
+from tests.compile.shares import LONG, share
 from tests.families import estimates, gluon_refused, preferences, render
 from tests.problems import problem
 
@@ -83,14 +84,6 @@ def disassembled(compiled):
         return subprocess.run([tool, "-c", file.name], capture_output=True, text=True).stdout
 
 
-LONG = pytest.mark.full_matrix
-
-
-def first(cases, kept):
-    """Some cases in make test, and the others in the long matrix."""
-    return [pytest.param(*case, marks=() if kept(case) else LONG) for case in cases]
-
-
 # Registers for a table's diagonals and for lists beside 256 columns: Triton's template has them.
 REFUSED = (256, 256, "relative_lists")
 CASES = [case for size in SIZES for mods in MODS if (case := (*size, mods)) != REFUSED]
@@ -98,7 +91,7 @@ CASES = [case for size in SIZES for mods in MODS if (case := (*size, mods)) != R
 
 @pytest.mark.releases
 @pytest.mark.parametrize(
-    ("D", "Dv", "mods"), first(CASES, lambda case: case[0] == 128 or case[::2] == (192, "causal"))
+    ("D", "Dv", "mods"), share(CASES, lambda case: case[0] == 128 or case[::2] == (192, "causal"))
 )
 def test_default_config(D, Dv, mods):
     wanted = problem("prefill", D, Dv, **MODS[mods])
@@ -108,7 +101,7 @@ def test_default_config(D, Dv, mods):
 FP8 = [(D, mods) for D in (64, 96, 128, 256) for mods in MODS if (D, D, mods) != REFUSED]
 
 
-@pytest.mark.parametrize(("D", "mods"), first(FP8, lambda case: case == (128, "window_softcap")))
+@pytest.mark.parametrize(("D", "mods"), share(FP8, lambda case: case == (128, "window_softcap")))
 def test_fp8(D, mods):
     wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
@@ -135,7 +128,7 @@ def narrow(wanted, **numbers):
 
 
 @pytest.mark.parametrize("lazy_rescale", [True, False])
-@pytest.mark.parametrize(("D", "mods"), first(NARROW, lambda case: case == (128, "causal")))
+@pytest.mark.parametrize(("D", "mods"), share(NARROW, lambda case: case == (128, "causal")))
 def test_fp8_with_values_of_eight_bits(D, mods, lazy_rescale):
     wanted = problem("prefill", D, dtype="float8_e4m3fn", **MODS[mods])
     assert not (fault := wrong(wanted, narrow(wanted, lazy_rescale=lazy_rescale))), fault
@@ -281,7 +274,7 @@ PACKED = [(mods, order) for mods in ("noop", "causal", "lists", "relative_causal
 
 
 @pytest.mark.parametrize(
-    ("mods", "tile_scheduler"), first(PACKED, lambda case: case[1] == "dynamic")
+    ("mods", "tile_scheduler"), share(PACKED, lambda case: case[1] == "dynamic")
 )
 def test_pack_gqa(mods, tile_scheduler):
     """Each consumer has a head of its own, and spills no more than any may."""

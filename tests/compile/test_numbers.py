@@ -156,6 +156,7 @@ def check(name, which, D=128):
     assert spilt(kind, last, D) <= before
 
 
+@pytest.mark.full_matrix
 def test_divisors_spill_no_more():
     """The second canvas spilt 1,727 words in the loops of Triton's template, the first none."""
     check("tiled_neighbourhood", None)

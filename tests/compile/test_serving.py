@@ -25,6 +25,7 @@ from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from flexattn.serving.request import Maxima, form_of
+from tests.compile.shares import share
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 DEVICE = named("nvidia-h200")
@@ -78,8 +79,11 @@ def spills_by_tile(compiled):
     return sum(bool(re.search(r"\b(STL|LDL)\b", lines[i])) for each in inner for i in each)
 
 
+QUICK = ("paged", "window", "eight bits", "mixed", "odd pages")
+
+
 @pytest.mark.releases
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", share(CASES, lambda name: name in QUICK))
 def test_the_default_config(name):
     wanted = form(**CASES[name])
     config = next(serving_candidates(wanted, DEVICE))
@@ -156,7 +160,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("kind", READS, ids=str)
+@pytest.mark.parametrize("kind", share(READS, lambda kind: kind == torch.bool), ids=str)
 def test_a_mask_that_reads_the_last_keys_costs_the_other_tiles_nothing(kind):
     """A tree's table took on a layout of its own, scores and sums with it, and a second loop."""
     numbers = (32, 64, 4, 3, 2, 1)
@@ -184,7 +188,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", share(ASKED, lambda name: name == "heads"))
 def test_the_first_lines_of_captured_tensors_are_asked_for(name):
     """Cold, a table that another table leads to cost two waits for memory, one after the other."""
     mods = {"score": alibi(32, "cpu")}, {"mask": draft_tree()}
@@ -228,7 +232,7 @@ def test_such_a_mask_in_tiles_of_other_heights(numbers):
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-@pytest.mark.parametrize(("D", "Dv"), [(128, 128), (64, 64)])
+@pytest.mark.parametrize(("D", "Dv"), share([(128, 128), (64, 64)], lambda D: D[0] == 128))
 @pytest.mark.parametrize("kind", EIGHT_BITS)
 def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
     """Two numbers an instruction, each once; what is read is 16 bytes wide, of short V rows 8."""
@@ -276,7 +280,7 @@ def test_the_kernels_that_merge():
         assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
 
 
-@pytest.mark.parametrize("D", [40, 64, 128, 192, 256, 512])
+@pytest.mark.parametrize("D", share([40, 64, 128, 192, 256, 512], lambda D: D in (40, 128)))
 @pytest.mark.parametrize("kv", [BF16, torch.float8_e4m3fn])
 def test_the_kernel_that_ends_a_cascade(kv, D):
     """A warp asks for all parts of a row, and for the own state before, then waits once."""
