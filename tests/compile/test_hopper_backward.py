@@ -96,7 +96,7 @@ def test_every_default_keeps_its_registers(name, D, sizes):
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_forms_that_a_search_tries_fit(D):
-    """Each fourth: what spills, or waits for products, loses a race; what does not build ends one."""
+    """Each fourth of them: what spills loses a race, and what does not build ends one."""
     wanted = problem("backward", D, group=1, **MODS["causal"])
     found = [c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig)]
     forms = dict.fromkeys(replace(c, lpt=True) for c in found)
