@@ -11,20 +11,22 @@ from flexattn.frontend.compiled import node, op, op_backward
 
 @contextlib.contextmanager
 def compiling(monkeypatch, backend="inductor"):
-    """compile(fn) with fullgraph=True, a counter of compiles, and what our ops were called with:
+    """compile(fn) with fullgraph=True, a counter of compiles, and the options of our ops' calls:
     `called` the forward's, `differentiated` the backward's.
 
     A graph that an earlier process compiled would come out of Inductor's cache, lowered by nobody.
+    Of a call its options are kept, and none of its tensors: they lie in the memory of a CUDA graph,
+    which torch refuses to record while somebody holds what is no output of it.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._inductor import config
     from torch._inductor.utils import fresh_inductor_cache
 
     called, run = [], op.run_admitted
-    monkeypatch.setattr(op, "run_admitted", lambda call: called.append(call) or run(call))
+    monkeypatch.setattr(op, "run_admitted", lambda call: called.append(call.options) or run(call))
     differentiated, route = [], op_backward.route_of
     monkeypatch.setattr(
-        op_backward, "route_of", lambda call: differentiated.append(call) or route(call)
+        op_backward, "route_of", lambda call: differentiated.append(call.options) or route(call)
     )
     counter = CompileCounterWithBackend(backend)
 

@@ -328,17 +328,20 @@ def strides_like(q: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
     shape: of four dimensions; they are torch's strides for the output of flex_attention.
     """
-    return _dense_strides(q.stride(), shape)
+    return _known_strides(q.stride(), shape)
 
 
-@lru_cache(maxsize=4096)
-def _dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The same from q's strides; sizes may be symbols of a graph, which nothing can look up."""
     order = sorted(range(3), key=lambda dim: (like[dim], -dim), reverse=True)
     strides, step = [0, 0, 0, 1], shape[3]
     for dim in reversed(order):
         strides[dim] = step
         step *= shape[dim]
     return tuple(strides)
+
+
+_known_strides = lru_cache(maxsize=4096)(dense_strides)
 
 
 def dense_box(shape: tuple[int, ...]) -> Box:

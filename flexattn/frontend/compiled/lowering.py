@@ -74,7 +74,7 @@ def lower(
     given = [_as_traced(x, node) for x, node, _ in found]
     attend = fallback_handler(_op(NAME), add_to_fallback_set=False)
     out, lse, maxima = attend(
-        *given, list(node.lists), *node.tensors, *node.integers, text, float(scale),
+        *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
         *(factor for *_, factor in found),
     )  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
@@ -139,7 +139,7 @@ def lower_backward(
     differentiate = fallback_handler(_op(BACKWARD_NAME), add_to_fallback_set=False)
     *found, captured = differentiate(
         *given, grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2),
-        list(node.lists), list(node.by_key), *node.tensors, *node.integers, text, float(scale),
+        list(node.lists), list(node.by_key), *node.tensors, *node.integers, text, _fixed(scale),
     )  # fmt: skip
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
@@ -253,6 +253,14 @@ def _number(given: Any) -> Any:
     """An option, whose value the graph is made for."""
     plain = given is None or isinstance(given, (bool, int, float, str))
     return given if plain else V.graph.sizevars.guard_int(given)
+
+
+def _fixed(scale: Any) -> float:
+    """The scale as a number: the sizes that it follows from, a head's width, are guarded."""
+    if isinstance(scale, (int, float)):
+        return float(scale)
+    sizes = {each: V.graph.sizevars.guard_int(each) for each in scale.free_symbols}
+    return float(scale.subs(sizes))
 
 
 def _kept(lists: Sequence[Any]) -> bool:

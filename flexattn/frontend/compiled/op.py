@@ -21,7 +21,7 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
 from flexattn.problem import checks, out_dtype
-from flexattn.runtime.launch import strides_like
+from flexattn.runtime.launch import dense_strides
 
 NAME = "flexattn::attend"
 _SCHEMA = (
@@ -92,7 +92,8 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     said, rows = parsed(spec), q.shape[:3]
     shape = (*rows, v.shape[3])
-    out = q.new_empty_strided(shape, strides_like(q, shape), dtype=out_dtype(q.dtype))
+    strides = dense_strides(q.stride(), shape)
+    out = q.new_empty_strided(shape, strides, dtype=out_dtype(q.dtype))
     lse, maxima = (
         q.new_empty(rows if asked else (0,), dtype=torch.float32)
         for asked in (said.lse, said.max_scores)

@@ -19,6 +19,7 @@ from flexattn.frontend.gradients import Asked, plan_backward, run_backward
 from flexattn.problem import checks
 from flexattn.reference import attention
 from flexattn.runtime.backward import like
+from flexattn.runtime.launch import dense_strides
 
 NAME = "flexattn::attend_backward"
 _SCHEMA = (
@@ -129,7 +130,10 @@ def _fake(
     spec: str, scale: float,
 ) -> _Found:  # fmt: skip
     captured = [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
-    return like(q), like(k), like(v), captured
+    dq, dk, dv = (
+        x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
+    )
+    return dq, dk, dv, captured
 
 
 library.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
