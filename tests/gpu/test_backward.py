@@ -75,17 +75,21 @@ CAPTURED = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_what_a_score_mod_captures(name, dtype):
+    """By row without a mask: of causal rows the first have few keys and the largest errors, so that
+    the maximum is a draw or two of ours over as many of the reference run's."""
     shape, make = CAPTURED[name]
     draw = torch.Generator().manual_seed(1)
     table = (torch.rand(shape, generator=draw) + 0.5).cuda()
     q, k, v = on_gpu(2, 4, 2, 333, 401, 64, dtype=DTYPES[dtype])
-    assert_gradients(q, k, v, make=make, tensors=[table], mask_mod=causal, block=128)
+    mask = None if name == "by row" else causal
+    assert_gradients(q, k, v, make=make, tensors=[table], mask_mod=mask, block=128)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_and_keys_of_one_batch(dtype):
-    q, k, v = on_gpu(3, 4, 2, 333, 401, 64, Bkv=1, dtype=DTYPES[dtype])
-    logits = sinks(4, device="cuda")
+    """Of 32 heads: the errors of four sinks are four draws, and three times other four by chance."""
+    q, k, v = on_gpu(3, 32, 8, 333, 401, 64, Bkv=1, dtype=DTYPES[dtype])
+    logits = sinks(32, device="cuda")
     assert_gradients(q, k, v, mask_mod=causal, block=128, sinks=logits)
 
 

@@ -138,6 +138,30 @@ def test_lengths_far_apart(lengths):
         assert_accurate(q, k, v, block_mask=mask, kernel_options=GLUON)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("bias", ["by key", "by distance"])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_what_a_mask_hides_may_be_no_number(D, bias, value):
+    """Padded keys had a bias of NaN: the softmax added it to their -inf, and every row was NaN."""
+    L, S, seen = 333, 401, 199
+    q, k, v = tensors(2, 4, 2, L, S, D)
+    table = torch.randn(4, L + 2 * S, device="cuda").to(q.dtype)
+    if bias == "by key":
+        table[:, seen:] = value
+        mask = block_mask(lambda b, h, q_idx, kv_idx: kv_idx < seen, q, k)
+    else:
+        table[:, :S] = value
+        mask = block_mask(causal, q, k)
+
+    def mod(score, b, h, q_idx, kv_idx):
+        return score + table[h, kv_idx if bias == "by key" else q_idx - kv_idx + S]
+
+    assert_accurate(q, k, v, score_mod=mod, block_mask=mask, kernel_options=GLUON)
+    if bias == "by key":
+        table[:, :S], table[:, S:] = 1.0, value  # behind the last key
+        assert_accurate(q, k, v, score_mod=mod, kernel_options=GLUON)
+
+
 def first_keys_masked(b, h, q_idx, kv_idx):
     return (kv_idx >= 300) & (q_idx >= 200)
 

@@ -185,7 +185,8 @@ def render(
         "dropout": structure.dropout,
         "producer_regs": config.producer_regs,
         "fused": fused,
-        "exponents_early": fused == "softcap" or wide,
+        # A mask comes after what is added to scores: NaN or inf there would outlive its -inf.
+        "exponents_early": fused != "" or wide,
         "early_exp2": early_exp2,
         # All at once where registers are left for scores and exponents side by side.
         "parts": 1 if wide and (mask is None or not mask.holds) else 2,

@@ -70,6 +70,19 @@ def test_a_float_as_ptx_writes_it(number):
     assert text.startswith("0f") and struct.unpack(">f", bytes.fromhex(text[2:]))[0] == number
 
 
+@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("score_mod", [key_bias, relative_bias(torch.zeros(32, 128), 64)])
+def test_a_mask_comes_after_what_is_added(score_mod, D):
+    """A bias of NaN at a key that is masked was added to its -inf, and the row was NaN."""
+    made = problem(score_mod=score_mod, mask_mod=causal, D=D, runs=True)
+    text = render(made.structure, default(made, H200, "gluon"), H200, "biased").text
+    tiles = text.split("= online_softmax(")[:-1]
+    assert tiles
+    for tile in tiles:
+        scores = tile[tile.rindex("= multiply_qk(") :]
+        assert scores.index("= exponents(") < scores.index("qk = keep_branch(")
+
+
 def recomputed(lines):
     """Whether keys are masked before the softmax, each time followed by new early weights."""
     softmax = next(i for i, line in enumerate(lines) if "online_softmax(qk, early_exp2" in line)
