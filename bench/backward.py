@@ -24,7 +24,6 @@ from bench.runner import Method
 from bench.table import markdown
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
-from flexattn.settings import current, override
 from flexattn.tune.builds import compilers
 from flexattn.tune.foundry import Foundry
 from flexattn.tune.pool import default_jobs
@@ -32,7 +31,6 @@ from flexattn.tune.pool import default_jobs
 __all__ = ["METHOD", "Ahead", "table"]
 
 METHOD = Method(rounds=15, min_ms=10.0, flush_l2=False, graph=False)
-EXPERIMENTAL = {"backward", "dropout"}
 
 
 class Ahead:
@@ -88,12 +86,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     """The bench's command; the status as bench.command.main's."""
     ahead = Ahead()
     try:
-        with override(experimental=current().experimental | EXPERIMENTAL):
-            return main(
-                "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
-                named=TORCH_PEERS, variant=lambda text: ours_trained(parse_config(text)),
-                runs=ahead.runs,
-            )  # fmt: skip
+        return main(
+            "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
+            named=TORCH_PEERS, variant=lambda text: ours_trained(parse_config(text)),
+            runs=ahead.runs,
+        )  # fmt: skip
     finally:
         ahead.close()
 

@@ -37,7 +37,6 @@ class Settings:
     check: lengths and pages of each batch, and what mods read of captured tensors, are checked
         (FLEXATTN_CHECK).
     strict: a first candidate that fails is an error (FLEXATTN_STRICT).
-    experimental: what is used though it has not run on a GPU yet (FLEXATTN_EXPERIMENTAL).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -50,11 +49,7 @@ class Settings:
     check: bool = False
     nrtpy_python: Path | None = None
     strict: bool = False
-    experimental: frozenset[str] = frozenset()
 
-
-# What has passed its tests on the CPU alone.
-EXPERIMENTAL = ("backward", "compile", "head_dims", "dropout")
 
 # Name, default, meaning: the README's table is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
@@ -112,17 +107,6 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "the next: for tests and benchmarks",
     ),
     (
-        "FLEXATTN_EXPERIMENTAL",
-        "",
-        "what has not run on a GPU yet, by name, with commas between: backward takes this "
-        "library's backward kernels on a GPU, where torch's compiled flex_attention "
-        "differentiates without it; compile makes a call under torch.compile a node of the graph, "
-        "which the call breaks without it, and is read once; head_dims serves prefill on Hopper "
-        "by its own template at every head dimension that is a multiple of 8, from 16 to 256; "
-        "dropout serves calls that drop weights on a GPU, beside backward where they are "
-        "differentiated",
-    ),
-    (
         "FLEXATTN_NRTPY_PYTHON",
         "",
         "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
@@ -153,15 +137,9 @@ def read(environ: Mapping[str, str]) -> Settings:
     cache = tuple(Path(each).expanduser() for each in named)
     binaries = Path(each).expanduser() if (each := values["FLEXATTN_BINARIES"]) else None
     nrtpy = Path(each).expanduser() if (each := values["FLEXATTN_NRTPY_PYTHON"]) else None
-    experimental = frozenset(filter(None, values["FLEXATTN_EXPERIMENTAL"].split(",")))
-    if not experimental.issubset(EXPERIMENTAL):
-        raise SettingsError(
-            f"FLEXATTN_EXPERIMENTAL={values['FLEXATTN_EXPERIMENTAL']!r}",
-            f"it is made of {' and '.join(EXPERIMENTAL)}, with a comma between",
-        )
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
-        values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1", experimental,
+        values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
     )  # fmt: skip
 
 

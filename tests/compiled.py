@@ -15,8 +15,8 @@ def compiling(monkeypatch, backend="inductor"):
     `called` the forward's, `differentiated` the backward's.
 
     A graph that an earlier process compiled would come out of Inductor's cache, lowered by nobody.
-    Of a call its options are kept, and none of its tensors: they lie in the memory of a CUDA graph,
-    which torch refuses to record while somebody holds what is no output of it.
+    Of a call its options are kept, and none of its tensors: they lie in the memory of a CUDA
+    graph, which torch refuses to record while somebody holds what is no output of it.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._inductor import config

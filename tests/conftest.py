@@ -8,8 +8,6 @@ from contextlib import suppress
 os.environ.setdefault("FLEXATTN_CHECK", "1")
 # A kernel that does not build is an error, and no other one passes its test in its place.
 os.environ.setdefault("FLEXATTN_STRICT", "1")
-# What has not run on a GPU yet is what tests are there for.
-os.environ.setdefault("FLEXATTN_EXPERIMENTAL", "backward,compile,head_dims,dropout")
 
 import pytest
 

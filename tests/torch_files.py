@@ -8,11 +8,7 @@ The last line says who served how many nodes.
 
 from __future__ import annotations
 
-import os
 import sys
-
-# Read when flexattn is imported: what tests are there for.
-os.environ.setdefault("FLEXATTN_EXPERIMENTAL", "backward,compile")
 
 import pytest
 

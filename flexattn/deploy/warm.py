@@ -40,7 +40,6 @@ def warm(
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
-    from flexattn.settings import current
     from flexattn.tune.tasks import mods_of, task_from
     from flexattn.tune.workload import parse, read
 
@@ -53,9 +52,8 @@ def warm(
         where = torch.device("cuda", torch.cuda.current_device())
     target, index = detect(where), -1 if where.type == "cpu" else where.index
     before, found = builder().compiled, []
-    differentiates = where.type == "cpu" or "backward" in current().experimental
     for row in workload.rows:
-        if row.served is not None or (row.kind == "backward" and not differentiates):
+        if row.served is not None:
             continue
         mods = mods_of(row)
         # The blocks of its mask are found on the device, which compiles that kernel too.

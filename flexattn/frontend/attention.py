@@ -164,16 +164,7 @@ def route_of(call: Call) -> tuple[Route, str]:
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
     if call.dropout is not None:
-        check_dropout(call, wants)
-    if wants and q.is_cuda and "backward" not in current().experimental:
-        untried = "this library's backward has not run on a GPU yet"
-        if call.options.deterministic:
-            raise UnsupportedError(
-                "kernel_options ask for DETERMINISTIC gradients on a GPU",
-                f"{untried}, and torch's promises no such bits",
-                "leave it out, or set FLEXATTN_EXPERIMENTAL=backward",
-            )
-        return "torch", f"{wants} requires grad, and {untried} (FLEXATTN_EXPERIMENTAL=backward)"
+        check_dropout(call)
     if wants and (transformed := functionals(call.tensors)):
         if q.is_cuda:
             raise UnsupportedError(

@@ -5,22 +5,11 @@ from __future__ import annotations
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
-from flexattn.settings import current
 
 
-def check_dropout(call: Call, wants: str) -> None:
-    """That kernels can drop weights of a call; raises UnsupportedError where none can.
-
-    wants: the name of what requires grad, or nothing.
-    """
+def check_dropout(call: Call) -> None:
+    """That kernels can drop weights of a call; raises UnsupportedError where none can."""
     got = f"dropout_p={call.dropout_p} on {call.q.device}"
-    needed = ["backward", "dropout"] if wants else ["dropout"]
-    if call.q.is_cuda and not current().experimental.issuperset(needed):
-        raise UnsupportedError(
-            got,
-            "this library's dropout has not run on a GPU yet, and torch's flex_attention has none",
-            f"set FLEXATTN_EXPERIMENTAL={','.join(needed)}, or pass dropout_p=0.0",
-        )
     why = ""
     if call.q.dtype in FP8:
         why = "dropout is for training, and float8 has no backward"

@@ -55,9 +55,8 @@ def install(*, eager: bool = True) -> Installed:
     """Serve calls of torch.nn.attention.flex_attention.flex_attention by flexattn where it can.
 
     Every name that the function was imported under, and what torch.compile made of it, is served;
-    torch keeps what flexattn refuses. eager: also calls outside of torch.compile. In compiled
-    graphs calls are served with FLEXATTN_EXPERIMENTAL=compile. A second call changes nothing;
-    as a context manager it ends what it began.
+    torch keeps what flexattn refuses. eager: also calls outside of torch.compile. A second call
+    changes nothing; as a context manager it ends what it began.
 
     Raises UnsupportedError where torch's function has other arguments than those known here.
     """

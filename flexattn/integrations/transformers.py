@@ -16,7 +16,6 @@ from flexattn.block_mask.create import create_block_mask
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
-from flexattn.settings import current
 
 NAME = "flexattn"
 
@@ -44,13 +43,8 @@ def register(name: str = NAME) -> None:
             "it gives a mask q_length and q_offset, as releases from 5.23 on do",
             "pip install 'flexattn[transformers]'",
         )
-    if "compile" in current().experimental:
-        AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, make_mask)
-        return
-    # A compiled model breaks its graph here: what a layer calls is compiled already.
-    AttentionInterface.register(name, torch.compiler.disable(attend))
-    AttentionMaskInterface.register(name, torch.compiler.disable(make_mask))
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
 
 
 def make_mask(

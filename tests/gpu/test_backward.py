@@ -75,8 +75,8 @@ CAPTURED = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_what_a_score_mod_captures(name, dtype):
-    """By row without a mask: of causal rows the first have few keys and the largest errors, so that
-    the maximum is a draw or two of ours over as many of the reference run's."""
+    """By row without a mask: of causal rows the first have few keys and the largest errors, so
+    that the maximum is a draw or two of ours over as many of the reference run's."""
     shape, make = CAPTURED[name]
     draw = torch.Generator().manual_seed(1)
     table = (torch.rand(shape, generator=draw) + 0.5).cuda()
@@ -87,7 +87,7 @@ def test_what_a_score_mod_captures(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_and_keys_of_one_batch(dtype):
-    """Of 32 heads: the errors of four sinks are four draws, and three times other four by chance."""
+    """Of 32 heads: errors of four sinks are four draws, and three times other four by chance."""
     q, k, v = on_gpu(3, 32, 8, 333, 401, 64, Bkv=1, dtype=DTYPES[dtype])
     logits = sinks(32, device="cuda")
     assert_gradients(q, k, v, mask_mod=causal, block=128, sinks=logits)

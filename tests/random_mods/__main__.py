@@ -5,8 +5,7 @@ interpreter, against torch's eager flex_attention in float64. masks: the BlockMa
 the CPU, against those of the dense masks; with FLEXATTN_INTERPRET=1 a tenth by the kernel too.
 changes: 300, whose captures change between calls, held to what they capture now, on the CPU.
 compiled-changes: 200 of these under torch.compile.
-gradients: of 300 in all that they capture, as check runs, against autograd's in float64; on a GPU
-with FLEXATTN_EXPERIMENTAL=backward.
+gradients: of 300 in all that they capture, as check runs, against autograd's in float64.
 """
 
 from __future__ import annotations

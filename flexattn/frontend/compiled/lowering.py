@@ -13,7 +13,7 @@ from torch._inductor.virtualized import V
 
 from flexattn.device import detect
 from flexattn.frontend.compiled.joint import Examples, agrees, with_gradients
-from flexattn.frontend.compiled.mark import BACKWARD, BARE
+from flexattn.frontend.compiled.mark import BARE
 from flexattn.frontend.compiled.op import NAME
 from flexattn.frontend.compiled.op_backward import NAME as BACKWARD_NAME
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
@@ -103,8 +103,6 @@ def lower_backward(
     lse and its gradient are in base 2. Raises ConfigError for a config that cannot run, and
     UnsupportedError where sums are asked to be deterministic, as an eager call does.
     """
-    if BACKWARD not in kernel_options:
-        return None
     options = _options(options)
     inputs: Any = V.graph.current_node.args
     chosen = parse(options)

@@ -10,8 +10,6 @@ from typing import Any
 MARK = "FLEXATTN"
 # Set where a call has no mask: torch makes one of a single block for it.
 BARE = f"{MARK}_WITHOUT_MASK"
-# Set where gradients are this library's.
-BACKWARD = f"{MARK}_BACKWARD"
 _OWN = f"{MARK}_OPTION_"
 
 

@@ -17,8 +17,8 @@ from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call, ScoreMod
-from flexattn.frontend.compiled.mark import BACKWARD, BARE, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import GRADIENTS, LARGEST, asked, breaks
+from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
+from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.compiled.widened import widened
 from flexattn.frontend.graph_break import outside
@@ -87,8 +87,6 @@ def _marked(call: Call) -> dict[str, Any]:
     found[MARK] = VERSION
     if call.block_mask is None:
         found[BARE] = True
-    if GRADIENTS or call.q.device.type != "cuda":
-        found[BACKWARD] = True
     for name, value in (given or {}).items():
         found[own(name)] = value
     return found

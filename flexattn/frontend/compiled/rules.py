@@ -6,23 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from flexattn.errors import SettingsError
 from flexattn.frontend.call import Call
 from flexattn.problem import FP8
 from flexattn.problem.checks import mixes
-from flexattn.settings import current
 
-
-def _asked_for(part: str) -> bool:
-    """Whether a part is asked for; a bad environment is for the first call to say."""
-    try:
-        return part in current().experimental
-    except SettingsError:
-        return False
-
-
-# Dynamo reads them as constants: whether calls are nodes, and their gradients ours.
-NODES, GRADIENTS = _asked_for("compile"), _asked_for("backward")
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
 LARGEST = 2**30
 
@@ -32,8 +19,6 @@ def breaks(call: Call) -> str:
 
     Dynamo reads this function: it asks for nothing but types, sizes, dtypes and devices.
     """
-    if not NODES:
-        return "nodes of compiled graphs have not run on a GPU yet (FLEXATTN_EXPERIMENTAL=compile)"
     q, k, v = call.q, call.k, call.v
     for each in (q, k, v):
         if not isinstance(each, Tensor) or each.dim() != 4:

@@ -24,7 +24,6 @@ from flexattn.kernels.hopper.grid import fit_to_mask, shares_keys
 from flexattn.kernels.ptx.assembler import assemblers, preferred
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.problem import INDEX_RANGES, Problem, Structure
-from flexattn.settings import current
 
 # Head dimensions that tiles of a power of two were made for, and measured: see stated/gluon.py.
 QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
@@ -132,8 +131,8 @@ def boxes(structure: Structure) -> tuple[int, ...]:
     """
     qk, v = structure.head_dim_qk, structure.head_dim_v
     known = qk in QK_DIMS and v in V_DIMS
-    asked = "head_dims" in current().experimental and not structure.fp8 and not structure.kv_dtype
-    if not asked or qk % 8 or v % 8 or max(qk, v) > 256 or (known and 96 not in (qk, v)):
+    boxed = qk % 8 == v % 8 == 0 and max(qk, v) <= 256
+    if structure.fp8 or structure.kv_dtype or not boxed or (known and 96 not in (qk, v)):
         return (0,)
     exact = BOX if v % BOX == 0 else 32 if whole(v, 32) == whole(v, 16) else 16
     return (*(0,) * known, exact, *(BOX,) * (exact != BOX))

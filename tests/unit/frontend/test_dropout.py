@@ -18,7 +18,6 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import rules
 from flexattn.problem import fingerprint
 from flexattn.records.key import key_of
-from flexattn.settings import override
 from tests.problems import problem
 from tests.support import inputs
 
@@ -84,15 +83,9 @@ def on_a_gpu(grad=False, dtype=torch.float32, **options):
         return call._replace(q=q.requires_grad_(grad), k=k, v=v)
 
 
-def test_on_a_gpu_it_is_asked_for():
-    """torch's flex_attention, which differentiates by default there, would drop nothing."""
-    for switched, grad in [((), False), (("backward",), False), (("dropout",), True)]:
-        words = "FLEXATTN_EXPERIMENTAL=" + ("backward,dropout" if grad else "dropout")
-        with override(experimental=frozenset(switched)), pytest.raises(UnsupportedError) as raised:
-            route_of(on_a_gpu(grad))
-        assert words in str(raised.value)
-    with override(experimental=frozenset({"backward", "dropout"})):
-        assert route_of(on_a_gpu())[0] == route_of(on_a_gpu(True))[0] == "kernel"
+def test_a_kernel_drops_on_a_gpu():
+    """torch's flex_attention would drop nothing."""
+    assert route_of(on_a_gpu())[0] == route_of(on_a_gpu(True))[0] == "kernel"
 
 
 def test_what_no_kernel_drops():

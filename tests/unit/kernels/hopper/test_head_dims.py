@@ -13,7 +13,6 @@ from flexattn.kernels.hopper import space as gluon
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.tiles import tiles_of
 from flexattn.kernels.stated import gluon as stated
-from flexattn.settings import override
 from tests.families import gluon_refused, render
 from tests.problems import problem
 
@@ -75,16 +74,6 @@ def test_every_multiple_of_8_has_a_config_to_start_from(D, Dv, mods):
 )
 def test_other_heads_are_refused_in_words(D, about, said):
     assert said in gluon_refused(problem(D=D, **about), H200)
-
-
-@pytest.mark.parametrize("D", [40, 80, 224])
-def test_what_has_run_on_no_gpu_serves_where_it_is_asked_for_alone(D):
-    wanted = problem(D=D)
-    with override(experimental=frozenset()):
-        assert default(wanted, H200).language == "triton"
-        assert "FLEXATTN_EXPERIMENTAL=head_dims" in gluon_refused(wanted, H200)
-        offered = space(wanted, H200)
-    assert not any(isinstance(each, HopperPrefillConfig) for each in offered)
 
 
 @pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (256, 256), (192, 128), (128, 64)])
