@@ -6,9 +6,8 @@ The position bias is ALiBi's, or a table by distance that is learned.
 
     python examples/train_gpt.py [--steps 300] [--bias learned] [--beside torch]
 
-On a GPU `FLEXATTN_EXPERIMENTAL=backward` takes this library's backward. --beside trains the same
-model once more, on torch's compiled flex_attention or on the plain reference, and prints how far
-the two losses are apart; --svg draws both. Without a GPU: --tiny.
+--beside trains the same model once more, on torch's compiled flex_attention or on the plain
+reference, and prints how far the two losses are apart; --svg draws both. Without a GPU: --tiny.
 """
 
 import argparse
