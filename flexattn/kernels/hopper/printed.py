@@ -204,7 +204,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "head dimension",
             "head dimension {qk_dim} is not one of 64, 96, 128, 192, 256; multiples of 8 from 16"
-            " to 256 are, in 16 bits",
+            " to 256 are in 16 bits",
             lambda c: (
                 c.qk_dim == 64
                 or c.qk_dim == 96
@@ -217,7 +217,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "head dimension",
             "head dimension {v_dim} is not one of 64, 96, 128, 256; multiples of 8 from 16 to "
-            "256 are, in 16 bits",
+            "256 are in 16 bits",
             lambda c: (
                 c.v_dim == 64 or c.v_dim == 96 or c.v_dim == 128 or c.v_dim == 256 or c.v_box > 0
             ),

@@ -165,7 +165,7 @@ REGISTERS = let.formula(
 def _one_of(size: sp.Symbol, among: tuple[int, ...]) -> Inequality:
     words = (
         f"head dimension {{{size.name}}} is not one of {', '.join(map(str, among))}; multiples of "
-        "8 from 16 to 256 are, in 16 bits"
+        "8 from 16 to 256 are in 16 bits"
     )
     listed = sp.Or(*(sp.Eq(size, each) for each in among))
     return Inequality("head dimension", sp.Or(v_box > 0, listed), words)
