@@ -218,7 +218,7 @@ def run(source, programs, arguments, seed=0):
             exec(code, names)
             names.update(_assembly(block))
             values = [arguments[each.name] for each in source.arguments]
-            names["kernel"](*values)
+            names[source.entry](*values)
 
 
 def _language(block):

@@ -137,7 +137,7 @@ def path_of(source: Source) -> Path:
 
 
 def load(source: Source) -> Any:
-    """The `kernel` function of a source, as triton.jit made it of the text that was rendered.
+    """The function of a source that is launched, as triton.jit made it of the rendered text.
 
     Raises RenderAnew for a text that was read.
     """
@@ -146,7 +146,7 @@ def load(source: Source) -> Any:
     path = path_of(source)
     found = _functions.get(path)
     if found is None:
-        found = module_of(path, source.text).kernel
+        found = getattr(module_of(path, source.text), source.entry)
         _functions.put(path, found)
     return found
 

@@ -66,7 +66,7 @@ def test_everything_that_dispatch_will_ask_for_is_there(name, quiet):
         choice = next(choices(asked, device, NONE))
         for source in filter(None, (choice.source, choice.combine)):
             binary = store.find(source, device)
-            assert binary is not None and binary.name == "kernel"
+            assert binary is not None and binary.name == source.entry
             described = [a for a in source.arguments if a.type[0] == "t"]
             assert binary.parameters == len(source.arguments) + 8 * len(described) + 2
             assert len(binary.maps) == len(described)

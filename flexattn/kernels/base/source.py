@@ -39,8 +39,9 @@ class Source:
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
     that a thread may have, 0 for what the compiler finds best. stages: passes over its PTX, and
-    which ptxas. hints: options of Triton's compiler for AMD, by Triton's names. stored: it was
-    read, not rendered, and is not compiled.
+    which ptxas. hints: options of Triton's compiler for AMD, by Triton's names. entry: the
+    function that is launched, by which profilers call the kernel. stored: it was read, not
+    rendered, and is not compiled.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Source:
     registers: int = 0
     stages: Stages = OWN_STAGES
     hints: tuple[tuple[str, int], ...] = ()
+    entry: str = field(default="kernel", compare=False)
     stored: bool = field(default=False, compare=False)
 
 
@@ -86,10 +88,12 @@ def make_source(
     lines += [
         f"pass: {name} (flexattn/kernels/{name.replace('.', '/')}.py)" for name in stages.passes
     ]
+    entry = entry_of(template)
     text = render_template(
         template,
         {
             **context,
+            "entry": entry,
             "interpreted": device.backend == "interpreter",
             "header": "\n".join(f"# {line}" for line in lines),
             "arguments": [argument.name for argument in found],
@@ -99,8 +103,16 @@ def make_source(
     # What a macro left out leaves an empty line: none stands inside a function.
     text = re.sub(r"\n+(\n {4})", r"\1", text)
     text = re.sub(r"\n{4,}", "\n\n\n", text)
-    source = Source(text, "", found, num_warps, num_stages, language, registers, stages)
+    source = Source(
+        text, "", found, num_warps, num_stages, language, registers, stages, entry=entry
+    )
     return replace(source, hash=digest_of(source))
+
+
+def entry_of(template: str) -> str:
+    """hopper/prefill.py.jinja has flexattn_hopper_prefill; no word is said twice at the end."""
+    family, _, stem = template.removesuffix(".py.jinja").partition("/")
+    return f"flexattn_{family}" if family.endswith(stem) else f"flexattn_{family}_{stem}"
 
 
 def hinted(source: Source, hints: tuple[tuple[str, int], ...]) -> Source:

@@ -42,6 +42,7 @@ def kernel(OUT, size):
          "slot + 1, phase": "phase + 1, slot"},
         {"    told, turn": "    # What comes next.\n    told, turn"},
         {"flexattn.gluon_api": "flexattn.moved.gluon_api"},
+        {"def kernel": "def flexattn_hopper_prefill"},
     ],
 )  # fmt: skip
 def test_names_one_for_one_are_the_same_program(changes):
