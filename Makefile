@@ -27,12 +27,13 @@ INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
 # Tiny products of torch: with a thread for each core, each of JOBS processes waits for the others'.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600
 WITH_OLDEST := PYTHONPATH=$(OLDEST)
-NO_DEVICE := not gpu and not neuron and not full_matrix and not full_autotune
+ANYWHERE := not gpu and not neuron and not full_autotune
+NO_DEVICE := $(ANYWHERE) and not full_matrix and not long
 
 help:
 	@echo "make demo          the main job: on a GPU, or in the interpreter"
 	@echo "make test          lint, types and every test that needs no GPU"
-	@echo "make test-compile  every config of the default space, for every GPU, without one"
+	@echo "make test-compile  every config of the default space, for every GPU, without one; long tests"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make lint types    ruff and codespell; mypy"
 	@echo "make golden        accept the rendered kernels as the new goldens"
@@ -59,6 +60,7 @@ test-oldest: env
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
+	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \

@@ -42,7 +42,9 @@ def knob():
     turned, rested = found[0], replace(found[0], q_first=False)
     family = family_of(turned)
     texts = [
-        family.render(masked.structure, each, A100, "t").text.partition("def flexattn_triton_prefill")[2]
+        family.render(masked.structure, each, A100, "t").text.partition(
+            "def flexattn_triton_prefill"
+        )[2]
         for each in (turned, rested)
     ]
     return {

@@ -46,7 +46,11 @@ def test_the_process_interprets_before_it_imports(path):
     assert not re.search(r"/(home|root|work|tmp)/", path.read_text())
 
 
-@each
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, marks=pytest.mark.long) if x.stem[:2] == "02" else x for x in NOTEBOOKS],
+    ids=lambda path: path.stem[:2],
+)
 @pytest.mark.slow
 def test_it_runs(path, tmp_path):
     nbformat = pytest.importorskip("nbformat")

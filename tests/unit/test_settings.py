@@ -160,5 +160,5 @@ def test_debug_levels_show_dispatch_and_source(tmp_path):
     )
     environment = {"FLEXATTN_INTERPRET": "1", "FLEXATTN_CACHE_DIR": str(tmp_path)}
     low, high = (run(code, FLEXATTN_DEBUG=str(level), **environment).stderr for level in (1, 4))
-    assert "decode float32" in low and "(score * 0.5)" not in low and "def kernel" not in low
-    assert "(score * 0.5)" in high and "def kernel" in high
+    assert "decode float32" in low and "(score * 0.5)" not in low and "def flexattn_" not in low
+    assert "(score * 0.5)" in high and "def flexattn_triton_decode" in high

@@ -252,6 +252,7 @@ def test_two_tuners_of_one_folder_share_its_problems(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_tuner_that_was_killed_holds_nobody_up(tiny, tmp_path):
     log, more = tmp_path / "timed", ["--effort", "quick", "--budget", "600"]
     dead = child(600, tiny, tmp_path, *more, timed=log)
@@ -271,6 +272,7 @@ def test_a_tuner_that_was_killed_holds_nobody_up(tiny, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_time_that_is_over_ends_cleanly_and_old_records_make_way(tiny, tmp_path):
     process = child(0, tiny, tmp_path, "--time", "0")
     stdout, stderr = process.communicate(timeout=60)

@@ -83,6 +83,7 @@ def test_a_config_is_built_gated_and_timed_in_processes_of_their_own(packages, t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_splits_of_decode_are_two_programs_that_are_timed_together(packages, tmp_path):
     one, two = (NkiDecodeConfig(32, 128, n, 128) for n in (1, 2))
     with NeuronMeasurer(tmp_path) as measurer:
@@ -127,6 +128,7 @@ def test_without_nrtpy_the_error_names_the_variable(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_models_best_are_measured_and_the_record_says_so(packages, monkeypatch):
     monkeypatch.setattr(measure, "BEST", {"quick": 3, "full": 3})
     record = measured(task(), HERE, method_for("quick", 300.0), "quick")
@@ -138,6 +140,7 @@ def test_the_models_best_are_measured_and_the_record_says_so(packages, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_command_ranks_elsewhere_and_measures_there(
     flexattn, packages, tmp_path, monkeypatch
 ):

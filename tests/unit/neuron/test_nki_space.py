@@ -138,6 +138,7 @@ def preset_problems():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "effort", ["quick", pytest.param("full", marks=pytest.mark.full_autotune)]
 )
