@@ -61,6 +61,7 @@ test-oldest: env
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit
+	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.interpreter
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed")
+@pytest.mark.long
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
     """`tests/training_rank.py` holds them, of a GPT whose score_mods capture a parameter each."""
     command = [sys.executable, "-m", "tests.training_rank"]

@@ -36,7 +36,10 @@ def kernels_alone(monkeypatch):
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.long) if x in ("Mistral", "Qwen3") else x for x in MODELS],
+)
 def test_greedy_tokens_are_the_models_own(name, cache):
     """Prompts of unequal lengths; every window is left behind.
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from bench.blocks import failures, main, table
 
 GOOD = {
@@ -10,6 +12,7 @@ GOOD = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_row_on_the_cpu(tmp_path, capsys):
     out = tmp_path / "blocks.json"
     main(["--rows", "causal-64k", "--device", "cpu", "--rounds", "1", "--out", str(out)])

@@ -182,10 +182,9 @@ SMOKE = """
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("kernel", "last"),
-    [pytest.param("right", "all green", marks=pytest.mark.long), ("wrong", "something red")],
-    ids=str,
+    ("kernel", "last"), [("right", "all green"), ("wrong", "something red")], ids=str
 )
 def test_demo_tunes_judges_races_and_draws(kernel, last, tmp_path):
     """On the CPU: the interpreter for the GPU, and nothing in the place of torch's kernel."""

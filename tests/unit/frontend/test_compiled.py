@@ -197,6 +197,7 @@ def test_what_a_mod_captures_is_never_stale(inductor, kind):
     assert len(inductor.counter.graphs) <= 3
 
 
+@pytest.mark.long
 def test_random_changes():
     """`python -m tests.random_mods compiled-changes` has 200 of them, through Inductor."""
     for index in range(0, 20, 4):

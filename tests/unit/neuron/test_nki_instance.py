@@ -66,6 +66,7 @@ def test_what_is_missing_is_said(tmp_path):
     assert "instance_type" in instance(tmp_path / "bare")[1]
 
 
+@pytest.mark.long
 def test_a_config_is_built_gated_and_timed_in_processes_of_their_own(packages, tmp_path):
     with NeuronMeasurer(tmp_path) as measurer:
         measurer.start()

@@ -70,6 +70,7 @@ def titled(title):
     return dataclasses.replace(SMALL, key=key)
 
 
+@pytest.mark.long
 def test_workers_share_a_study_and_one_is_killed(url, tmp_path):
     stored = titled(f"killed {tmp_path}")
     workers = [start(url, tmp_path, f"w{i}", stored) for i in range(3)]
