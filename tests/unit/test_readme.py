@@ -19,8 +19,11 @@ README = (ROOT / "README.md").read_text()
 DOCS = README + (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language, page=README):
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = blocks("python") + blocks("python", (ROOT / "docs/gradients.md").read_text())
 
 
 def run(code, interpret):
@@ -38,12 +41,10 @@ def run(code, interpret):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_example_runs_without_a_gpu(number):
     hidden = "import torch; torch.cuda.is_available = lambda: False\n"
-    code = (
-        hidden + blocks("python")[number] + "\nprint(tuple(out.shape), bool(out.isfinite().all()))"
-    )
+    code = hidden + EXAMPLES[number] + "\nprint(tuple(out.shape), bool(out.isfinite().all()))"
     shape = ["(1, 8, 2000, 128)", "(4, 32, 1, 128)", "(1, 8, 512, 64)"][number]
     assert run(code, interpret=False).splitlines()[-1] == f"{shape} True"
 

@@ -197,6 +197,16 @@ def test_what_a_mod_captures_is_never_stale(inductor, kind):
     assert len(inductor.counter.graphs) <= 3
 
 
+def test_every_size_may_be_a_symbol(inductor):
+    """A scale of symbols was no float to the op, and fake tensors looked up strides of symbols."""
+    weights, model = [0.1 * torch.randn(32, 96)], inductor.compile(gpt, dynamic=True)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        for length in (40, 57):
+            call = torch.randn(1, length, 32), weights, documents(length), 20.0, 16
+            torch.testing.assert_close(model(*call), gpt(*call))
+    assert len(inductor.called) == 2
+
+
 @pytest.mark.long
 def test_random_changes():
     """`python -m tests.random_mods compiled-changes` has 200 of them, through Inductor."""
