@@ -35,6 +35,7 @@ class Pointer:
         self.array, self.offset = array, offset
 
     def __add__(self, more):
+        # Of an address, or of a tensor of them.
         return Pointer(self.array, self.offset + more)
 
 
@@ -212,7 +213,9 @@ def run(source, programs, arguments, seed=0):
     code = compile(body, "kernel", "exec")
     chance = random.Random(seed)
     with np.errstate(all="ignore"):
-        for number in chance.sample(range(programs), programs):
+        ordered = any(each.name == "TURNS" for each in source.arguments)
+        started = range(programs) if ordered else chance.sample(range(programs), programs)
+        for number in started:
             block = Block(number, random.Random(chance.random()))
             names = _language(block)
             exec(code, names)
@@ -233,11 +236,13 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=min, maximum=max, convert_layout=lambda x, layout: x,
-        load=lambda place: int(place.array[place.offset]), allocate_shared_memory=allocate,
+        load=lambda place: int(place.array[place.offset]), store=_store, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
-        SliceLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
+        SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
+        SwizzledSharedLayout=lambda *_: layout, full=lambda shape, x, dtype, layout: np.full(shape, x),
+        NVMMASharedLayout=lambda *_: layout,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
@@ -251,6 +256,11 @@ def _language(block):
         "warpgroup_mma_wait": block.await_products, "load": block.load,
         "store": lambda to, at, place: to.write(at, place.array),
     }  # fmt: skip
+
+
+def _store(place, values, mask):
+    where = np.broadcast_to(place.offset, mask.shape)[mask]
+    place.array[where] = np.asarray(values)[mask]
 
 
 def _select(condition, a, b):
@@ -268,10 +278,34 @@ def _assembly(block):
         assert place.offset % size == 0
         place.array[place.offset // size] += np.asarray(values)
 
+    def add_in_turn(place, values, part):
+        at = place.offset // values.size
+        assert (part == part[0]).all()
+        again, last = int(part[0, 0]) & 1, int(part[0, 0]) & 2
+        if not again:
+            place.array[at] = np.nan if last else values
+            return values
+        if last:
+            return tile(place.array[at] + values)
+        place.array[at] += np.asarray(values)
+        return tile(np.full(values.shape, np.nan))
+
+    def await_turn(place, order):
+        # Blocks run one after another, as they start.
+        assert place.array[place.offset] == order
+
+    def pass_turn(place, order):
+        place.array[place.offset] = order
+
     return {
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
         "take": lambda at: block.barrier(at).sync(LOADER),
+        "allow": lambda at: block.barrier(at).arrive(LOADER),
+        "take_all": lambda at: block.barrier(at).sync(CONSUMERS),
+        "await_turn": await_turn,
+        "pass_turn": pass_turn,
+        "add_tile_in_turn": add_in_turn,
         "no_offset": lambda: 0,
         "block_of_thread": lambda: block.number,
         "await_first": lambda: None,

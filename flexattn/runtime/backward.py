@@ -55,20 +55,21 @@ class _AroundLaunch:
     """What is launched before and after the kernel, and the memory that they share with it."""
 
     before: Launcher
-    after: Launcher
+    after: Launcher | None
     scratch: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(
-        cls, around: Around, target: Device, index: int, fixed: dict[str, Any]
+        cls, around: Around, target: Device, index: int, fixed: dict[str, Any], given: Sequence[str]
     ) -> _AroundLaunch:
-        given = (*_GIVEN, *(name for name, _ in around.scratch))
         one, other = (
-            builder()
+            source
+            and builder()
             .kernel(source, target, index)
             .prepare(around.programs, fixed, given, spare=(*fixed, *given))
             for source in (around.before, around.after)
         )
+        assert one is not None
         return cls(one, other, tuple(shape for _, shape in around.scratch))
 
     def allocate(self, device: torch.device) -> list[Tensor]:
@@ -80,7 +81,7 @@ class BackwardLaunch:
     """A chosen kernel, and that of delta, with what does not change while shapes do not.
 
     deltas: without and with a gradient of lse. rest: names of what `rest_of` gives. around: of a
-    family that has kernels before and after its own.
+    family that has kernels before and after its own. ordered: whether dq's sums have an order.
     """
 
     choice: Choice
@@ -91,6 +92,7 @@ class BackwardLaunch:
     runs: bool
     rest: tuple[str, ...]
     around: _AroundLaunch | None = None
+    ordered: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -106,7 +108,7 @@ class BackwardLaunch:
     ) -> tuple[Any, ...]:
         """What the mask's lists hold and what the mods capture, as the kernel is given it."""
         structure = self.problem.structure
-        values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
+        values: dict[str, Any] = {} if lists is None else lists.read(self.runs, self.ordered)
         values.update(captured_values(structure.score, score))
         values.update(captured_values(structure.mask, mask))
         if dropout is not None:
@@ -144,9 +146,10 @@ class BackwardLaunch:
             self.attend.launch(stream, (*given, q, dout, k, v, *rest, *sums))
         else:
             scratch = around.allocate(out.device)
-            around.before.launch(stream, (*given, *scratch))
+            around.before.launch(stream, (*given, *scratch, *rest))
             self.attend.launch(stream, (*given, *scratch, *rest))
-            around.after.launch(stream, (*given, *scratch))
+            if around.after is not None:
+                around.after.launch(stream, (*given, *scratch, *rest))
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
 
@@ -202,9 +205,10 @@ def prepare_backward(
     rest: list[str] = []
     names = {each.name: each for each in choice.source.arguments}
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
+    ordered = "TURNS" in names
     if lists is not None:
         fixed |= _mask_strides(lists, runs)
-        rest += lists.read(runs)
+        rest += lists.read(runs, ordered)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
     rest += [argument.name for argument in dropout_arguments(structure)]
@@ -225,7 +229,7 @@ def prepare_backward(
         given = (*_GIVEN, *(name for name, _ in around.scratch), *rest)
         spare = (*fixed, *given)
         boxes |= {name: dense_box(shape) for name, shape in around.scratch}
-        launched = _AroundLaunch.of(around, target, index, fixed)
+        launched = _AroundLaunch.of(around, target, index, fixed, given)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
         choice,
@@ -236,6 +240,7 @@ def prepare_backward(
         runs,
         tuple(rest),
         launched,
+        ordered,
     )
 
 
@@ -270,6 +275,7 @@ def _mask_strides(lists: BothLists, runs: bool) -> dict[str, int]:
         B, H, blocks = each.kv_num.shape
         found[f"stride_{name}_mask_b"] = 0 if B == 1 else H * blocks
         found[f"stride_{name}_mask_h"] = 0 if H == 1 else blocks
+    found["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
     if not runs:
         found |= {
             key.replace("IDX", "WIDTH"): tensor.shape[-1]

@@ -15,6 +15,7 @@ from flexattn.problem.runs import rows_of, unwritten, versions
 from flexattn.runtime.launch import Lists
 
 _ATTRIBUTE = "_flexattn_by_key"
+_ORDER = "_flexattn_order"
 
 
 class _Kept(NamedTuple):
@@ -62,13 +63,41 @@ class BothLists(NamedTuple):
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
         return cls(by_query, by_key)
 
-    def read(self, runs: bool) -> dict[str, Tensor]:
-        """The tensors that a kernel takes, by its names for them."""
+    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+        """The tensors that a kernel takes, by its names for them.
+
+        ordered: whether sums of dq have an order.
+        """
         found: dict[str, Tensor] = {}
         for name, lists in (("KV", self.by_query), ("Q", self.by_key)):
             for key, tensor in lists.read(runs).items():
                 listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
                 found[f"{name}_RUNS" if runs else listed] = tensor
+        if ordered:
+            found["Q_ORDER"], found["Q_COUNT"] = self._order()
+        return found
+
+    def _order(self) -> tuple[Tensor, Tensor]:
+        """Of each key block's query blocks, [B, H, key blocks, query blocks], and of query blocks.
+
+        The first: 2^16 times the key blocks before it that the query block attends to, and those
+        after it. The second: how many there are. Kept with the lists by key, which are ours.
+        """
+        held = self.by_key.kv_num
+        found: tuple[Tensor, Tensor] | None = getattr(held, _ORDER, None)
+        if found is None:
+            num, idx, full_num, full_idx, _ = self.by_query
+            blocks = held.shape[-1]
+            listed = dense_blocks(num, idx, blocks).bool()
+            if full_num is not None and full_idx is not None:
+                listed = listed | dense_blocks(full_num, full_idx, blocks).bool()
+            place = listed.cumsum(-1, dtype=torch.int32)
+            count = place[..., -1:]
+            before = place - listed.int()
+            order = (before << 16 | (count - 1 - before).clamp_min(0)).mT.contiguous()
+            found = order, count[..., 0].contiguous()
+            if not _capturing(held):
+                setattr(held, _ORDER, found)
         return found
 
 

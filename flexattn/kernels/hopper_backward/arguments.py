@@ -14,7 +14,8 @@ _SIZES = (
     "num_heads", "num_tiles", "num_queries", "kv_units", "section_heads", "group", "shared_heads",
     "q_len", "kv_len",
 )  # fmt: skip
-_SCRATCH = (Argument("DQ_ACC", "*fp32", 16),)
+_SUMS = Argument("DQ_ACC", "*fp32", 16)
+_TURNS = Argument("TURNS", "*i32", 16)
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -25,8 +26,10 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found = [Argument(*descriptor(name, dtype, size, width)) for name, size in tiles.items()]
     found.append(Argument("STATS", _unswizzled(2 * rows)))
     found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
-    found += [*_SCRATCH, *(Argument(name, "i32") for name in _SIZES)]
+    found += [_SUMS, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
+    if config.ordered:
+        found += [_TURNS, *_gradient(structure)]
     return (*found, *mod_arguments(structure, config))
 
 
@@ -38,19 +41,32 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
     return tuple(found)
 
 
-def before_arguments() -> tuple[Argument, ...]:
-    """Of the kernel that makes STATS and clears DQ_ACC."""
+def before_arguments(
+    structure: Structure, config: HopperBackwardConfig
+) -> tuple[Argument, ...]:
+    """Of the kernel that makes STATS and clears DQ_ACC, or else TURNS."""
     found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
-    return (*found, *_SCRATCH, Argument("q_len", "i32"), Argument("num_queries", "i32"))
+    found.append(_TURNS if config.ordered else _SUMS)
+    found += [Argument("q_len", "i32"), Argument("num_queries", "i32")]
+    if config.ordered and structure.sparsity is not None:
+        found += [Argument("Hq", "i32"), Argument("Q_COUNT", "*i32", 4)]
+        found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
+        found += _gradient(structure)
+    return tuple(found)
 
 
 def after_arguments(structure: Structure) -> tuple[Argument, ...]:
     """Of the kernel that makes DQ of DQ_ACC."""
-    found = [*_SCRATCH, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
-    divisor = gcd(16, structure.head_dim_qk)
-    found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
+    found = [_SUMS, *_gradient(structure)]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
     return (*found, Argument("sm_scale", "fp32"))
+
+
+def _gradient(structure: Structure) -> list[Argument]:
+    """DQ with the steps between its rows."""
+    divisor = gcd(16, structure.head_dim_qk)
+    found = [Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
+    return [*found, *(Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm")]
 
 
 def _unswizzled(width: int) -> str:
@@ -63,6 +79,8 @@ def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument
     if structure.sparsity is None:
         return []
     strides = [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
+    if config.ordered:
+        strides += [Argument("Q_ORDER", "*i32", 4), Argument("Q_ORDER_WIDTH", "i64")]
     if walks_runs(structure, config):
         return [Argument("Q_RUNS", "*i32", 4), *strides]
     kinds = ("Q", "FULL_Q") if structure.sparsity.has_full else ("Q",)

@@ -24,6 +24,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.BLOCK_N,
         config.num_stages,
         config.pipelined != "",
+        not (config.ordered and config.pipelined == "dq"),
         config.pipelined in PIPELINED and 0 <= config.ex2_emulated <= 8,
         structure.itemsize,
         structure.head_dim_qk,

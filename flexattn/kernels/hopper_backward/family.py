@@ -72,15 +72,16 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         """dq is added up in fp32, in the order in which threads hold it."""
         structure = problem.structure
         tiles = problem.B * problem.Hq * sizes_of_launch(problem, config)["num_queries"]
-        return Around(
-            render_before(structure, config, device),
-            render_after(structure, config, device),
-            tiles,
-            (
-                ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
-                ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * columns(structure))),
-            ),
-        )
+        scratch = [
+            ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
+            ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * columns(structure))),
+        ]
+        after = None
+        if config.ordered:
+            scratch.append(("TURNS", (1, 1, 1, tiles)))
+        else:
+            after = render_after(structure, config, device)
+        return Around(render_before(structure, config, device), after, tiles, tuple(scratch))
 
     def bind(
         self, problem: Problem, config: HopperBackwardConfig, grid: Geometry
@@ -88,7 +89,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return sizes_of_launch(problem, config)
 
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
-        return config.BLOCK_M, config.BLOCK_N, config.lpt
+        return config.BLOCK_M, config.BLOCK_N, config.lpt, config.ordered
 
     def short(self, config: HopperBackwardConfig) -> str:
         """64x128 s2, then the form that sizes allow, and the words of what is turned."""

@@ -19,6 +19,7 @@ class Case:
     BLOCK_N: int
     num_stages: int
     pipelined: bool
+    added_in_turn: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -83,6 +84,11 @@ RULES: Rules[Case] = Rules(
             "pipelined takes two stages or more: the next Q is awaited before this one is "
             "released",
             lambda c: not c.pipelined or c.num_stages >= 2,
+        ),
+        Rule(
+            "ordered",
+            "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
+            lambda c: c.added_in_turn,
         ),
         Rule(
             "words",

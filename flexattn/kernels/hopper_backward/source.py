@@ -32,6 +32,8 @@ TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
+# Those at which the warp that keeps the order of dq's sums meets the consumers.
+MAY_ADD, ADDED = 6, 5
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -84,7 +86,10 @@ def render(
         "dk_rs": config.dk_rs and not config.split,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
-        "shift_rows": config.shift_rows and sparsity is None,
+        "shift_rows": config.shift_rows and sparsity is None and not config.ordered,
+        "ordered": config.ordered,
+        "lane_rows": config.BLOCK_M // 32,
+        "used": _used(structure),
         "early_stats": config.early_stats,
         "remat": config.remat,
         "even_n": config.even_n,
@@ -95,10 +100,18 @@ def render(
 
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
-    """The kernel that makes STATS and clears DQ_ACC: a program a tile of a head."""
-    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
-    context: dict[str, object] = {"constants": (*settings.items(), *BASE_2)}
-    template, found = "hopper_backward/before.py.jinja", before_arguments()
+    """The kernel that makes STATS and clears DQ_ACC or TURNS: a program a tile of a head."""
+    settings, sparsity = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}, structure.sparsity
+    if config.ordered and sparsity is not None:
+        settings["TILES_PER_Q"] = sparsity.q_block // config.BLOCK_M
+    context: dict[str, object] = {
+        "constants": (*settings.items(), *BASE_2),
+        "ordered": config.ordered,
+        "sparse": sparsity is not None,
+        "used": _used(structure),
+    }
+    template = "hopper_backward/before.py.jinja"
+    found = before_arguments(structure, config)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 
@@ -109,10 +122,15 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
     context: dict[str, object] = {
         "constants": tuple(settings.items()),
         **_places(config, width),
-        "used": structure.head_dim_qk if structure.head_dim_qk < width else 0,
+        "used": _used(structure),
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
+
+
+def _used(structure: Structure) -> int:
+    """The columns of dq, where its tiles have more; else 0."""
+    return structure.head_dim_qk if structure.head_dim_qk < columns(structure) else 0
 
 
 def _title(structure: Structure) -> str:
@@ -146,8 +164,12 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
+    if config.ordered:
+        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "AGAIN": 1, "LAST": 2}
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
+        if config.ordered:
+            settings["TILES_PER_KV"] = sparsity.kv_block // config.BLOCK_N
     return settings
 
 

@@ -11,6 +11,9 @@ from flexattn.problem import Problem
 
 # One block fills an SM, of which a Hopper has 132 at most.
 BLOCKS_AT_ONCE = 128
+# Where blocks add to dq in their turns, so many of a head start side by side: each starts a few
+# tiles of queries behind the one before.
+ORDERED_AT_ONCE = 4
 
 
 def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardConfig:
@@ -49,12 +52,13 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     if sparsity is not None and not walks_runs(problem.structure, config):
         rows = sparsity.q_block
     num_tiles = -(-problem.kv_len // config.BLOCK_N)
+    at_once = min(num_tiles, ORDERED_AT_ONCE) if config.ordered else num_tiles
     return {
         "num_heads": problem.Hkv,
         "num_tiles": num_tiles,
         "num_queries": -(-problem.q_len // rows) * (rows // config.BLOCK_M),
         "kv_units": problem.Hkv * _batches(problem),
-        "section_heads": max(1, BLOCKS_AT_ONCE // num_tiles) if config.lpt else 1,
+        "section_heads": max(1, BLOCKS_AT_ONCE // at_once) if config.lpt else 1,
         "shared_heads": _shared_heads(problem),
     }
 

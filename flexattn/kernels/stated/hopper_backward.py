@@ -8,10 +8,11 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-# A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
-# its words and numbers are among those that there are.
-CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, known_words) = symbols(
-    "BLOCK_M BLOCK_N num_stages pipelined known_words"
+# A config's numbers. Then truth values: whether a product goes on when the next tile begins, dQ is
+# added in the turn of its tile where it has to be in order, and words and numbers are among those
+# that there are.
+CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, added_in_turn, known_words) = symbols(
+    "BLOCK_M BLOCK_N num_stages pipelined added_in_turn known_words"
 )
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -86,6 +87,11 @@ HOPPER_BACKWARD = Statement(
             Or(Not(pipelined), num_stages >= 2),
             "pipelined takes two stages or more: the next Q is awaited before this one is "
             "released",
+        ),
+        Inequality(
+            "ordered",
+            added_in_turn,
+            "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
         ),
         Inequality(
             "words",

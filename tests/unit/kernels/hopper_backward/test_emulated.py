@@ -51,12 +51,21 @@ class Emulated(Recorded):
             stats[:, :, :length, 1] = told["DELTA"].numpy()
             stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
             seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
-        elif "DQ" in names:
+            if self.config.ordered:
+                self.clear(told)
+        elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
             sums = seen["sums"].reshape(*heads, -1, self.width) * told["sm_scale"]
             told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
         else:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
+
+    def clear(self, told):
+        self.seen["sums"][...] = np.nan
+        told["TURNS"].zero_()
+        if "Q_COUNT" in told:
+            blocks = (told["Q_COUNT"] == 0).repeat_interleave(128, -1)[..., : told["q_len"]]
+            told["DQ"].masked_fill_(blocks[..., None], 0)
 
     def argument(self, name, value):
         if name in SIZES:
@@ -66,7 +75,7 @@ class Emulated(Recorded):
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
-        return Pointer(value.flatten().numpy()) if isinstance(value, torch.Tensor) else value
+        return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
 def gradients(config, q, k, v, dout, mask_mod, monkeypatch):
@@ -110,6 +119,8 @@ PIPELINES = {
     "plain": {},
     "dk": {"pipelined": "dk"},
     "dq": {"pipelined": "dq", "dk_rs": False, "remat": True},
+    "ordered": {"ordered": True},
+    "ordered dk": {"ordered": True, "pipelined": "dk", "lpt": False},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
 MASKS = {"full": None, "causal": causal, "window": sliding_window(90), "holes": holes}
@@ -123,6 +134,8 @@ CASES = [
     ("dk", "causal", (64, 64, 3), MHA),
     ("dq", "holes", (64, 64, 2), GQA),
     ("plain", "causal", (128, 128, 1), MHA),
+    *(("ordered", mask, (64, 128, 2), MHA) for mask in MASKS),
+    *(("ordered dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]
 
 
