@@ -35,7 +35,6 @@ class Pointer:
         self.array, self.offset = array, offset
 
     def __add__(self, more):
-        # Of an address, or of a tensor of them.
         return Pointer(self.array, self.offset + more)
 
 
@@ -236,7 +235,7 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=min, maximum=max, convert_layout=lambda x, layout: x,
-        load=lambda place: int(place.array[place.offset]), store=_store, allocate_shared_memory=allocate,
+        load=lambda place: int(place.array[place.offset]), allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
@@ -258,14 +257,11 @@ def _language(block):
     }  # fmt: skip
 
 
-def _store(place, values, mask):
-    where = np.broadcast_to(place.offset, mask.shape)[mask]
-    place.array[where] = np.asarray(values)[mask]
-
-
 def _select(condition, a, b):
     if np.ndim(condition) == 0 and np.ndim(a) == 0:
         return a if condition else b
+    if np.issubdtype(np.asarray(a).dtype, np.integer):
+        return np.where(condition, a, b)
     return np.where(condition, a, b).astype(np.float32).view(Tile)
 
 
@@ -278,17 +274,17 @@ def _assembly(block):
         assert place.offset % size == 0
         place.array[place.offset // size] += np.asarray(values)
 
-    def add_in_turn(place, values, part):
+    def add_in_turn(place, values, part, to, rows, scale):
         at = place.offset // values.size
         assert (part == part[0]).all()
         again, last = int(part[0, 0]) & 1, int(part[0, 0]) & 2
-        if not again:
-            place.array[at] = np.nan if last else values
-            return values
+        sums = place.array[at]
         if last:
-            return tile(place.array[at] + values)
-        place.array[at] += np.asarray(values)
-        return tile(np.full(values.shape, np.nan))
+            where = to.offset + rows + np.arange(values.shape[1])
+            kept = np.broadcast_to(rows >= 0, where.shape)
+            found = np.asarray((values + sums if again else values) * scale)
+            to.array[where[kept]] = found[kept]
+        sums[...] = np.nan if last else sums + values if again else values
 
     def await_turn(place, order):
         # Blocks run one after another, as they start.

@@ -19,7 +19,8 @@ class Case:
     BLOCK_N: int
     num_stages: int
     pipelined: bool
-    added_in_turn: bool
+    dq_later: bool
+    ordered: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -88,7 +89,7 @@ RULES: Rules[Case] = Rules(
         Rule(
             "ordered",
             "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
-            lambda c: c.added_in_turn,
+            lambda c: not (c.dq_later and c.ordered),
         ),
         Rule(
             "words",
@@ -113,6 +114,11 @@ RULES: Rules[Case] = Rules(
                 and c.qk_dim % 8 == 0
                 and c.v_dim % 8 == 0
             ),
+        ),
+        Rule(
+            "ordered heads",
+            "ordered writes dQ of whole tiles: head dimensions are 64, 128 or 256",
+            lambda c: not c.ordered or c.qk_dim == c.head_dim,
         ),
         Rule(
             "layout",

@@ -89,7 +89,7 @@ def render(
         "shift_rows": config.shift_rows and sparsity is None and not config.ordered,
         "ordered": config.ordered,
         "lane_rows": config.BLOCK_M // 32,
-        "used": _used(structure),
+        "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "early_stats": config.early_stats,
         "remat": config.remat,
         "even_n": config.even_n,

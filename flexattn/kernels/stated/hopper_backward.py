@@ -8,11 +8,10 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
-# A config's numbers. Then truth values: whether a product goes on when the next tile begins, dQ is
-# added in the turn of its tile where it has to be in order, and words and numbers are among those
-# that there are.
-CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, added_in_turn, known_words) = symbols(
-    "BLOCK_M BLOCK_N num_stages pipelined added_in_turn known_words"
+# A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
+# dQ's does, dQ is added in order, and words and numbers are among those that there are.
+CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, ordered, known_words) = symbols(
+    "BLOCK_M BLOCK_N num_stages pipelined dq_later ordered known_words"
 )
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -90,7 +89,7 @@ HOPPER_BACKWARD = Statement(
         ),
         Inequality(
             "ordered",
-            added_in_turn,
+            Not(And(ordered, dq_later)),
             "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
         ),
         Inequality(
@@ -116,6 +115,11 @@ HOPPER_BACKWARD = Statement(
             ),
             "head dimensions ({qk_dim}, {v_dim}) are multiples of 8, and the wider one is from 40 "
             "to 256, in Hopper's backward",
+        ),
+        Inequality(
+            "ordered heads",
+            Or(Not(ordered), Eq(qk_dim, head_dim)),
+            "ordered writes dQ of whole tiles: head dimensions are 64, 128 or 256",
         ),
         Inequality(
             "layout",

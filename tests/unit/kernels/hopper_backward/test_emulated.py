@@ -141,12 +141,16 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mask", "tile", "heads"), CASES, ids=str)
 def test_gradients(name, mask, tile, heads, monkeypatch):
-    """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read."""
+    """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read.
+
+    In order dq is written as whole tiles, which heads of 64 columns have.
+    """
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
+    widths = (64, 24) if config.ordered else (40, 24)
     torch.manual_seed(0)
     batch = 2 if heads[0] == heads[1] else 1
-    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in (40, 24))
-    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in (40, 24))
+    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in widths)
     found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
