@@ -92,6 +92,11 @@ RULES: Rules[Case] = Rules(
             lambda c: not (c.dq_later and c.ordered),
         ),
         Rule(
+            "ordered stages",
+            "ordered takes a hardware barrier of the fourth stage's",
+            lambda c: not c.ordered or c.num_stages <= 3,
+        ),
+        Rule(
             "words",
             "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
             lambda c: c.known_words,

@@ -32,8 +32,9 @@ TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
-# Those at which the warp that keeps the order of dq's sums meets the consumers.
-MAY_ADD, ADDED = 6, 5
+# Those at which the warps that keep the order of dq's sums meet the consumers, and one another:
+# below those of three stages.
+MAY_ADD, ADDED, COUNTED = 6, 5, 8
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -165,7 +166,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if config.ping_pong:
         settings["TURN"] = TURN
     if config.ordered:
-        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "AGAIN": 1, "LAST": 2}
+        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "COUNTED": COUNTED}
+        settings |= {"AGAIN": 1, "LAST": 2}
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
         if config.ordered:

@@ -93,6 +93,11 @@ HOPPER_BACKWARD = Statement(
             "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
         ),
         Inequality(
+            "ordered stages",
+            Or(Not(ordered), num_stages <= 3),
+            "ordered takes a hardware barrier of the fourth stage's",
+        ),
+        Inequality(
             "words",
             known_words,
             "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
