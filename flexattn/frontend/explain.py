@@ -223,8 +223,8 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
     backward = problem.structure.kind == "backward"
     if not device.has_wgmma or problem.structure.kind == "decode":
         return None
-    if backward and repeats_bits(asked):
-        return "gluon adds dQ up in no order, and the same bits in every run are asked for"
+    if backward and repeats_bits(asked) and choice.config.language == "triton":
+        return "the same bits in every run are asked for, which gluon has at 64 and 128 columns"
     if asked.language == choice.config.language or (asked.language and not backward):
         return "forced by kernel_options"
     if choice.config.language == "gluon":

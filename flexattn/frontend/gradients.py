@@ -231,7 +231,7 @@ def _options(given: Options, problem: Problem, target: Device) -> Options:
     """Those of a call that mean its backward: numbers of a config, over the static default's."""
     language = _language(given, problem, target)
     if not given.backward:
-        return NONE if language is None else Options(language=language)
+        return replace(NONE, language=language, deterministic=repeats_bits(given))
     config: Any = default(problem, target, "triton")
     return Options(exact=replace(config, **dict(given.backward)))
 
@@ -239,11 +239,8 @@ def _options(given: Options, problem: Problem, target: Device) -> Options:
 def _language(given: Options, problem: Problem, target: Device) -> Language | None:
     """What a backward's template is written in, where the caller decided; None where open.
 
-    Gluon's adds dq up in no order. Where it cannot serve, Triton's does, whatever was asked of the
-    forward.
+    Where Gluon's cannot serve, Triton's does, whatever was asked of the forward.
     """
-    if repeats_bits(given):
-        return "triton"
     if given.language == "gluon" and refused(problem, target, "gluon"):
         return None
     return given.language

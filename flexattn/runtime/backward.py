@@ -207,7 +207,7 @@ def prepare_backward(
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
     ordered = "TURNS" in names
     if lists is not None:
-        fixed |= _mask_strides(lists, runs)
+        fixed |= _mask_strides(lists, runs, ordered)
         rest += lists.read(runs, ordered)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
@@ -268,14 +268,15 @@ def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:
     return {f"{prefix}{axis}": step for axis, step in zip(axes, steps, strict=False)}
 
 
-def _mask_strides(lists: BothLists, runs: bool) -> dict[str, int]:
+def _mask_strides(lists: BothLists, runs: bool, ordered: bool) -> dict[str, int]:
     """Rows between batches and heads, 0 where the mask broadcasts, and the widths of lists."""
     found: dict[str, int] = {}
     for name, each in (("kv", lists.by_query), ("q", lists.by_key)):
         B, H, blocks = each.kv_num.shape
         found[f"stride_{name}_mask_b"] = 0 if B == 1 else H * blocks
         found[f"stride_{name}_mask_h"] = 0 if H == 1 else blocks
-    found["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
+    if ordered:
+        found["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
     if not runs:
         found |= {
             key.replace("IDX", "WIDTH"): tensor.shape[-1]

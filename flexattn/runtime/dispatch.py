@@ -119,8 +119,10 @@ def candidates_of(
         return
     seen = set()
     for each in _open_candidates(problem, device, options, stored):
-        config = options.compiled(each.config)
-        if config not in seen:
+        config: Config | None = options.compiled(each.config)
+        if options.deterministic and config is not None:
+            config = family_of(config).in_order(config, problem.structure)
+        if config is not None and config not in seen:
             seen.add(config)
             yield replace(each, config=config)
 

@@ -36,6 +36,7 @@ MODS = {
     "softcap": {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True},
     "alibi": {"score_mod": alibi(32, "cpu"), "mask_mod": causal, "runs": True},
 }
+CONFIG = HopperBackwardConfig(64, 128, 2)
 EVEN, ODD = (8192, 1), (8191, 4)
 QUICK = [("full", 128, EVEN), ("causal", 256, EVEN)]
 EVERY = [(name, D, sizes) for name in MODS for D in (64, 128, 256) for sizes in (EVEN, ODD)]
@@ -105,6 +106,18 @@ def test_forms_that_a_search_tries_fit(D):
         compiled = compile_source(render(wanted.structure, config, H200, "matrix"), H200)
         taken = resources(compiled, H200)
         assert taken.shared <= H200.shared_memory and taken.matrix_instructions, describe(config)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_sums_in_order_overlap_their_products(D):
+    wanted = problem("backward", D, group=1, **MODS["causal"])
+    config = family_of(CONFIG).in_order(replace(CONFIG, mha=True), wanted.structure)
+    compiled = compile_source(render(wanted.structure, config, H200, "in order"), H200)
+    taken = resources(compiled, H200)
+    assert not taken.serialised and taken.register_split == (240, 24)
+    assert sum(words for _, words in product_loops(compiled.asm["cubin"])) <= 40
+    before = compile_source(render_before(wanted.structure, config, H200), H200)
+    assert not resources(before, H200).starved
 
 
 @pytest.mark.parametrize("D", [128, 160])

@@ -134,6 +134,10 @@ class KernelFamily(ABC, Generic[C]):
         """Values of the arguments that this family's kernels alone have, by name."""
         return {}
 
+    def in_order(self, config: C, structure: Structure) -> C | None:
+        """The config whose sums have one order, the same bits in every run; None where none has."""
+        return config
+
     def launch_key(self, config: C) -> tuple[object, ...]:
         """What of a config decides a launch beside the kernel's code."""
         return config.BLOCK_M, config.num_warps

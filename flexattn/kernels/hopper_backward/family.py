@@ -88,6 +88,18 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     ) -> dict[str, Any]:
         return sizes_of_launch(problem, config)
 
+    def in_order(
+        self, config: HopperBackwardConfig, structure: Structure
+    ) -> HopperBackwardConfig | None:
+        """At 64 and 128 columns; at 256 a tile's sums take longer to arrive than its products."""
+        if structure.head_dim_qk != columns(structure) or columns(structure) > 128:
+            return None
+        pipelined = "" if config.pipelined == "dq" else config.pipelined
+        stages = min(config.num_stages, 3)
+        return replace(
+            config, BLOCK_M=64, num_stages=stages, pipelined=pipelined, ordered=True, remat=True
+        )
+
     def launch_key(self, config: HopperBackwardConfig) -> tuple[object, ...]:
         return config.BLOCK_M, config.BLOCK_N, config.lpt, config.ordered
 

@@ -100,7 +100,7 @@ def test_configs_that_cannot_run(changes, words):
     assert words in "; ".join(found)
 
 
-def test_options_decide_the_language(monkeypatch):
+def test_options_decide_the_language():
     wanted = problem("backward", mask_mod=causal, runs=True)
     apart = problem("backward", 32)
 
@@ -111,11 +111,26 @@ def test_options_decide_the_language(monkeypatch):
     assert language(wanted, BACKEND="GLUON") == "gluon"
     assert language(wanted, BACKEND="TRITON") == "triton"
     assert language(apart, BACKEND="GLUON") is None
-    assert language(wanted, DETERMINISTIC=True, BACKEND="GLUON") == "triton"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert language(wanted) == "triton"
     tiles = _options(parse({"BLOCK_M1": 32}), wanted, H200).exact
     assert isinstance(tiles, BackwardConfig) and tiles.BLOCK_M1 == 32
+
+
+@pytest.mark.parametrize("switch", ["option", "torch"])
+@pytest.mark.parametrize(("D", "ordered"), [(64, True), (128, True), (96, False), (256, False)])
+def test_sums_that_must_have_an_order(D, ordered, switch, monkeypatch):
+    """Hopper's kernel adds dQ up in order, or else Triton's serves; nothing else is a candidate."""
+    wanted, asked = problem("backward", D, mask_mod=causal, runs=True), {}
+    if switch == "torch":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    else:
+        asked = {"DETERMINISTIC": True}
+    found = [
+        each.config for each in candidates_of(wanted, H200, _options(parse(asked), wanted, H200))
+    ]
+    hopper = [each for each in found if isinstance(each, HopperBackwardConfig)]
+    assert bool(hopper) is ordered and all(each.ordered for each in hopper)
+    assert isinstance(found[0], HopperBackwardConfig) is ordered
+    assert isinstance(found[-1], BackwardConfig)
 
 
 def test_the_form_follows_the_sizes():
@@ -215,7 +230,7 @@ def test_mods_are_printed_transposed():
 
 WHY = {
     "warp-specialised": ({}, {}),
-    "in no order": ({}, {"DETERMINISTIC": True}),
+    "at 64 and 128 columns": ({"D": 256}, {"DETERMINISTIC": True}),
     "forced by kernel_options": ({}, {"BACKEND": "TRITON"}),
     "multiplies 16 bits": ({"dtype": "float32"}, {"BACKEND": "GLUON"}),
     "the static default; gluon can run": ({"D": 80}, {}),
