@@ -240,8 +240,8 @@ def _language(block):
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
-        SwizzledSharedLayout=lambda *_: layout, full=lambda shape, x, dtype, layout: np.full(shape, x),
-        NVMMASharedLayout=lambda *_: layout,
+        SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
+        full=lambda shape, x, dtype, layout: np.full(shape, x),
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,

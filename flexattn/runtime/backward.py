@@ -60,17 +60,22 @@ class _AroundLaunch:
 
     @classmethod
     def of(
-        cls, around: Around, target: Device, index: int, fixed: dict[str, Any], given: Sequence[str]
+        cls,
+        around: Around,
+        target: Device,
+        index: int,
+        fixed: dict[str, Any],
+        given: Sequence[str],
     ) -> _AroundLaunch:
-        one, other = (
-            source
-            and builder()
+        one, *others = (
+            builder()
             .kernel(source, target, index)
             .prepare(around.programs, fixed, given, spare=(*fixed, *given))
             for source in (around.before, around.after)
+            if source is not None
         )
-        assert one is not None
-        return cls(one, other, tuple(shape for _, shape in around.scratch))
+        after = others[0] if others else None
+        return cls(one, after, tuple(shape for _, shape in around.scratch))
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]

@@ -135,7 +135,7 @@ class KernelFamily(ABC, Generic[C]):
         return {}
 
     def in_order(self, config: C, structure: Structure) -> C | None:
-        """The config whose sums have one order, the same bits in every run; None where none has."""
+        """The config with sums in one order, the same bits in every run; None where none has."""
         return config
 
     def launch_key(self, config: C) -> tuple[object, ...]:

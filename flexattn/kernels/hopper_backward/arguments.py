@@ -41,9 +41,7 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
     return tuple(found)
 
 
-def before_arguments(
-    structure: Structure, config: HopperBackwardConfig
-) -> tuple[Argument, ...]:
+def before_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
     """Of the kernel that makes STATS and clears DQ_ACC, or else TURNS."""
     found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
     found.append(_TURNS if config.ordered else _SUMS)

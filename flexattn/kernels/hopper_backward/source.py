@@ -102,7 +102,8 @@ def render(
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes STATS and clears DQ_ACC or TURNS: a program a tile of a head."""
-    settings, sparsity = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}, structure.sparsity
+    sparsity = structure.sparsity
+    settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
     if config.ordered and sparsity is not None:
         settings["TILES_PER_Q"] = sparsity.q_block // config.BLOCK_M
     context: dict[str, object] = {

@@ -118,7 +118,7 @@ def test_options_decide_the_language():
 @pytest.mark.parametrize("switch", ["option", "torch"])
 @pytest.mark.parametrize(("D", "ordered"), [(64, True), (128, True), (96, False), (256, False)])
 def test_sums_that_must_have_an_order(D, ordered, switch, monkeypatch):
-    """Hopper's kernel adds dQ up in order, or else Triton's serves; nothing else is a candidate."""
+    """Hopper's kernel adds dQ up in order, or else Triton's serves: there are no others."""
     wanted, asked = problem("backward", D, mask_mod=causal, runs=True), {}
     if switch == "torch":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
