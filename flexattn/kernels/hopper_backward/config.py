@@ -65,7 +65,7 @@ class HopperBackwardConfig:
     ordered: whether the blocks of a head add to dQ in the order in which they start, each in its
     turn; default False: in any order. The same sums have the same bits in every run. The first
     block stores and the last one writes dQ as it is returned, which spares passes over memory, but
-    every turn waits for the sums before it: 20 to 25 % slower at 64 and 128 columns on an H200, 40
+    every turn waits for the sums before it: 15 to 22 % slower at 64 and 128 columns on an H200, 37
     to 50 % at 256.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
