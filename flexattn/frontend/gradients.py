@@ -26,7 +26,7 @@ from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
-from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, prepare_backward
+from flexattn.runtime.backward import BackwardLaunch, Gradients, fits, like, prepare_backward
 from flexattn.runtime.dispatch import Choice, dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import current
@@ -155,10 +155,21 @@ def run_backward(
     """
     dout, dlse = grads
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+    q, *shared = inputs
+    k, v = map(_of_each_batch, shared)
+    inputs = q, k, v
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
     lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
     launch, rest = planned(*inputs, out, dout)
     return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed)
+
+
+def _of_each_batch(x: Tensor) -> Tensor:
+    """Keys or values of which each batch has its own, as their gradients are written.
+
+    Batches may share them through a stride of 0, with which no tensor descriptor steps.
+    """
+    return like(x).copy_(x) if x.shape[0] > 1 and not x.stride(0) else x
 
 
 def _packed(x: Tensor) -> Tensor:

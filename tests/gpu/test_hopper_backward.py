@@ -197,6 +197,13 @@ def test_strided_inputs():
     check(q, k, v, causal)
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
+def test_keys_that_batches_share_through_a_stride_of_0(heads):
+    """Under torch.compile keys of batch 1 are expanded: a descriptor read behind their memory."""
+    q, k, v = on_gpu(3, *heads, 333, 401, 64, Bkv=1)
+    check(q, *(x.expand(3, -1, -1, -1) for x in (k, v)), causal)
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "window", "holes"])
 @pytest.mark.parametrize("D", [64, 128])
 def test_dq_in_order_has_the_same_bits_in_every_run(D, name):

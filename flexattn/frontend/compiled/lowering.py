@@ -60,8 +60,6 @@ def lower(
             (score_captures, mask_captures),
             inputs[7:9],
         )
-        if kernel_options.get("OUTPUT_LOGSUMEXP", True):
-            _check_batches(inputs)
         text = printed(Spec(
             node.score, node.mask, node.block,
             kernel_options.get("OUTPUT_LOGSUMEXP", True), kernel_options.get("OUTPUT_MAX", False),
@@ -113,7 +111,6 @@ def lower_backward(
             kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
             inputs[12:],
         )  # fmt: skip
-        _check_batches(inputs)
         wanted = with_gradients(joint.graph_module)
         examples = Examples(node.captures)
         bound = examples.bound(node.score)
@@ -203,13 +200,6 @@ def _check(asked: Asked, inputs: Any) -> None:
     device = torch.device(q.device)
     q, k, v = (torch.empty(_expected(x.shape), dtype=x.dtype, device="meta") for x in (q, k, v))
     check_backward(asked, q, k, v, None, detect(device))
-
-
-def _check_batches(inputs: Any) -> None:
-    """Refuse gradients of keys that several batches share: compiled, ours are no numbers there."""
-    q, k = (node.meta["val"] for node in inputs[:2])
-    if q.shape[0] != k.shape[0]:
-        raise Refusal("is called for gradients of keys that several batches share")
 
 
 def _sizes(inputs: Any) -> list[int]:

@@ -1,7 +1,6 @@
 """How a node of a compiled graph becomes our op: the seam, the lowering, and the op by itself."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,11 +299,3 @@ def test_the_op_gives_the_statistics_that_it_is_asked():
                 other.stride(),
                 other.dtype,
             )
-
-
-def test_gradients_of_keys_that_batches_share_are_left_to_torch():
-    """torch's own tests found ours no numbers there, compiled: its lowering takes both nodes."""
-    of = [SimpleNamespace(meta={"val": torch.empty(b, 2, 8, 16)}) for b in (3, 1)]
-    with pytest.raises(Refusal, match="several batches share"):
-        lowering._check_batches(of)
-    lowering._check_batches([of[0], of[0]])

@@ -8,7 +8,7 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.frontend.gradients import Asked, _problem
+from flexattn.frontend.gradients import Asked, _problem, run_backward
 from flexattn.kernels.base.binding import bind
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import bind as bound
@@ -85,3 +85,21 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
         assert before["STATS"] is kernel["STATS"] and after["DQ"] is found.dq
         assert before["DQ_ACC"].numel() == tiles * 64 * 128 and tiles == again
         assert programs == 4 * batch * 2 and kernel["shared_heads"] == 4 // batch
+
+
+def test_descriptors_of_keys_that_batches_share_stay_in_their_memory():
+    """A stride of 0 has none: with that of a whole tensor in its place others' memory was read.
+
+    torch.compile is given keys of batch 1 so, expanded to the queries' batches.
+    """
+    q, out, dout = (torch.randn(3, 2, 40, 64) for _ in range(3))
+    shared = [torch.randn(1, 2, 50, 64).expand(3, -1, -1, -1) for _ in range(2)]
+
+    def planned(q, k, v, out, dout):
+        for given, tensor in zip(shared, (k, v), strict=True):
+            read = torch.as_strided(tensor, *backward.box_of(tensor))
+            assert torch.equal(read, given)
+        raise LookupError("read")
+
+    with pytest.raises(LookupError, match="read"):
+        run_backward(planned, (q, *shared), out, torch.zeros(3, 2, 40), (dout, None), 0.1, ())
