@@ -212,7 +212,7 @@ def run(source, programs, arguments, seed=0):
     code = compile(body, "kernel", "exec")
     chance = random.Random(seed)
     with np.errstate(all="ignore"):
-        ordered = any(each.name == "TURNS" for each in source.arguments)
+        ordered = any(each.name == "DQ_SEMAPHORES" for each in source.arguments)
         started = range(programs) if ordered else chance.sample(range(programs), programs)
         for number in started:
             block = Block(number, random.Random(chance.random()))
@@ -274,10 +274,10 @@ def _assembly(block):
         assert place.offset % size == 0
         place.array[place.offset // size] += np.asarray(values)
 
-    def add_in_turn(place, values, part, to, rows, scale):
+    def add_in_order(place, values, order, to, rows, scale):
         at = place.offset // values.size
-        assert (part == part[0]).all()
-        again, last = int(part[0, 0]) & 1, int(part[0, 0]) & 2
+        assert (order == order[0]).all()
+        again, last = int(order[0, 0]) & 1, int(order[0, 0]) & 2
         sums = place.array[at]
         if last:
             where = to.offset + rows + np.arange(values.shape[1])
@@ -286,11 +286,11 @@ def _assembly(block):
             to.array[where[kept]] = found[kept]
         sums[...] = np.nan if last else sums + values if again else values
 
-    def await_turn(place, order):
+    def await_semaphore(place, order):
         # Blocks run one after another, as they start.
         assert place.array[place.offset] == order
 
-    def pass_turn(place, order):
+    def release_semaphore(place, order):
         place.array[place.offset] = order
 
     return {
@@ -300,9 +300,9 @@ def _assembly(block):
         "allow": lambda at: block.barrier(at).arrive(CONSUMERS),
         "meet_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
         "take_all": lambda at: block.barrier(at).sync(CONSUMERS),
-        "await_turn": await_turn,
-        "pass_turn": pass_turn,
-        "add_tile_in_turn": add_in_turn,
+        "await_semaphore": await_semaphore,
+        "release_semaphore": release_semaphore,
+        "add_tile_in_order": add_in_order,
         "no_offset": lambda: 0,
         "block_of_thread": lambda: block.number,
         "await_first": lambda: None,

@@ -223,14 +223,14 @@ def _why_this_language(choice: Choice, asked: Options) -> str | None:
     backward = problem.structure.kind == "backward"
     if not device.has_wgmma or problem.structure.kind == "decode":
         return None
-    if backward and repeats_bits(asked) and choice.config.language == "triton":
-        return "the same bits in every run are asked for, which gluon has at 64 and 128 columns"
     if asked.language == choice.config.language or (asked.language and not backward):
         return "forced by kernel_options"
     if choice.config.language == "gluon":
         return "warp-specialised, for Hopper"
     if why := refused(problem, device, "gluon"):
         return f"gluon cannot run: {why}"
+    if backward and repeats_bits(asked):
+        return "the same bits in every run are asked for, which gluon has at 64 and 128 columns"
     if choice.how == "forced":
         return "kernel_options' numbers are of the Triton template without BACKEND"
     gave_way = [each for each in choice.attempts if each.candidate.startswith("gluon ")]

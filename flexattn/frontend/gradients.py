@@ -250,8 +250,11 @@ def _options(given: Options, problem: Problem, target: Device) -> Options:
 def _language(given: Options, problem: Problem, target: Device) -> Language | None:
     """What a backward's template is written in, where the caller decided; None where open.
 
-    Where Gluon's cannot serve, Triton's does, whatever was asked of the forward.
+    Where Gluon's cannot serve, or not with the same bits in every run, Triton's does, whatever was
+    asked of the forward.
     """
+    if given.language == "gluon" and repeats_bits(given):
+        return None
     if given.language == "gluon" and refused(problem, target, "gluon"):
         return None
     return given.language

@@ -85,8 +85,8 @@ class _AroundLaunch:
 class BackwardLaunch:
     """A chosen kernel, and that of delta, with what does not change while shapes do not.
 
-    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives. around: of a
-    family that has kernels before and after its own. ordered: whether dq's sums have an order.
+    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives. around: of
+    a family with kernels around its own. deterministic: whether dq's sums are in order.
     """
 
     choice: Choice
@@ -97,7 +97,7 @@ class BackwardLaunch:
     runs: bool
     rest: tuple[str, ...]
     around: _AroundLaunch | None = None
-    ordered: bool = False
+    deterministic: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -113,7 +113,7 @@ class BackwardLaunch:
     ) -> tuple[Any, ...]:
         """What the mask's lists hold and what the mods capture, as the kernel is given it."""
         structure = self.problem.structure
-        values: dict[str, Any] = {} if lists is None else lists.read(self.runs, self.ordered)
+        values: dict[str, Any] = {} if lists is None else lists.read(self.runs, self.deterministic)
         values.update(captured_values(structure.score, score))
         values.update(captured_values(structure.mask, mask))
         if dropout is not None:
@@ -210,10 +210,10 @@ def prepare_backward(
     rest: list[str] = []
     names = {each.name: each for each in choice.source.arguments}
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
-    ordered = "TURNS" in names
+    deterministic = "DQ_SEMAPHORES" in names
     if lists is not None:
-        fixed |= _mask_strides(lists, runs, ordered)
-        rest += lists.read(runs, ordered)
+        fixed |= _mask_strides(lists, runs, deterministic)
+        rest += lists.read(runs, deterministic)
     for captures in (structure.score, structure.mask):
         rest += [argument.name for argument in captured_arguments(captures)]
     rest += [argument.name for argument in dropout_arguments(structure)]
@@ -245,7 +245,7 @@ def prepare_backward(
         runs,
         tuple(rest),
         launched,
-        ordered,
+        deterministic,
     )
 
 
@@ -273,14 +273,14 @@ def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:
     return {f"{prefix}{axis}": step for axis, step in zip(axes, steps, strict=False)}
 
 
-def _mask_strides(lists: BothLists, runs: bool, ordered: bool) -> dict[str, int]:
+def _mask_strides(lists: BothLists, runs: bool, deterministic: bool) -> dict[str, int]:
     """Rows between batches and heads, 0 where the mask broadcasts, and the widths of lists."""
     found: dict[str, int] = {}
     for name, each in (("kv", lists.by_query), ("q", lists.by_key)):
         B, H, blocks = each.kv_num.shape
         found[f"stride_{name}_mask_b"] = 0 if B == 1 else H * blocks
         found[f"stride_{name}_mask_h"] = 0 if H == 1 else blocks
-    if ordered:
+    if deterministic:
         found["Q_ORDER_WIDTH"] = lists.by_query.kv_num.shape[-1]
     if not runs:
         found |= {

@@ -119,10 +119,14 @@ def candidates_of(
         return
     seen = set()
     for each in _open_candidates(problem, device, options, stored):
-        config: Config | None = options.compiled(each.config)
-        if options.deterministic and config is not None:
-            config = family_of(config).in_order(config, problem.structure)
-        if config is not None and config not in seen:
+        config = options.compiled(each.config)
+        if options.deterministic:
+            found = family_of(config).made_deterministic(config, problem.structure)
+            if found is None:
+                continue
+            # What was measured is another kernel.
+            each, config = replace(each, measured=each.measured and found == config), found
+        if config not in seen:
             seen.add(config)
             yield replace(each, config=config)
 

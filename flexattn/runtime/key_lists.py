@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexattn.errors import UnsupportedError
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
 from flexattn.problem.runs import rows_of, unwritten, versions
@@ -63,17 +64,17 @@ class BothLists(NamedTuple):
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
         return cls(by_query, by_key)
 
-    def read(self, runs: bool, ordered: bool = False) -> dict[str, Tensor]:
+    def read(self, runs: bool, deterministic: bool = False) -> dict[str, Tensor]:
         """The tensors that a kernel takes, by its names for them.
 
-        ordered: whether sums of dq have an order.
+        deterministic: whether dq's sums are in order.
         """
         found: dict[str, Tensor] = {}
         for name, lists in (("KV", self.by_query), ("Q", self.by_key)):
             for key, tensor in lists.read(runs).items():
                 listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
                 found[f"{name}_RUNS" if runs else listed] = tensor
-        if ordered:
+        if deterministic:
             found["Q_ORDER"], found["Q_COUNT"] = self._order()
         return found
 
@@ -81,21 +82,28 @@ class BothLists(NamedTuple):
         """Of each key block's query blocks, [B, H, key blocks, query blocks], and of query blocks.
 
         The first: 2^16 times the key blocks before it that the query block attends to, and those
-        after it. The second: how many there are. Kept with the lists by key, which are ours.
+        after it. The second: how many there are. Of the lists by key, which blocks walk, and kept
+        with them. Raises UnsupportedError for more key blocks than 15 bits count.
         """
         held = self.by_key.kv_num
         found: tuple[Tensor, Tensor] | None = getattr(held, _ORDER, None)
         if found is None:
-            num, idx, full_num, full_idx, _ = self.by_query
-            blocks = held.shape[-1]
-            listed = dense_blocks(num, idx, blocks).bool()
+            num, idx, full_num, full_idx, _ = self.by_key
+            if held.shape[-1] >= 2**15:
+                raise UnsupportedError(
+                    f"{held.shape[-1]} blocks of keys, and deterministic algorithms are on",
+                    "the order of queries' gradients is counted in 15 bits",
+                    "make the mask with a larger BLOCK_SIZE, or allow any order",
+                )
+            blocks = self.by_query.kv_num.shape[-1]
+            listed = dense_blocks(num, idx, blocks)
             if full_num is not None and full_idx is not None:
-                listed = listed | dense_blocks(full_num, full_idx, blocks).bool()
-            place = listed.cumsum(-1, dtype=torch.int32)
-            count = place[..., -1:]
+                listed = listed | dense_blocks(full_num, full_idx, blocks)
+            place = listed.cumsum(-2, dtype=torch.int32)
+            count = place[..., -1, :]
             before = place - listed.int()
-            order = (before << 16 | (count - 1 - before).clamp_min(0)).mT.contiguous()
-            found = order, count[..., 0].contiguous()
+            after = (count[..., None, :] - 1 - before).clamp_min(0)
+            found = (before << 16 | after).contiguous(), count.contiguous()
             if not _capturing(held):
                 setattr(held, _ORDER, found)
         return found

@@ -82,8 +82,8 @@ FORMS = {
     "dq": {"pipelined": "dq", "remat": True, "dk_rs": False},
     "dq shifted": {"pipelined": "dq", "remat": True, "ping_pong": True, "shift_rows": True},
     "ex2": {"ex2_emulated": 2, "lpt": False},
-    "ordered": {"ordered": True, "remat": True},
-    "ordered dk": {"ordered": True, "remat": True, "pipelined": "dk", "dk_rs": False},
+    "deterministic": {"deterministic": True, "remat": True},
+    "deterministic dk": {"deterministic": True, "remat": True, "pipelined": "dk", "dk_rs": False},
     "early": {"early_stats": True, "ping_pong": True},
 }
 TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
@@ -212,7 +212,7 @@ def test_dq_in_order_has_the_same_bits_in_every_run(D, name):
     mask_mod, dout = {**MASKS, "full": None, "causal": causal}[name], torch.randn_like(q)
     torch.use_deterministic_algorithms(True)
     try:
-        assert explained(q, k, v, mask_mod).ordered
+        assert explained(q, k, v, mask_mod).deterministic
         assert_gradients(q, k, v, mask_mod=mask_mod)
         mask = block_mask(mask_mod, q, k, 128)
         out = flexattn.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
@@ -222,7 +222,7 @@ def test_dq_in_order_has_the_same_bits_in_every_run(D, name):
             assert all(map(torch.equal, again, first))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert not explained(q, k, v, mask_mod).ordered
+    assert not explained(q, k, v, mask_mod).deterministic
 
 
 def test_dk_and_dv_have_the_same_bits():

@@ -134,8 +134,8 @@ class KernelFamily(ABC, Generic[C]):
         """Values of the arguments that this family's kernels alone have, by name."""
         return {}
 
-    def in_order(self, config: C, structure: Structure) -> C | None:
-        """The config with sums in one order, the same bits in every run; None where none has."""
+    def made_deterministic(self, config: C, structure: Structure) -> C | None:
+        """The config that gives the same bits in every run; None where the template has none."""
         return config
 
     def launch_key(self, config: C) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ _SIZES = (
     "q_len", "kv_len",
 )  # fmt: skip
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
-_TURNS = Argument("TURNS", "*i32", 16)
+_SEMAPHORES = Argument("DQ_SEMAPHORES", "*i32", 16)
 
 
 def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
@@ -28,8 +28,8 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
     found += [_SUMS, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
-    if config.ordered:
-        found += [_TURNS, *_gradient(structure)]
+    if config.deterministic:
+        found += [_SEMAPHORES, *_gradient(structure)]
     return (*found, *mod_arguments(structure, config))
 
 
@@ -42,11 +42,11 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
 
 
 def before_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the kernel that makes STATS and clears DQ_ACC, or else TURNS."""
+    """Of the kernel that makes STATS and clears DQ_ACC, or else DQ_SEMAPHORES."""
     found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
-    found.append(_TURNS if config.ordered else _SUMS)
+    found.append(_SEMAPHORES if config.deterministic else _SUMS)
     found += [Argument("q_len", "i32"), Argument("num_queries", "i32")]
-    if config.ordered and structure.sparsity is not None:
+    if config.deterministic and structure.sparsity is not None:
         found += [Argument("Hq", "i32"), Argument("Q_COUNT", "*i32", 4)]
         found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
         found += _gradient(structure)
@@ -77,7 +77,7 @@ def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument
     if structure.sparsity is None:
         return []
     strides = [Argument(f"stride_q_mask_{axis}", "i64") for axis in "bh"]
-    if config.ordered:
+    if config.deterministic:
         strides += [Argument("Q_ORDER", "*i32", 4), Argument("Q_ORDER_WIDTH", "i64")]
     if walks_runs(structure, config):
         return [Argument("Q_RUNS", "*i32", 4), *strides]

@@ -25,7 +25,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.num_stages,
         config.pipelined != "",
         config.pipelined == "dq",
-        config.ordered,
+        config.deterministic,
         config.pipelined in PIPELINED and 0 <= config.ex2_emulated <= 8,
         structure.itemsize,
         structure.head_dim_qk,

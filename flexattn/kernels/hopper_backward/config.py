@@ -62,11 +62,11 @@ class HopperBackwardConfig:
     early_stats: whether lse and delta are read before the products that they go with are awaited;
     default False. It hides a read of shared memory and takes registers: 1 to 5 % slower on an
     H100.
-    ordered: whether the blocks of a head add to dQ in the order in which they start, each in its
-    turn; default False: in any order. The same sums have the same bits in every run. The first
-    block stores and the last one writes dQ as it is returned, which spares passes over memory, but
-    every turn waits for the sums before it: 15 to 22 % slower at 64 and 128 columns on an H200, 37
-    to 50 % at 256.
+    deterministic: whether the blocks of a head add to dQ in the order in which they start, a
+    semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
+    The first block stores and the last one writes dQ as it is returned, which spares passes over
+    memory, but a block waits for the one before: 15 to 22 % slower at 64 and 128 columns on an
+    H200, 37 to 50 % at 256.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
     """
@@ -83,7 +83,7 @@ class HopperBackwardConfig:
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
     early_stats: bool = knob(False, True, word="early", moves=_dense)
-    ordered: bool = knob(False, True, word="ordered")
+    deterministic: bool = knob(False, True, word="deterministic")
     remat: bool = knob(False, True, word="remat")
 
     heads: ClassVar[int] = 1

@@ -20,7 +20,7 @@ class Case:
     num_stages: int
     pipelined: bool
     dq_later: bool
-    ordered: bool
+    deterministic: bool
     known_words: bool
     itemsize: int
     qk_dim: int
@@ -87,14 +87,14 @@ RULES: Rules[Case] = Rules(
             lambda c: not c.pipelined or c.num_stages >= 2,
         ),
         Rule(
-            "ordered",
-            "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
-            lambda c: not (c.dq_later and c.ordered),
+            "deterministic",
+            "deterministic adds a tile's dQ before the next tile begins, pipelined=dq after",
+            lambda c: not (c.deterministic and c.dq_later),
         ),
         Rule(
-            "ordered stages",
-            "ordered takes a hardware barrier of the fourth stage's",
-            lambda c: not c.ordered or c.num_stages <= 3,
+            "deterministic stages",
+            "num_stages={num_stages}: deterministic takes a hardware barrier of the fourth stage",
+            lambda c: not c.deterministic or c.num_stages <= 3,
         ),
         Rule(
             "words",
@@ -121,9 +121,9 @@ RULES: Rules[Case] = Rules(
             ),
         ),
         Rule(
-            "ordered heads",
-            "ordered writes dQ of whole tiles: head dimensions are 64, 128 or 256",
-            lambda c: not c.ordered or c.qk_dim == c.head_dim,
+            "deterministic heads",
+            "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
+            lambda c: not c.deterministic or c.qk_dim == c.head_dim,
         ),
         Rule(
             "layout",

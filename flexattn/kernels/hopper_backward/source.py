@@ -32,9 +32,9 @@ TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
-# Those at which the warps that keep the order of dq's sums meet the consumers, and one another:
-# below those of three stages.
-MAY_ADD, ADDED, COUNTED = 6, 5, 8
+# Those at which the warps that keep dq's sums in order meet the consumers, and one another: below
+# those of three stages.
+MAY_ADD, ADDED, RECEIVED = 6, 5, 8
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -87,8 +87,8 @@ def render(
         "dk_rs": config.dk_rs and not config.split,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
-        "shift_rows": config.shift_rows and sparsity is None and not config.ordered,
-        "ordered": config.ordered,
+        "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
+        "deterministic": config.deterministic,
         "lane_rows": config.BLOCK_M // 32,
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "early_stats": config.early_stats,
@@ -101,16 +101,15 @@ def render(
 
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
-    """The kernel that makes STATS and clears DQ_ACC or TURNS: a program a tile of a head."""
+    """The kernel that makes STATS and clears what sums up dq: a program a tile of a head."""
     sparsity = structure.sparsity
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
-    if config.ordered and sparsity is not None:
+    if config.deterministic and sparsity is not None:
         settings["TILES_PER_Q"] = sparsity.q_block // config.BLOCK_M
     context: dict[str, object] = {
         "constants": (*settings.items(), *BASE_2),
-        "ordered": config.ordered,
+        "deterministic": config.deterministic,
         "sparse": sparsity is not None,
-        "used": _used(structure),
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config)
@@ -166,12 +165,12 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
-    if config.ordered:
-        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "COUNTED": COUNTED}
-        settings |= {"AGAIN": 1, "LAST": 2}
+    if config.deterministic:
+        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "RECEIVED": RECEIVED}
+        settings |= {"NOT_FIRST": 1, "LAST": 2}
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
-        if config.ordered:
+        if config.deterministic:
             settings["TILES_PER_KV"] = sparsity.kv_block // config.BLOCK_N
     return settings
 

@@ -13,7 +13,7 @@ from flexattn.problem import Problem
 BLOCKS_AT_ONCE = 128
 # Where blocks add to dq in their turns, so many of a head start side by side: each starts a few
 # tiles of queries behind the one before.
-ORDERED_AT_ONCE = 4
+DETERMINISTIC_AT_ONCE = 4
 
 
 def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardConfig:
@@ -52,7 +52,7 @@ def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str,
     if sparsity is not None and not walks_runs(problem.structure, config):
         rows = sparsity.q_block
     num_tiles = -(-problem.kv_len // config.BLOCK_N)
-    at_once = min(num_tiles, ORDERED_AT_ONCE) if config.ordered else num_tiles
+    at_once = min(num_tiles, DETERMINISTIC_AT_ONCE) if config.deterministic else num_tiles
     return {
         "num_heads": problem.Hkv,
         "num_tiles": num_tiles,

@@ -10,8 +10,8 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
 # dQ's does, dQ is added in order, and words and numbers are among those that there are.
-CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, ordered, known_words) = symbols(
-    "BLOCK_M BLOCK_N num_stages pipelined dq_later ordered known_words"
+CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, deterministic, known_words) = symbols(
+    "BLOCK_M BLOCK_N num_stages pipelined dq_later deterministic known_words"
 )
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -88,14 +88,14 @@ HOPPER_BACKWARD = Statement(
             "released",
         ),
         Inequality(
-            "ordered",
-            Not(And(ordered, dq_later)),
-            "ordered adds dQ in its own tile's turn of the loop, pipelined=dq in the next one's",
+            "deterministic",
+            Not(And(deterministic, dq_later)),
+            "deterministic adds a tile's dQ before the next tile begins, pipelined=dq after",
         ),
         Inequality(
-            "ordered stages",
-            Or(Not(ordered), num_stages <= 3),
-            "ordered takes a hardware barrier of the fourth stage's",
+            "deterministic stages",
+            Or(Not(deterministic), num_stages <= 3),
+            "num_stages={num_stages}: deterministic takes a hardware barrier of the fourth stage",
         ),
         Inequality(
             "words",
@@ -122,9 +122,9 @@ HOPPER_BACKWARD = Statement(
             "to 256, in Hopper's backward",
         ),
         Inequality(
-            "ordered heads",
-            Or(Not(ordered), Eq(qk_dim, head_dim)),
-            "ordered writes dQ of whole tiles: head dimensions are 64, 128 or 256",
+            "deterministic heads",
+            Or(Not(deterministic), Eq(qk_dim, head_dim)),
+            "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
         ),
         Inequality(
             "layout",

@@ -51,7 +51,7 @@ class Emulated(Recorded):
             stats[:, :, :length, 1] = told["DELTA"].numpy()
             stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
             seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
-            if self.config.ordered:
+            if self.config.deterministic:
                 self.clear(told)
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
@@ -62,7 +62,7 @@ class Emulated(Recorded):
 
     def clear(self, told):
         self.seen["sums"][...] = np.nan
-        told["TURNS"].zero_()
+        told["DQ_SEMAPHORES"].zero_()
         if "Q_COUNT" in told:
             blocks = (told["Q_COUNT"] == 0).repeat_interleave(128, -1)[..., : told["q_len"]]
             told["DQ"].masked_fill_(blocks[..., None], 0)
@@ -119,8 +119,8 @@ PIPELINES = {
     "plain": {},
     "dk": {"pipelined": "dk"},
     "dq": {"pipelined": "dq", "dk_rs": False, "remat": True},
-    "ordered": {"ordered": True},
-    "ordered dk": {"ordered": True, "pipelined": "dk", "lpt": False},
+    "deterministic": {"deterministic": True},
+    "deterministic dk": {"deterministic": True, "pipelined": "dk", "lpt": False},
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
 MASKS = {"full": None, "causal": causal, "window": sliding_window(90), "holes": holes}
@@ -134,8 +134,8 @@ CASES = [
     ("dk", "causal", (64, 64, 3), MHA),
     ("dq", "holes", (64, 64, 2), GQA),
     ("plain", "causal", (128, 128, 1), MHA),
-    *(("ordered", mask, (64, 128, 2), MHA) for mask in MASKS),
-    *(("ordered dk", mask, (64, 64, 2), GQA) for mask in MASKS),
+    *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
+    *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]
 
 
@@ -146,7 +146,7 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     In order dq is written as whole tiles, which heads of 64 columns have.
     """
     config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    widths = (64, 24) if config.ordered else (40, 24)
+    widths = (64, 24) if config.deterministic else (40, 24)
     torch.manual_seed(0)
     batch = 2 if heads[0] == heads[1] else 1
     q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)

@@ -111,11 +111,14 @@ def test_options_decide_the_language():
     assert language(wanted, BACKEND="GLUON") == "gluon"
     assert language(wanted, BACKEND="TRITON") == "triton"
     assert language(apart, BACKEND="GLUON") is None
+    # Hopper's where it can be deterministic, else Triton's: see the next test.
+    assert language(wanted, DETERMINISTIC=True, BACKEND="GLUON") is None
+    assert language(wanted, DETERMINISTIC=True, BACKEND="TRITON") == "triton"
     tiles = _options(parse({"BLOCK_M1": 32}), wanted, H200).exact
     assert isinstance(tiles, BackwardConfig) and tiles.BLOCK_M1 == 32
 
 
-@pytest.mark.parametrize("switch", ["option", "torch"])
+@pytest.mark.parametrize("switch", ["option", "torch", "backend"])
 @pytest.mark.parametrize(("D", "ordered"), [(64, True), (128, True), (96, False), (256, False)])
 def test_sums_that_must_have_an_order(D, ordered, switch, monkeypatch):
     """Hopper's kernel adds dQ up in order, or else Triton's serves: there are no others."""
@@ -123,12 +126,12 @@ def test_sums_that_must_have_an_order(D, ordered, switch, monkeypatch):
     if switch == "torch":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     else:
-        asked = {"DETERMINISTIC": True}
+        asked = {"DETERMINISTIC": True} | ({"BACKEND": "GLUON"} if switch == "backend" else {})
     found = [
         each.config for each in candidates_of(wanted, H200, _options(parse(asked), wanted, H200))
     ]
     hopper = [each for each in found if isinstance(each, HopperBackwardConfig)]
-    assert bool(hopper) is ordered and all(each.ordered for each in hopper)
+    assert bool(hopper) is ordered and all(each.deterministic for each in hopper)
     assert isinstance(found[0], HopperBackwardConfig) is ordered
     assert isinstance(found[-1], BackwardConfig)
 
