@@ -169,16 +169,17 @@ class _Node(NamedTuple):
         nodes: Any,
     ) -> _Node:
         """captures: of score_mod and mask_mod, and their nodes. Raises Refusal."""
-        if query.get_device().type not in _DEVICES:
-            raise Refusal(f"is called on {query.get_device()}")
-        score, found = _read(subgraph, "score", captures[0], nodes[0])
+        where = query.get_device()
+        if where.type not in _DEVICES:
+            raise Refusal(f"is called on {where}")
+        score, found = _read(subgraph, "score", captures[0], nodes[0], where)
         mask = block = None
         lists: tuple[Any, ...] = ()
         by_key: tuple[Any, ...] = ()
         if BARE in kernel_options:
             captures = captures[0], ()
         else:
-            mask, _ = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1])
+            mask, _ = _read(block_mask[_GRAPH], "mask", captures[1], nodes[1], where)
             rows, keys = map(V.graph.sizevars.guard_int, block_mask[_BLOCK])
             block = rows, keys
             lists = tuple(each for each in block_mask[_LISTS] if each is not None)
@@ -224,13 +225,13 @@ def _op(qualified: str) -> Any:
 
 
 def _read(
-    subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any]
+    subgraph: Any, kind: str, captures: Sequence[Any], nodes: Sequence[Any], where: Any
 ) -> tuple[GraphMod, list[Captured | None]]:
-    found = [_captured(each, node) for each, node in zip(captures, nodes, strict=True)]
+    found = [_captured(each, node, where) for each, node in zip(captures, nodes, strict=True)]
     return read_graph(subgraph.graph_module, kind, found), found
 
 
-def _captured(given: Any, node: Any) -> Captured | None:
+def _captured(given: Any, node: Any, where: torch.device) -> Captured | None:
     """What is known of a captured tensor; None for an integer, which Inductor has as a symbol."""
     if not _is_tensor(given):
         # An int, or a symbol of sympy's.
@@ -238,6 +239,8 @@ def _captured(given: Any, node: Any) -> Captured | None:
             raise Refusal(f"captures {given}, a number that changes from call to call")
         return None
     value = node.meta["val"]
+    if value.dim() and value.device != where:
+        raise Refusal(f"captures a tensor on {value.device}, and is called on {where}")
     fixed = all(isinstance(size, int) for size in value.shape)
     dtype = str(value.dtype).removeprefix("torch.")
     return Captured(tuple(_expected(value.shape)), dtype, fixed, value.device.type == "cpu")

@@ -1,10 +1,12 @@
 """How a node of a compiled graph becomes our op: the seam, the lowering, and the op by itself."""
 
 import logging
+import types
 
 import pytest
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._inductor import ir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -254,6 +256,19 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         inductor.compile(flexattn.flex_attention)(q, k, v)
     assert len(taken) == 1 and not inductor.called
     assert "torch's own kernel serves" in caplog.text and "of tomorrow" in caplog.text
+
+
+def test_a_table_on_another_device_is_left_to_torch():
+    """It was copied to the query's in every call, in silence; eager calls refuse it in words.
+
+    torch's lowering refuses it too. A number on the CPU is read there.
+    """
+    given = object.__new__(ir.IRNode)
+    elsewhere = types.SimpleNamespace(meta={"val": torch.empty(8, device="meta")})
+    number = types.SimpleNamespace(meta={"val": torch.empty(())})
+    with pytest.raises(Refusal, match="a tensor on meta, and is called on cpu"):
+        lowering._captured(given, elsewhere, torch.device("cpu"))
+    assert lowering._captured(given, number, torch.device("meta")).on_cpu
 
 
 def test_a_graph_that_other_code_of_ours_read_is_not_taken_from_a_cache(monkeypatch, tmp_path):
