@@ -1,0 +1,186 @@
+"""`python -m bench.generation`: milliseconds a token of generate(), by attention implementation.
+
+Models of transformers with random weights: Llama's shape with both caches, its prompts padded or
+not, beside sdpa; Gemma-2's and gpt-oss's beside their own eager. A token's time is what 64 more of
+them take; with a static cache transformers compiles the model by itself. Of the first 16 tokens
+half or more must be the rival's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.environment import describe
+from bench.peers import OURS
+from bench.results import Gate, Report, RowResult, save
+from bench.runner import Method
+from flexattn.integrations.transformers import register
+from flexattn.measure.timing import Samples, paired_ratio
+
+__all__ = ["ROWS", "GenerationRow", "main", "table"]
+
+SHORT, LONG = 16, 80
+# Logits of random weights in half precision are near one another: a token may differ, not most.
+SAME = 0.5
+METHOD = Method(rounds=7)
+# Four layers of the published shapes; experts and vocabularies are small, for attention is asked.
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "Gemma2": {
+        "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "GptOss": {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+STATIC = {"cache_implementation": "static"}
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """A model, a cache, and whether half of the prompts are padded on the left."""
+
+    model: str
+    rival: str
+    padded: bool = False
+    batch: int = 4
+    prompt: int = 1000
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As --rows matches it."""
+        cache = "static" if self.options else "dynamic"
+        return f"{self.model.lower()}-{cache}{'-padded' if self.padded else ''}"
+
+
+ROWS = (
+    GenerationRow("Llama", "sdpa"),
+    GenerationRow("Llama", "sdpa", padded=True),
+    GenerationRow("Llama", "sdpa", options=STATIC),
+    GenerationRow("Llama", "sdpa", padded=True, options=STATIC),
+    GenerationRow("Gemma2", "eager", prompt=4000),
+    GenerationRow("GptOss", "eager", prompt=4000),
+)
+
+
+def _model(name: str) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=4096, num_hidden_layers=4, max_position_embeddings=8192, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, **MODELS[name],
+    )  # fmt: skip
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        made = getattr(transformers, f"{name}ForCausalLM")(config)
+    return made.eval().to(torch.bfloat16)
+
+
+def _prompts(row: GenerationRow) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, 4096, (row.batch, row.prompt), generator=draw)
+    mask = torch.ones_like(ids)
+    if row.padded:
+        mask[::2, : row.prompt // 10] = 0
+    return ids.cuda(), mask.cuda()
+
+
+def _generated(
+    model: Any, row: GenerationRow, given: tuple[Tensor, Tensor], tokens: int
+) -> Tensor:
+    ids, mask = given
+    found: Tensor = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens,
+        **row.options,
+    )  # fmt: skip
+    return found[:, ids.shape[1] :]
+
+
+def _ms_a_token(model: Any, row: GenerationRow, given: tuple[Tensor, Tensor]) -> float:
+    took = []
+    for tokens in (SHORT, LONG):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        _generated(model, row, given, tokens)
+        torch.cuda.synchronize()
+        took.append(time.perf_counter() - begin)
+    return (took[1] - took[0]) / (LONG - SHORT) * 1e3
+
+
+def measure(row: GenerationRow, rounds: int) -> RowResult:
+    """Ours and the rival in turns, on one model's weights."""
+    given, first, ms = _prompts(row), {}, {}
+    models = {}
+    for name in (OURS, row.rival):
+        models[name] = _model(row.model)
+        models[name].set_attn_implementation(name)
+        first[name] = _generated(models[name], row, given, SHORT)
+        _generated(models[name], row, given, LONG)
+        ms[name] = [0.0] * rounds
+    for i in range(rounds):
+        for name, model in models.items():
+            ms[name][i] = _ms_a_token(model, row, given)
+    same = (first[OURS] == first[row.rival]).float().mean().item()
+    samples = {name: Samples(tuple(each * 1e3 for each in found)) for name, found in ms.items()}
+    gate = Gate(same >= SAME, f"{same:.0%} of the first tokens are {row.rival}'s")
+    return RowResult(row.name, "generation", 0.0, 0, {OURS: gate}, samples, {})
+
+
+def table(report: Report) -> str:
+    """A line each row: milliseconds a token, and ours over the rival's."""
+    lines = []
+    for row in report.rows:
+        (rival,) = set(row.samples) - {OURS}
+        ratio = paired_ratio(row.samples[OURS], row.samples[rival])
+        ours, theirs = (row.samples[name].median / 1e3 for name in (OURS, rival))
+        lines.append(
+            f"{row.name}: {OURS} {ours:.3f} ms a token, {rival} {theirs:.3f}: {ratio.value:.3f} "
+            f"({ratio.low:.3f} to {ratio.high:.3f}); {row.gates[OURS].message}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench; the status is 1 where tokens are not the rival's, 2 without a GPU."""
+    parser = argparse.ArgumentParser(prog="python -m bench.generation", description=__doc__)
+    parser.add_argument("--rows", default="", help="a regular expression of names")
+    parser.add_argument("--rounds", type=int, default=METHOD.rounds)
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    asked = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no GPU is visible to torch: tokens are timed on one", file=sys.stderr)
+        return 2
+    register(OURS)
+    found: list[RowResult] = []
+    method = replace(METHOD, rounds=asked.rounds).facts()
+    for row in ROWS:
+        if re.search(asked.rows, row.name):
+            found.append(measure(row, asked.rounds))
+            report = Report("generation", method, (describe(),), tuple(found))
+            if asked.out:
+                save(report, asked.out)
+            print(table(replace(report, rows=(found[-1],))), flush=True)
+            torch.cuda.empty_cache()
+    return 0 if all(row.gates[OURS].passed for row in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
