@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 from flexattn import catalogue
 from flexattn.block_mask.create import create_block_mask
+from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
@@ -90,8 +91,12 @@ def make_mask(
         return padding[b, kv_idx + kv_offset]
 
     mask_mod = placed if padding is None else and_masks(placed, padded)
-    mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
-    if not torch.compiler.is_dynamo_compiling():  # a mask that is made in a graph stays there
+    compiling = torch.compiler.is_dynamo_compiling()  # a mask that is made in a graph stays there
+    if q_length <= MOST_ROWS and kv_length and not compiling:
+        mask: BlockMask = few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
+    else:
+        mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
+    if not compiling:
         mask.__class__ = _Mask
     return mask
 
