@@ -71,6 +71,7 @@ class Case:
     tma: bool
     hip: bool
     served: bool
+    diagonals: bool
     shared_memory: int = 0
     registers: int = 0
 
@@ -90,6 +91,7 @@ def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Cas
         device.has_tma and tma_layout(structure) and _whole(structure),
         device.backend == "hip",
         not structure.fp8 and not structure.kv_dtype,
+        config.sum_diagonals and adds_along_diagonals(structure),
     )
 
 
@@ -104,8 +106,11 @@ def estimate(case: Case) -> None:
     c, width = case.config, case.qk + case.v
     halves = (c.BLOCK_N1, c.BLOCK_M1), (c.BLOCK_M2, c.BLOCK_N2)
     held, walked = max(halves, key=sum)
-    elements = max(_shared_elements(case, *half, width) for half in halves)
-    case.shared_memory = case.itemsize * elements + SHARED_SLACK
+    keys_half, queries_half = (case.itemsize * _shared_elements(case, *h, width) for h in halves)
+    if case.diagonals:
+        # Scores are turned through shared memory, in float32 and a buffer a stage.
+        queries_half += 4 * c.num_stages * c.BLOCK_M2 * c.BLOCK_N2
+    case.shared_memory = max(keys_half, queries_half) + SHARED_SLACK
     keys = c.BLOCK_N1 * width + 2 * c.BLOCK_N1 * c.BLOCK_M1
     queries = c.BLOCK_M2 * case.qk + 2 * c.BLOCK_M2 * c.BLOCK_N2
     case.registers = REGISTER_SLACK + max(keys, queries) // case.threads

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from flexattn.device import Device, is_rdna
+from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.problem import Problem
 
@@ -53,6 +54,12 @@ _TABLES: dict[str, _Table] = {
         (256, (BackwardConfig(16, 16, 16, 16, 8, 1),)),
     ),
 }
+# Where the gradient of a relative bias is summed along diagonals, on sm_90 up to 64 and up to 128
+# columns: sums take registers and shared memory, with which the table's first ones spill.
+_DIAGONALS = (
+    BackwardConfig(64, 128, 128, 64, 8, 2, True),
+    BackwardConfig(32, 128, 128, 32, 8, 2, True),
+)
 # Without matrix instructions what is multiplied lies in registers: beyond 64 wide tiles spill.
 _FLOAT32 = (BackwardConfig(32, 32, 32, 32, 8, 1), BackwardConfig(16, 32, 32, 16, 4, 1))
 _SMALLEST = (BackwardConfig(16, 16, 16, 16, 4, 1), BackwardConfig(16, 16, 16, 16, 8, 1))
@@ -70,6 +77,8 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
         if structure.dropout and widest > 64:
             # Random bits take registers: of 64 rows at a time the loops of sm_90 spill.
             table = tuple(replace(each, BLOCK_M1=min(each.BLOCK_M1, 32)) for each in table)
+        if device.arch == "sm_90" and widest <= 128 and adds_along_diagonals(structure):
+            yield _DIAGONALS[widest > 64]
         yield from table
         yield BackwardConfig(16, 32, 32, 16, 4, 1)
         yield from _SMALLEST
