@@ -35,6 +35,9 @@ class Number(int):
     def to(self, dtype):
         return self
 
+    def __rshift__(self, places):
+        return Number(int(self) >> places)
+
 
 def tile(values, dtype=np.float32):
     return np.asarray(values, dtype).view(Tile)
@@ -253,7 +256,7 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=min, maximum=_maximum, convert_layout=lambda x, layout: x,
-        load=lambda place: int(place.array[place.offset]), allocate_shared_memory=allocate,
+        load=lambda place: Number(place.array[place.offset]), allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         uint32="uint32", join=lambda a, b: np.stack([a, b], -1),
@@ -281,11 +284,11 @@ def _maximum(a, b):
     return np.maximum(a, b).view(Tile) if isinstance(a, Tile) else max(a, b)
 
 
-def _philox(row, key, head, seed):
+def _philox(row, key, head, *seed):
     """The reference's, whose words are the kernel's: see tests/compile/test_dropout.py."""
     counter = (torch.from_numpy(row), torch.from_numpy(key), torch.tensor(head), torch.tensor(0))
-    halves = torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32 & 0xFFFFFFFF)
-    return [x.numpy() for x in philox4x32(counter, halves)]
+    halves = [torch.tensor(int(x) & 0xFFFFFFFF) for x in seed]
+    return [x.numpy() for x in philox4x32(counter, tuple(halves))]
 
 
 def _select(condition, a, b):
@@ -335,6 +338,7 @@ def _assembly(block):
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
         "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
         "philox": _philox,
+        "uniform": lambda word: word,
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
         "take_all": lambda at: block.barrier(at).sync(CONSUMERS),

@@ -17,7 +17,7 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.kernels.hopper_backward.source import TURN, render_after, render_before
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import _disassembled, resources
 from flexattn.settings import override
 from tests.compile.product_loops import product_loops
 from tests.families import render
@@ -84,6 +84,43 @@ SPILLS = {
     ("alibi", 128, EVEN): (0, 8),
     ("alibi", 256, ODD): (0, 4),
 }
+
+
+# As above, with dropout. Without a mask the one word is a thread's number, stored for after the loop.
+DROPPING_SPILLS = {
+    ("full", 64, EVEN): (0, 1),
+    ("full", 128, EVEN): (0, 1),
+    ("causal", 128, EVEN): (0, 2),
+}
+
+
+def dropping(name, D, sizes):
+    kv_len, group = sizes
+    wanted = problem("backward", D, kv_len=kv_len, group=group, **MODS[name])
+    return replace(wanted, structure=replace(wanted.structure, dropout=True))
+
+
+def test_dropout_keeps_its_registers():
+    wanted = dropping("causal", 128, EVEN)
+    compiled, spilled = kept(wanted)
+    assert sum(spilled) <= DROPPING_SPILLS["causal", 128, EVEN][not OLDEST], spilled
+    # The two warps that draw also meet by themselves, at a barrier of Triton's choice.
+    code = _disassembled(compiled.asm["cubin"])
+    barriers = set(re.findall(r"\bBAR\.(?:SYNC|ARV)\S* 0x(\w+), 0x(\w+)", code))
+    threads = {int(count, 16) for _, count in barriers}
+    assert {32 * 2, 32 * 8, 32 * (2 + 8)} <= threads
+    assert len({number for number, _ in barriers}) == len(barriers), barriers
+    before = compile_source(render_before(wanted.structure, CONFIG, H200), H200)
+    assert not resources(before, H200).starved
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("sizes", [EVEN, ODD], ids=str)
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", ["full", "causal", "lists"])
+def test_dropout_keeps_the_registers_of_every_default(name, D, sizes):
+    _, spilled = kept(dropping(name, D, sizes))
+    assert sum(spilled) <= DROPPING_SPILLS.get((name, D, sizes), (0, 0))[not OLDEST], spilled
 
 
 @pytest.mark.full_matrix

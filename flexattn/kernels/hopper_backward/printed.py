@@ -128,6 +128,11 @@ RULES: Rules[Case] = Rules(
             lambda c: not c.deterministic or c.qk_dim == c.head_dim,
         ),
         Rule(
+            "dropout stages",
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
+            lambda c: not c.drops or c.num_stages <= 3,
+        ),
+        Rule(
             "layout",
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
             lambda c: c.dense_layout,

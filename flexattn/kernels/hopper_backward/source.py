@@ -35,8 +35,9 @@ TURN = 7
 # Those at which the warps that keep dq's sums in order meet the consumers, and one another: below
 # those of three stages.
 MAY_ADD, ADDED, RECEIVED = 6, 5, 8
-# Those at which the warps that draw what dropout keeps meet the consumers.
-KEPT_DRAWN, KEPT_READ = 4, 3
+# Those at which the warps that draw what dropout keeps meet the consumers: below those of three
+# stages, and above the ones by which Triton lets the warps of a partition meet.
+KEPT_DRAWN, KEPT_READ = 4, 9
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.

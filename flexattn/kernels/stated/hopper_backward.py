@@ -130,6 +130,11 @@ HOPPER_BACKWARD = Statement(
             "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
         ),
         Inequality(
+            "dropout stages",
+            Or(Not(drops), num_stages <= 3),
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
+        ),
+        Inequality(
             "layout",
             dense_layout,
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
