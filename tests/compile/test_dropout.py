@@ -82,8 +82,8 @@ def kernel(OUT, SEED, row_start, start_n, head, drop_below):
     pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
     gl.store(OUT + (gl.expand_dims(place, 2) + pair), found)
 """
-NEEDED = {"wide_product", "philox", "random_word", "drop", "by_thread", "first_of", "ROWS", "WARPS",
-          "BLOCK_N", "MMA_S"}  # fmt: skip
+NEEDED = {"wide_product", "philox", "random_word", "drop", "by_thread", "first_of", "ROWS",
+          "WARPS", "BLOCK_N", "MMA_S"}  # fmt: skip
 # The second part of what two warps draw of a tile.
 DRAWS = """
 
@@ -92,7 +92,8 @@ def kernel(OUT, SEED, row_start, start_n, head, drop_below):
     found = draw_words(row_start, start_n, head, gl.load(SEED), drop_below, 1)
     place = gl.arange(0, DRAWN_AT_ONCE, gl.SliceLayout(1, found.type.layout))
     odd = gl.arange(0, 2, gl.SliceLayout(0, found.type.layout))
-    gl.store(OUT + (gl.expand_dims(place * 2, 1) + gl.expand_dims(odd, 0)), found.to(gl.int32, bitcast=True))
+    place = gl.expand_dims(place * 2, 1) + gl.expand_dims(odd, 0)
+    gl.store(OUT + place, found.to(gl.int32, bitcast=True))
 """
 DRAWING = {"wide_product", "philox", "draw_words", "eight_bits", "uniform", "is_above", "BLOCK_N",
            "DRAWN", "DRAWN_AT_ONCE"}  # fmt: skip
@@ -116,7 +117,9 @@ def stored(wanted, needed, kernel, starts, num_warps, tmp_path):
     types = {"OUT": "*i32", "SEED": "*i64", "row_start": "i32", "start_n": "i32", "head": "i32",
              "drop_below": "i32"}  # fmt: skip
     source = GluonASTSource(module.kernel, types, {})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    ptx = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+    )
     given = (0, 0, *starts, HEAD, DROPOUT.below)
     found = run(ptx.asm["ptx"], given, SEED, 32 * num_warps)
     return [found[4 * place] for place in range(len(found))]

@@ -86,11 +86,17 @@ SPILLS = {
 }
 
 
-# As above, with dropout. Without a mask the one word is a thread's number, stored for after the loop.
+# As above, with dropout. A single word is a thread's number, which is stored for after the loop.
 DROPPING_SPILLS = {
     ("full", 64, EVEN): (0, 1),
+    ("full", 64, ODD): (0, 1),
+    ("causal", 64, EVEN): (1, 1),
+    ("causal", 64, ODD): (2, 5),
+    ("lists", 64, ODD): (0, 6),
+    ("full", 96, EVEN): (0, 1),
+    ("full", 96, ODD): (0, 2),
     ("full", 128, EVEN): (0, 1),
-    ("causal", 128, EVEN): (0, 2),
+    ("full", 128, ODD): (0, 2),
 }
 
 
@@ -103,7 +109,7 @@ def dropping(name, D, sizes):
 def test_dropout_keeps_its_registers():
     wanted = dropping("causal", 128, EVEN)
     compiled, spilled = kept(wanted)
-    assert sum(spilled) <= DROPPING_SPILLS["causal", 128, EVEN][not OLDEST], spilled
+    assert spilled and not any(spilled), spilled
     # The two warps that draw also meet by themselves, at a barrier of Triton's choice.
     code = _disassembled(compiled.asm["cubin"])
     barriers = set(re.findall(r"\bBAR\.(?:SYNC|ARV)\S* 0x(\w+), 0x(\w+)", code))
@@ -146,9 +152,13 @@ def test_forms_that_a_search_tries_fit(D):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_sums_in_order_overlap_their_products(D):
+@pytest.mark.parametrize("dropout", [False, True])
+def test_sums_in_order_overlap_their_products(D, dropout):
     wanted = problem("backward", D, group=1, **MODS["causal"])
-    config = family_of(CONFIG).made_deterministic(replace(CONFIG, mha=True), wanted.structure)
+    wanted = replace(wanted, structure=replace(wanted.structure, dropout=dropout))
+    config = family_of(CONFIG).made_deterministic(
+        replace(CONFIG, mha=not dropout), wanted.structure
+    )
     compiled = compile_source(render(wanted.structure, config, H200, "in order"), H200)
     taken = resources(compiled, H200)
     assert not taken.serialised and taken.register_split == (240, 24)

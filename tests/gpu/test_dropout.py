@@ -64,9 +64,8 @@ def test_outputs(dtype, D):
 @pytest.mark.parametrize("mask_mod", [None, causal])
 def test_the_mask_of_a_backward(options, mask_mod, D):
     """The output's gradient is the unit matrix of D queries, so that dV is their weights."""
-    q, k, v = (
-        x.requires_grad_() for x in inputs(2, 4, 4, 333, 401, D, dtype=torch.bfloat16, device="cuda")
-    )
+    given = inputs(2, 4, 4, 333, 401, D, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (x.requires_grad_() for x in given)
     dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k, 128)
     lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 401))
     wanted = kept(dropout, lanes, 4)

@@ -21,8 +21,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     """Configs by preference, as measured on an H200 and an H100: tiles by their columns.
 
     Addresses are computed in the loop where its registers would not hold them as well: beside
-    counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and where
-    weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws them).
+    counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
+    where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     """
     structure = problem.structure
