@@ -12,6 +12,9 @@ import threading
 from types import SimpleNamespace
 
 import numpy as np
+import torch
+
+from flexattn.reference.dropout import philox4x32
 
 SECONDS = 20
 CONSUMERS, LOADER = 256, 32
@@ -20,12 +23,24 @@ CONSUMERS, LOADER = 256, 32
 class Tile(np.ndarray):
     """A tensor in registers."""
 
+    type = SimpleNamespace(layout=None)
+
     def to(self, dtype):
         return self
 
 
-def tile(values):
-    return np.asarray(values, np.float32).view(Tile)
+class Number(int):
+    """A number of a kernel's arguments."""
+
+    def to(self, dtype):
+        return self
+
+    def __rshift__(self, places):
+        return Number(int(self) >> places)
+
+
+def tile(values, dtype=np.float32):
+    return np.asarray(values, dtype).view(Tile)
 
 
 class Pointer:
@@ -84,7 +99,7 @@ class Shared:
         return Shared(self.array[start : start + length])
 
     def load(self, layout):
-        return tile(self.array.copy())
+        return tile(self.array.copy(), self.array.dtype)
 
     def store(self, values):
         self.array[...] = values
@@ -220,6 +235,7 @@ def run(source, programs, arguments, seed=0):
             exec(code, names)
             names.update(_assembly(block))
             values = [arguments[each.name] for each in source.arguments]
+            values = [Number(x) if type(x) is int else x for x in values]
             names[source.entry](*values)
 
 
@@ -227,17 +243,23 @@ def _language(block):
     def allocate(dtype, shape, layout):
         if dtype == "int64":
             return Meeting(block)
+        if dtype == "uint32":
+            return Shared(np.full(shape, 2**32 - 1, np.int64))
         return Shared(np.full(shape, np.nan, np.float32))
+
+    def zeros(shape, dtype, layout):
+        return tile(np.zeros(shape), np.float32 if dtype == "float32" else np.int64)
 
     layout = SimpleNamespace(value=None)
     gl = SimpleNamespace(
-        constexpr=lambda x: x, zeros=lambda shape, dtype, layout: tile(np.zeros(shape)),
+        constexpr=lambda x: x, zeros=zeros,
         arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
-        minimum=min, maximum=max, convert_layout=lambda x, layout: x,
-        load=lambda place: int(place.array[place.offset]), allocate_shared_memory=allocate,
+        minimum=min, maximum=_maximum, convert_layout=lambda x, layout: x,
+        load=lambda place: Number(place.array[place.offset]), allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
+        uint32="uint32", join=lambda a, b: np.stack([a, b], -1),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
@@ -254,7 +276,19 @@ def _language(block):
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
         "store": lambda to, at, place: to.write(at, place.array),
+        "reinterpret": lambda place, dtype, shape, layout: place.reshape(shape),
     }  # fmt: skip
+
+
+def _maximum(a, b):
+    return np.maximum(a, b).view(Tile) if isinstance(a, Tile) else max(a, b)
+
+
+def _philox(row, key, head, *seed):
+    """The reference's, whose words are the kernel's: see tests/compile/test_dropout.py."""
+    counter = (torch.from_numpy(row), torch.from_numpy(key), torch.tensor(head), torch.tensor(0))
+    halves = [torch.tensor(int(x) & 0xFFFFFFFF) for x in seed]
+    return [x.numpy() for x in philox4x32(counter, tuple(halves))]
 
 
 def _select(condition, a, b):
@@ -299,6 +333,14 @@ def _assembly(block):
         "take": lambda at: block.barrier(at).sync(LOADER),
         "allow": lambda at: block.barrier(at).arrive(CONSUMERS),
         "meet_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
+        "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
+        "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
+        "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
+        "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
+        "philox": _philox,
+        "uniform": lambda word: word,
+        "unsigned": lambda p: np.abs(p),
+        "kept_half": lambda p: _maximum(p, 0.0),
         "take_all": lambda at: block.barrier(at).sync(CONSUMERS),
         "await_semaphore": await_semaphore,
         "release_semaphore": release_semaphore,

@@ -27,6 +27,8 @@ _OPERATIONS = {
     "mad": lambda x, y, z: x * y + z,
     "bfe": lambda x, start, size: (x >> start) & ((1 << size) - 1),
     "prmt": _prmt,
+    # All threads have the same there.
+    "shfl": lambda x, *_: x,
 }
 
 

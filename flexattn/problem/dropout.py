@@ -28,9 +28,9 @@ class Dropout(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What weights that are kept are multiplied by, so that their mean stays."""
+        """What weights that are kept are multiplied by, so that their mean stays; 1 of none."""
         kept = RANDOM_NUMBERS - self.below
-        return RANDOM_NUMBERS / kept if kept else 0.0
+        return RANDOM_NUMBERS / kept if kept else 1.0
 
     def drawn(self, device: torch.device) -> Dropout:
         """With a seed from torch's default generator of a device; nothing waits for the device."""

@@ -32,7 +32,7 @@ CAUSAL = {"mask_mod": causal, "runs": True}
 CASES = {
     "hopper": ("prefill", 128, CAUSAL, GLUON, 2 * 8),
     "triton": ("prefill", 64, {}, TRITON, 8),
-    "backward": ("backward", 128, CAUSAL, {}, 4 + 4),
+    "backward": ("backward", 128, CAUSAL, TRITON, 4 + 4),
 }
 
 
@@ -82,39 +82,71 @@ def kernel(OUT, SEED, row_start, start_n, head, drop_below):
     pair = gl.expand_dims(gl.expand_dims(pair, 0), 1)
     gl.store(OUT + (gl.expand_dims(place, 2) + pair), found)
 """
-NEEDED = {"wide_product", "random_word", "drop", "by_thread", "first_of", "ROWS", "WARPS",
-          "BLOCK_N", "MMA_S"}  # fmt: skip
+NEEDED = {"wide_product", "philox", "random_word", "drop", "by_thread", "first_of", "ROWS",
+          "WARPS", "BLOCK_N", "MMA_S"}  # fmt: skip
+# The second part of what two warps draw of a tile.
+DRAWS = """
+
+@gluon.jit
+def kernel(OUT, SEED, row_start, start_n, head, drop_below):
+    found = draw_words(row_start, start_n, head, gl.load(SEED), drop_below, 1)
+    place = gl.arange(0, DRAWN_AT_ONCE, gl.SliceLayout(1, found.type.layout))
+    odd = gl.arange(0, 2, gl.SliceLayout(0, found.type.layout))
+    place = gl.expand_dims(place * 2, 1) + gl.expand_dims(odd, 0)
+    gl.store(OUT + place, found.to(gl.int32, bitcast=True))
+"""
+DRAWING = {"wide_product", "philox", "draw_words", "eight_bits", "uniform", "is_above", "BLOCK_N",
+           "DRAWN", "DRAWN_AT_ONCE"}  # fmt: skip
+SEED, DROPOUT, HEAD = 2**62 + 12345, Dropout.of(0.3), 37
 
 
-@pytest.mark.oldest
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_hoppers_pairs_are_those_of_the_reference(tmp_path):
-    """No interpreter runs Gluon: the PTX of its function is run, for a consumer's tile."""
-    wanted = dropping("prefill", 128)
+def stored(wanted, needed, kernel, starts, num_warps, tmp_path):
+    """What a kernel of some of a template's functions stores: words, in order."""
     text = render(wanted.structure, default(wanted, H200, "gluon"), H200, "test").text
     parts = []
     for node in ast.parse(text).body:
         assigned = node.targets[0] if isinstance(node, ast.Assign) else node
         name = getattr(assigned, "id", getattr(assigned, "name", ""))
-        if name in NEEDED or isinstance(node, (ast.Import, ast.ImportFrom)):
+        if name in needed or isinstance(node, (ast.Import, ast.ImportFrom)):
             parts.append(ast.unparse(node))
     file = tmp_path / "drops.py"
-    file.write_text("\n\n".join(parts) + DROPS)
+    file.write_text("\n\n".join(parts) + kernel)
     spec = importlib.util.spec_from_file_location("drops", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     types = {"OUT": "*i32", "SEED": "*i64", "row_start": "i32", "start_n": "i32", "head": "i32",
              "drop_below": "i32"}  # fmt: skip
     source = GluonASTSource(module.kernel, types, {})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    seed, dropout = 2**62 + 12345, Dropout.of(0.3)
-    stored = run(ptx.asm["ptx"], (0, 0, 192, 384, 37, dropout.below), seed)
-    lanes = [
-        torch.tensor([0]),
-        torch.tensor([37]),
-        torch.arange(64) + 192,
-        torch.arange(128) + 384,
-    ]
-    mask = kept(dropout._replace(seed=torch.tensor([seed])), tuple(lanes), 64)[0, 0].int()
-    words = mask[:, ::2] + (mask[:, 1::2] << 16)
-    assert [stored[4 * place] for place in range(64 * 64)] == words.flatten().tolist()
+    ptx = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
+    )
+    given = (0, 0, *starts, HEAD, DROPOUT.below)
+    found = run(ptx.asm["ptx"], given, SEED, 32 * num_warps)
+    return [found[4 * place] for place in range(len(found))]
+
+
+def mask(rows, keys):
+    """The reference's, int64 of the rows and keys."""
+    lanes = (torch.tensor([0]), torch.tensor([HEAD]), rows, keys)
+    return kept(DROPOUT._replace(seed=torch.tensor([SEED])), lanes, 64)[0, 0].long()
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_hoppers_pairs_are_those_of_the_reference(tmp_path):
+    """No interpreter runs Gluon: the PTX of its function is run, for a consumer's tile."""
+    found = stored(dropping("prefill", 128), NEEDED, DROPS, (192, 384), 4, tmp_path)
+    wanted = mask(torch.arange(64) + 192, torch.arange(128) + 384)
+    assert found == (wanted[:, ::2] + (wanted[:, 1::2] << 16)).flatten().tolist()
+
+
+@pytest.mark.oldest
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_what_hoppers_backward_draws_is_the_reference_s(tmp_path):
+    """A word has a key's bits and those of the key eight further on, of 16 of 64 rows."""
+    found = stored(dropping("backward", 128), DRAWING, DRAWS, (192, 384), 2, tmp_path)
+    # The second half of 128 keys: its 16s, their pairs, of rows those of a thread, and which key.
+    wanted = mask(torch.arange(64) + 192, torch.arange(64) + 384 + 64)
+    bits = wanted.reshape(2, 2, 2, 4, 2, 4, 2, 4, 2)  # rows: 5, 4, 3, 2-1, 0; keys: 5-4, 3, 2-1, 0
+    bits = bits.permute(5, 7, 3, 8, 0, 1, 2, 6, 4).reshape(4 * 4 * 4 * 2, 32)
+    assert found == (bits << torch.arange(32)).sum(1).tolist()

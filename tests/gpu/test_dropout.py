@@ -59,8 +59,34 @@ def test_outputs(dtype, D):
         assert_judged(got, q, k, v, dropout=dropout, **more)
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("options", [TILES[0], TILES[2]])
+@pytest.mark.parametrize("mask_mod", [None, causal])
+def test_the_mask_of_a_backward(options, mask_mod, D):
+    """The output's gradient is the unit matrix of D queries, so that dV is their weights."""
+    given = inputs(2, 4, 4, 333, 401, D, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (x.requires_grad_() for x in given)
+    dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k, 128)
+    lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 401))
+    wanted = kept(dropout, lanes, 4)
+    if mask_mod is not None:
+        wanted &= lanes[3] <= lanes[2][:, None]
+    torch.manual_seed(SEED)
+    tile = {name: word for name, word in options.items() if name == "BACKEND"}
+    found = flexattn.explain(q, k, v, None, mask, kernel_options=tile, dropout_p=0.3)
+    assert found.backward.config.language == ("gluon" if tile["BACKEND"] == "GLUON" else "triton")
+    torch.manual_seed(SEED)
+    out = flexattn.flex_attention(q, k, v, None, mask, kernel_options=tile, dropout_p=0.3)
+    for first in range(0, 333, D):
+        dout, rows = torch.zeros_like(out), min(D, 333 - first)
+        dout[:, :, first : first + rows] = torch.eye(D, device="cuda")[:rows]
+        (dv,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+        assert torch.equal(dv[..., :rows].mT != 0, wanted[:, :, first : first + rows])
+
+
 @pytest.mark.parametrize(
-    ("dtype", "D"), [("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 64)]
+    ("dtype", "D"),
+    [("bf16", 64), ("bf16", 96), ("bf16", 128), ("fp16", 128), ("bf16", 256), ("fp32", 64)],
 )
 def test_gradients(dtype, D):
     q, k, v = inputs(2, 8, 2, 333, 401, D, dtype=DTYPES[dtype], device="cuda")

@@ -99,6 +99,30 @@ def test_forms(name, D, forced):
         check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
 
 
+@pytest.mark.parametrize("D", TILES)
+@pytest.mark.parametrize("name", ["plain", *FORMS])
+def test_forms_drop_weights(name, D, forced):
+    for tile in TILES[D]:
+        forced(HopperBackwardConfig(*tile, **FORMS.get(name, {"remat": True})))
+        assert_gradients(*on_gpu(2, 2, 2, 520, 640, D), dropout_p=0.3, mask_mod=causal, block=128)
+        assert_gradients(*on_gpu(1, 4, 2, 333, 401, D), dropout_p=0.1)
+        holes = MASKS["holes"]
+        assert_gradients(*on_gpu(1, 4, 2, 520, 640, D), dropout_p=0.5, mask_mod=holes, block=128)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_dropout_and_sums_in_order_have_the_same_bits_in_every_run(D):
+    q, k, v = (x.requires_grad_() for x in on_gpu(2, 8, 4, 2100, 2300, D))
+    mask, options = block_mask(causal, q, k, 128), {"DETERMINISTIC": True}
+    out = flexattn.flex_attention(
+        q, k, v, None, mask, enable_gqa=True, kernel_options=options, dropout_p=0.2
+    )
+    first = torch.autograd.grad(out, (q, k, v), out.detach(), retain_graph=True)
+    for _ in range(10):
+        again = torch.autograd.grad(out, (q, k, v), out.detach(), retain_graph=True)
+        assert all(map(torch.equal, again, first))
+
+
 @pytest.mark.parametrize("name", ["ping_pong", "ex2"])
 def test_scores_that_are_no_number_give_none(name, forced):
     """Powers by multiply-adds made a number of them, by a maximum that takes the other operand."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from math import gcd
 
-from flexattn.kernels.base.arguments import Argument, captured_arguments, descriptor
+from flexattn.kernels.base.arguments import (
+    Argument,
+    captured_arguments,
+    descriptor,
+    dropout_arguments,
+)
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.printers.triton_ops import signature_type
@@ -30,6 +35,7 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found.append(Argument("sm_scale", "fp32"))
     if config.deterministic:
         found += [_SEMAPHORES, *_gradient(structure)]
+    found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
 
@@ -50,7 +56,7 @@ def before_arguments(structure: Structure, config: HopperBackwardConfig) -> tupl
         found += [Argument("Hq", "i32"), Argument("Q_COUNT", "*i32", 4)]
         found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
         found += _gradient(structure)
-    return tuple(found)
+    return (*found, *dropout_arguments(structure)[2:])
 
 
 def after_arguments(structure: Structure) -> tuple[Argument, ...]:

@@ -38,7 +38,8 @@ class HopperBackwardConfig:
     num_stages: tiles of Q, and of dO, in shared memory at once, 1 to 4; the loads run that far
     ahead.
     mha: whether each key head has one query head, of one batch; default False: a block walks the
-    rows of every query head that reads its keys. It spares a counter in registers.
+    rows of every query head that reads its keys. It spares a counter in registers, and is not
+    taken where weights are dropped.
     even_n: whether BLOCK_N divides the number of keys; default False. It spares a comparison of
     each score. Both follow from a problem's sizes.
     pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,

@@ -50,7 +50,9 @@ def shared_memory(c: Case) -> int:
     # dS, and a P a stage where the warpgroups share a tile's columns.
     scored = c.num_stages + 1 if c.BLOCK_N == 64 else 1
     score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
-    return held_tiles + score_tiles + walked_tiles + 512
+    # A bit of each weight.
+    kept = floor(c.BLOCK_M * c.BLOCK_N / 8) if c.drops else 0
+    return held_tiles + kept + score_tiles + walked_tiles + 512
 
 
 def registers(c: Case) -> int:
@@ -126,6 +128,11 @@ RULES: Rules[Case] = Rules(
             lambda c: not c.deterministic or c.qk_dim == c.head_dim,
         ),
         Rule(
+            "dropout stages",
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
+            lambda c: not c.drops or c.num_stages <= 3,
+        ),
+        Rule(
             "layout",
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
             lambda c: c.dense_layout,
@@ -141,7 +148,6 @@ RULES: Rules[Case] = Rules(
             "gradients of what score_mod captures are added up by Triton's backward",
             lambda c: not c.has_grads,
         ),
-        Rule("dropout", "weights are dropped by Triton's backward", lambda c: not c.drops),
         Rule(
             "mods",
             "a mod reads memory for each query and key, which Hopper's backward has no tile for",

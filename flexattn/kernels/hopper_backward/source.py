@@ -35,6 +35,9 @@ TURN = 7
 # Those at which the warps that keep dq's sums in order meet the consumers, and one another: below
 # those of three stages.
 MAY_ADD, ADDED, RECEIVED = 6, 5, 8
+# Those at which the warps that draw what dropout keeps meet the consumers: below those of three
+# stages, and above the ones by which Triton lets the warps of a partition meet.
+KEPT_DRAWN, KEPT_READ = 4, 9
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -89,6 +92,10 @@ def render(
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
         "deterministic": config.deterministic,
+        "dropout": structure.dropout,
+        "drawing_warps": _drawing_warps(config),
+        "beside_warps": _beside(structure, config),
+        "beside_registers": [24] * len(_beside(structure, config)),
         "lane_rows": config.BLOCK_M // 32,
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "early_stats": config.early_stats,
@@ -109,6 +116,7 @@ def render_before(structure: Structure, config: HopperBackwardConfig, device: De
     context: dict[str, object] = {
         "constants": (*settings.items(), *BASE_2),
         "deterministic": config.deterministic,
+        "dropout": structure.dropout,
         "sparse": sparsity is not None,
     }
     template = "hopper_backward/before.py.jinja"
@@ -168,11 +176,27 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if config.deterministic:
         settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "RECEIVED": RECEIVED}
         settings |= {"NOT_FIRST": 1, "LAST": 2}
+    if structure.dropout:
+        # Pairs of words, a thread each.
+        pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
+        settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": KEPT_READ}
+        settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
         if config.deterministic:
             settings["TILES_PER_KV"] = sparsity.kv_block // config.BLOCK_N
     return settings
+
+
+def _drawing_warps(config: HopperBackwardConfig) -> int:
+    """Of the four warps beside the consumers a deterministic kernel takes three."""
+    return 1 if config.deterministic else 2
+
+
+def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
+    """Warps of each partition beside the consumers; the first one loads."""
+    found = [1, 1, 1] if config.deterministic else [1]
+    return [*found, _drawing_warps(config)] if structure.dropout else found
 
 
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:

@@ -21,7 +21,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     """Configs by preference, as measured on an H200 and an H100: tiles by their columns.
 
     Addresses are computed in the loop where its registers would not hold them as well: beside
-    counters, beside a mask's comparisons but at 128 columns, and where a mod takes registers.
+    counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
+    where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     """
     structure = problem.structure
@@ -31,7 +32,7 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     for each in tiles:
         config, masked = at_sizes(each, problem), structure.mask is not None
         bare = plain and config.mha and config.even_n
-        remat = not (bare and (width == 128 or not masked))
+        remat = structure.dropout or not (bare and (width == 128 or not masked))
         config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)

@@ -17,10 +17,14 @@ DETERMINISTIC_AT_ONCE = 4
 
 
 def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardConfig:
-    """The config in the form that a problem's heads and keys allow."""
+    """The config in the form that a problem's heads and keys allow.
+
+    With dropout a block counts heads also where each key head has one: ptxas of Triton 3.9 then
+    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask.
+    """
     return replace(
         config,
-        mha=_shared_heads(problem) == 1,
+        mha=_shared_heads(problem) == 1 and not problem.structure.dropout,
         even_n=problem.kv_len % config.BLOCK_N == 0,
     )
 

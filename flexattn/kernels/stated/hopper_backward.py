@@ -45,10 +45,13 @@ scored = let(
     "dS, and a P a stage where the warpgroups share a tile's columns.",
 )
 score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
+kept = let(
+    "kept", Piecewise((floor(BLOCK_M * BLOCK_N / 8), drops), (0, True)), "A bit of each weight."
+)
 SHARED = let.formula(
     "shared_memory",
     "Bytes of shared memory.",
-    walked_tiles + held_tiles + score_tiles + BARRIERS,
+    walked_tiles + held_tiles + score_tiles + kept + BARRIERS,
 )
 let = Steps()
 dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / THREADS))
@@ -127,6 +130,11 @@ HOPPER_BACKWARD = Statement(
             "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
         ),
         Inequality(
+            "dropout stages",
+            Or(Not(drops), num_stages <= 3),
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
+        ),
+        Inequality(
             "layout",
             dense_layout,
             "q, k, v must have inner stride 1, the rest multiples of 16 bytes",
@@ -142,7 +150,6 @@ HOPPER_BACKWARD = Statement(
             Not(has_grads),
             "gradients of what score_mod captures are added up by Triton's backward",
         ),
-        Inequality("dropout", Not(drops), "weights are dropped by Triton's backward"),
         Inequality(
             "mods",
             Not(loads_pairs),

@@ -15,6 +15,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.mods import bind as bound
+from flexattn.problem.dropout import Dropout
 from flexattn.reference import attention
 from flexattn.runtime import backward
 from flexattn.runtime.dispatch import Candidate
@@ -49,6 +50,9 @@ class Emulated(Recorded):
             lse = told["LSE"].double().numpy() * np.log2(np.e)
             stats[:, :, :length, 0] = np.where(np.isneginf(lse), np.inf, lse)
             stats[:, :, :length, 1] = told["DELTA"].numpy()
+            if "keep_scale" in names:
+                stats[..., 0] -= np.log2(told["keep_scale"])
+                stats[..., 1] /= told["keep_scale"]
             stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
             seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
             if self.config.deterministic:
@@ -78,13 +82,13 @@ class Emulated(Recorded):
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
-def gradients(config, q, k, v, dout, mask_mod, monkeypatch):
+def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None):
     """dq, dk and dv of the kernels that a launch has."""
     mask = mask_mod and create_block_mask(
         mask_mod, None, None, q.shape[2], k.shape[2], device="cpu"
     )
     lists = None if mask is None else BothLists.of(mask)
-    asked = Asked(None, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
+    asked = Asked(None, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
     like = [x.bfloat16() for x in (q, k, v)]
     problem, seen = _problem(asked, *like, lists), {}
     config, width = at_sizes(config, problem), columns(problem.structure)
@@ -98,12 +102,12 @@ def gradients(config, q, k, v, dout, mask_mod, monkeypatch):
         return Emulated(source, config, width, seen)
 
     monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=build))
-    out, lse, _ = attention(q, k, v, block_mask=mask, scale=0.1)
+    out, lse, _ = attention(q, k, v, block_mask=mask, scale=0.1, dropout=dropout)
     prepared = backward.prepare_backward(
         problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
-    rest = prepared.rest_of(lists, None, asked.mask)
+    rest = prepared.rest_of(lists, None, asked.mask, dropout)
     given = [x.float() for x in (q, k, v)]
     found = prepared.run(
         tuple(given), out.float(), lse.float(), (dout.float(), None), 0.1, rest, ()
@@ -154,5 +158,34 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+DROPPING = [
+    ("plain", "full", (64, 128, 2), MHA, 0.3),
+    ("plain", "full", (64, 128, 2), MHA, 1.0),
+    ("plain", "causal", (128, 128, 1), GQA, 0.5),
+    ("dk", "window", (64, 64, 3), MHA, 0.3),
+    ("dq", "holes", (64, 128, 2), GQA, 0.3),
+    ("shifted dq", "full", (64, 128, 3), GQA, 0.3),
+    ("deterministic", "causal", (64, 64, 2), MHA, 0.3),
+    ("deterministic dk", "holes", (64, 128, 2), GQA, 0.3),
+]
+
+
+@pytest.mark.parametrize(("name", "mask", "tile", "heads", "p"), DROPPING, ids=str)
+def test_gradients_of_the_weights_that_are_kept(name, mask, tile, heads, p, monkeypatch):
+    """Of every tile the bits that the warps beside it draw are those of the reference."""
+    config = HopperBackwardConfig(*tile, **PIPELINES[name])
+    widths = (64, 24) if config.deterministic else (40, 24)
+    torch.manual_seed(0)
+    dropout = Dropout.of(p)._replace(seed=torch.tensor([2**62 + 12345]))
+    batch = 2 if heads[0] == heads[1] else 1
+    q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in widths)
+    found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch, dropout)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1, dropout=dropout)
     for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)

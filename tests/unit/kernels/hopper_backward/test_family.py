@@ -72,11 +72,19 @@ def test_gradients_of_captured_tensors_are_triton_s():
     assert "added up by Triton's backward" in refused(learned, H200, "gluon")
 
 
-def test_weights_are_dropped_by_triton_s():
-    wanted = problem("backward")
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+def test_dropout_takes_a_bit_of_each_weight(D):
+    wanted = problem("backward", D)
     dropped = replace(wanted, structure=replace(wanted.structure, dropout=True))
-    assert "dropped by Triton's backward" in refused(dropped, H200, "gluon")
-    assert isinstance(default(dropped, H200), BackwardConfig)
+    found = default(dropped, H200)
+    assert isinstance(found, HopperBackwardConfig)
+    stated = family_of(found).feasibility
+    (more, _), (less, _) = (
+        stated.resources(found, each.structure, H200) for each in (dropped, wanted)
+    )
+    assert more - less == found.BLOCK_M * found.BLOCK_N // 8
+    ahead = replace(found, num_stages=4)
+    assert "fourth stage" in "; ".join(stated.reasons(ahead, dropped.structure, H200))
 
 
 SLOPES = torch.zeros(32)
