@@ -140,5 +140,5 @@ def _candidates(
         yield _Candidate(form, target, known.config, known.origin, measured, "record")
     for each in serving_candidates(form, target):
         yield _Candidate(
-            form, target, each, "static default", False, "warp" if each.warp_private else "program"
+            form, target, each, "static default", False, each.template
         )

@@ -19,6 +19,7 @@ from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
+from flexattn.runtime.launch import box_of
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -323,7 +324,11 @@ class DecodePlan:
         for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
         kernels, combine = self._kernels, None
-        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, spare=_TENSORS)
+        boxes, spare = {}, _TENSORS
+        if self.config.for_mla:
+            boxes = {"K": box_of(cache.k if m.layout == "HND" else cache.k.transpose(1, 2))}
+            spare = (*_TENSORS, *(f"stride_k{axis}" for axis in "pnh"))
+        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, spare)
         if kernels.combine is not None:
             # It takes some of what the other one takes.
             every = (*fixed, *_TENSORS)

@@ -12,6 +12,7 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
+from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     ITEMSIZE,
@@ -52,11 +53,15 @@ def combine_rows(form: ServingForm, config: ServingConfig) -> int:
     return _merge_shape(form, config)[0]
 
 
-def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
-    """Arguments of the serving kernel, in order; None of them depends on a length."""
+def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
+    """Arguments of the serving kernel, in order; None of them depends on a length.
+
+    described: K is a tensor descriptor, which has its strides.
+    """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
-    found = [Argument("Q", f"*{q}", wide), Argument("K", f"*{kv}", wide)]
+    keys = mla.described(form) if described else Argument("K", f"*{kv}", wide)
+    found = [Argument("Q", f"*{q}", wide), keys]
     if not tied(form):
         found.append(Argument("V", f"*{kv}", wide))
     found += [*_written(form), *_described(form)]
@@ -69,7 +74,7 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
     q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
-    for tensor in "k" if tied(form) else "kv":
+    for tensor in "" if described else "k" if tied(form) else "kv":
         found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
     if form.page:
         found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
@@ -87,13 +92,13 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS if config.warp_private else TRITON
+    dialect = WARPS if config.warp_private else mla.MLA if config.for_mla else TRITON
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
     late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
-    if late and not config.warp_private and device.backend != "hip":
+    if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
@@ -144,11 +149,18 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "kv_element": triton_type(form.kv_dtype),
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
         }
+    if config.for_mla:
+        context |= mla.context(form)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.one_line(captures)}")
-    found = serving_arguments(form)
+    found = serving_arguments(form, config.for_mla)
+    if config.for_mla:
+        return rendering.make_source(
+            "paged_decode/mla.py.jinja", device, header, context, found, config.num_warps, 1,
+            "gluon",
+        )  # fmt: skip
     if config.warp_private:
         return rendering.make_source(
             "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
@@ -282,6 +294,8 @@ def _shared(
 
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
+    elif config.for_mla:
+        settings |= mla.sizes(form)
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -290,6 +304,7 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "warp_private": config.warp_private,
+        "whole_shares": config.for_mla,
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
