@@ -123,7 +123,7 @@ def _language(block):
 
     tl = SimpleNamespace(
         constexpr=constexpr, zeros=lambda shape, *_: _full(shape, 0.0), full=_full,
-        arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
+        arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
         minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,
         convert_layout=lambda x, layout: x, associative_scan=lambda x, axis, plus: np.cumsum(x),
