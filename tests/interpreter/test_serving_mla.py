@@ -102,6 +102,13 @@ def test_splits(number, programs):
     check(requests([700, 1, 383]), sinks=torch.randn(16))
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_request(heads, programs):
+    """So many parts of few rows are merged by columns."""
+    programs(24)
+    check(requests([2800], heads))
+
+
 def test_causal_drafts(programs):
     programs(5)
     check(requests([513, 200], 20, 4), mask_mod=causal)

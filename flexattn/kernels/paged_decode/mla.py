@@ -69,7 +69,8 @@ def context(form: ServingForm) -> dict[str, object]:
         "box_keys": box(form),
         "consumer_registers": CONSUMER_REGISTERS,
         "producer_registers": PRODUCER_REGISTERS,
-        "prefetch": False,
+        "by_lane": ", BY_LANE",
+        "prefetched_before": True,
     }
 
 

@@ -17,11 +17,11 @@ from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     ITEMSIZE,
     LINE,
-    MERGED,
     ServingConfig,
     ServingForm,
 )
 from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
+from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.reads import (
     predicated_loads,
     prefetched,
@@ -46,11 +46,6 @@ def tied(form: ServingForm) -> bool:
         return False
     v = pieces(form.head_dim_v)
     return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
-
-
-def combine_rows(form: ServingForm, config: ServingConfig) -> int:
-    """Rows that one program of the merging kernel takes of a tile."""
-    return _merge_shape(form, config)[0]
 
 
 def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
@@ -175,16 +170,21 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
 
 def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:
     """The kernel that merges, where the config asks for one."""
-    rows, _ = _merge_shape(form, config)
+    shape = merge_shape(form, config, device)
     mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON),
-        "v_pieces": rendering.named_pieces("v", form.head_dim_v),
+        "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
+        "by_work_tile": shape.work_tiles > 0,
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
     }
-    context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
+    context["constants"] = (
+        *context["constants"],  # type: ignore[misc]
+        ("ROW_PARTS", shape.row_parts),
+        *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
+    )
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
         "paged_decode/combine.py.jinja",
@@ -272,7 +272,7 @@ def _shared(
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = [each.name for each in _described(form)]
-    rows, parts = _merge_shape(form, config)
+    merged = merge_shape(form, config, device)
     slots = config.programs(device) * config.left * config.BLOCK_M
     settings = {
         "BLOCK_M": config.BLOCK_M,
@@ -285,8 +285,8 @@ def _shared(
         "REQUESTS": form.requests,
         "LEAST": config.least,
         "WEIGHTS": slots * form.head_dim_v,
-        "MERGE_ROWS": rows,
-        "MERGE_PARTS": parts,
+        "MERGE_ROWS": merged.rows,
+        "MERGE_PARTS": merged.parts,
         "LANES": 32 * config.num_warps,
         "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
@@ -307,6 +307,7 @@ def _shared(
         "whole_shares": config.for_mla,
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
+        "prefetched_before": False,
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
@@ -327,14 +328,6 @@ def _shared(
         "offset": form.offset,
         "prefix": form.prefix,
     }
-
-
-def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
-    """Rows and parts that a merge holds at a time: at most MERGED values of them a warp."""
-    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
-    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
-    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, held // (4 * width)))
-    return rows, max(1, min(32, held // (rows * width)))
 
 
 def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool = True) -> Traits:
