@@ -100,7 +100,7 @@ class ServingConfig:
     @property
     def warp_private(self) -> bool:
         """Whether each warp has keys of a tile for itself; else a program's warps share it."""
-        return self.split_policy in ("heads", "round")
+        return self.split_policy not in ("even", "whole")
 
     @property
     def for_mla(self) -> bool:
