@@ -139,6 +139,4 @@ def _candidates(
         measured = not COMPILER_FIELDS.intersection(known.stored.differing)
         yield _Candidate(form, target, known.config, known.origin, measured, "record")
     for each in serving_candidates(form, target):
-        yield _Candidate(
-            form, target, each, "static default", False, each.template
-        )
+        yield _Candidate(form, target, each, "static default", False, each.template)

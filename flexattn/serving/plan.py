@@ -321,14 +321,13 @@ class DecodePlan:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages
         read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
+        boxes = {}
+        if self.config.for_mla:
+            read, boxes = {}, {"K": box_of(k if m.layout == "HND" else k.transpose(1, 2))}
         for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
         kernels, combine = self._kernels, None
-        boxes, spare = {}, _TENSORS
-        if self.config.for_mla:
-            boxes = {"K": box_of(cache.k if m.layout == "HND" else cache.k.transpose(1, 2))}
-            spare = (*_TENSORS, *(f"stride_k{axis}" for axis in "pnh"))
-        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, spare)
+        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)
         if kernels.combine is not None:
             # It takes some of what the other one takes.
             every = (*fixed, *_TENSORS)

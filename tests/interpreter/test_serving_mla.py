@@ -10,10 +10,11 @@ from flexattn.device import detect, named
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
-from flexattn.runtime.build import builder
+from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
 from tests.emulated_gluon import Pointer
-from tests.emulated_mla import described, run as run_source
+from tests.emulated_mla import described
+from tests.emulated_mla import run as run_source
 from tests.launches import Recorded
 from tests.serving import assert_right, batch, plan_for, run
 
@@ -33,10 +34,11 @@ class Emulated(Recorded):
         told, kept = self.launched[-1], {}
         for name, value in told.items():
             if name == "K":
-                block = tuple(map(int, self.source.arguments[1].type[:-2].split("[")[1].split(",")))
-                told[name] = described(value, self.boxes[name], block)
+                block = DESCRIPTOR.match(self.source.arguments[1].type)["shape"].split(",")
+                told[name] = described(value, self.boxes[name], tuple(map(int, block)))
             elif isinstance(value, torch.Tensor):
-                whole = value.as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
+                size = value.untyped_storage().nbytes() // value.itemsize
+                whole = value.as_strided((size,), (1,), 0)
                 kept[name] = whole, (whole.float() if whole.is_floating_point() else whole).numpy()
                 told[name] = Pointer(kept[name][1], value.storage_offset())
         run_source(self.source, self.programs, told)
@@ -53,15 +55,16 @@ def programs(monkeypatch):
         few = replace(H200, num_sms=number)
         interpreted = replace(detect(torch.device("cpu")), num_sms=number)
 
-        def kernel(source, device, index):
-            gluon = source.language == "gluon"
-            return Emulated(source) if gluon else builder().kernel(source, interpreted, -1)
+        class Builder:
+            def kernel(self, source, device, index):
+                gluon = source.language == "gluon"
+                return Emulated(source) if gluon else builder().kernel(source, interpreted, -1)
 
         def combine(form, config, device):
             return render_serving_combine(form, config, interpreted)
 
         monkeypatch.setattr(kernels, "detect", lambda device: few)
-        monkeypatch.setattr(kernels, "builder", lambda: type("", (), {"kernel": staticmethod(kernel)}))
+        monkeypatch.setattr(kernels, "builder", Builder)
         monkeypatch.setattr(kernels, "render_serving_combine", combine)
 
     return of

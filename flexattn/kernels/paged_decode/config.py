@@ -79,13 +79,14 @@ class ServingConfig:
     three kernels runs; default "even": all of the batch in equal shares, and the warps of a
     program share each tile (paged_decode/program.py.jinja). "whole": the same, but shares that
     hold nearly all tiles of the longest request hold all of them (paged_decode/mla.py.jinja).
-    With the others each warp has keys of a tile for itself (paged_decode/warp.py.jinja): "heads", the tiles of each KV head in equal shares
-    over programs of its own, so that programs of all heads read the same pages at a time; "round",
-    those of one request go round the programs, which then need not know its length.
+    With the others each warp has keys of a tile for itself (paged_decode/warp.py.jinja): "heads",
+    the tiles of each KV head in equal shares over programs of its own, so that programs of all
+    heads read the same pages at a time; "round", those of one request go round the programs,
+    which then need not know its length.
     combine: who merges the parts of a row that several programs worked on. With "even": "last",
     the default, the program that finishes last, or "launch", a second kernel (of a cascade's
-    prefix: the one that ends it). With "whole": "launch". With the others "await": the program that has the tile's end
-    waits for the words of those before it.
+    prefix: the one that ends it). With "whole": "launch". With the others "await": the program
+    that has the tile's end waits for the words of those before it.
     """
 
     BLOCK_M: int

@@ -91,12 +91,13 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             f"the MLA template is for shared_kv with head dimensions {LATENT + ROPE} and {LATENT}",
         ),
         (form.dtype == form.kv_dtype != "float32", "the MLA template multiplies 16 bits"),
-        (whole_boxes, f"a page has a power of two of keys, {LEAST_PAGE} at least, for the MLA template"),
+        (whole_boxes, f"a page of the MLA template has {LEAST_PAGE}, 32, 64, 128 or 256 keys"),
         (not form.prefix, "the MLA template takes no prefix that requests share"),
         (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
         (
             numbers == (ROWS, 2 * KEYS, 4, 1, 1) and config.least >= 1,
-            f"the MLA template has BLOCK_M={ROWS}, BLOCK_N={2 * KEYS}, num_warps=4, num_stages=1, per_sm=1",
+            f"the MLA template has BLOCK_M={ROWS}, BLOCK_N={2 * KEYS}, num_warps=4, num_stages=1 "
+            "and per_sm=1",
         ),
         (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )
