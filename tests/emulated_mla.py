@@ -18,7 +18,7 @@ NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
 
 
 class Columns(Shared):
-    """Rows of several boxes of 64 columns, which lie one behind the other: read when they are used."""
+    """Rows of boxes of 64 columns that lie one behind the other, read when they are used."""
 
     def __init__(self, boxes, transposed=False):
         self.boxes, self.transposed = boxes, transposed

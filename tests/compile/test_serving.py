@@ -124,7 +124,8 @@ def test_mla(name):
     source = render_serving(wanted, config, DEVICE, name)
     compiled = compile_source(source, DEVICE)
     taken = resources(compiled, DEVICE)
-    # Two warpgroups have a product of scores in 36 instructions, of their first tile and of others.
+    # Of each warpgroup the scores of its first tile and of the others, 36 instructions each, and
+    # four for each product with values.
     assert taken.matrix_instructions == 176 and not taken.serialised
     assert taken.register_split[1] == 232 and taken.registers == 168
     assert taken.shared <= DEVICE.shared_memory

@@ -39,7 +39,7 @@ class MergeShape:
 
 
 def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> MergeShape:
-    """At most MERGED values of rows and parts a warp; few work tiles are cut small, for all SMs."""
+    """At most MERGED values of rows and parts a warp; few work tiles are cut small for all SMs."""
     width = 1 << (padded(form.head_dim_v) - 1).bit_length()
     held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
     filled = min(config.BLOCK_M, form.rows or config.BLOCK_M)
