@@ -16,7 +16,7 @@ from tests.emulated_gluon import Pointer
 from tests.emulated_mla import described
 from tests.emulated_mla import run as run_source
 from tests.launches import Recorded
-from tests.serving import assert_right, batch, plan_for, run
+from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
@@ -128,3 +128,18 @@ def test_shares_that_hold_a_request(programs):
     programs(12)
     plan = check(requests([1600] * 11, 8))
     assert plan._workspace.view(torch.int32).eq(EMPTY).all()
+
+
+def test_keys_behind_a_prefix(programs):
+    """The second pass of a cascade: positions begin where the prefix ends, pages do not."""
+    programs(3)
+    each = requests([270, 65])
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(each, page=64, config=MLA, shared_kv=True, offset=True)
+    cache, table = poisoned_pages(each, 64)
+    start = each.numbers([1000, 3])
+    out, lse = plan.run(
+        each.q[:, None], cache, block_table=table, kv_start=start,
+        seq_lens=start + each.numbers(each.kv_lens),
+    )  # fmt: skip
+    assert_right((out[:, 0], lse[:, 0]), each)
