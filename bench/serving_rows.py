@@ -68,4 +68,7 @@ def serving_rows() -> list[ServingRow]:
     rows.append(ServingRow("b32-8k-256-cascade", "cascade", lens, "cascade", shared=prefix))
     mla = {"page": 64, "hq": 128, "hkv": 1, "d": 576, "dv": 512}
     rows.append(ServingRow("mla-b64-4k", "mla", (4096,) * 64, "mla", **mla))  # type: ignore[arg-type]
+    for batch, k in ((64, 4), (1, 16)):
+        few, lens = {**mla, "hq": 16}, (k * 1024,) * batch
+        rows.append(ServingRow(f"mla-h16-b{batch}-{k}k", "mla", lens, "mla", **few))  # type: ignore[arg-type]
     return rows

@@ -50,7 +50,7 @@ RENDERERS: dict[str, Renderer] = {
         ("kernels.paged_decode.source",),
         (
             HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
-            "paged_decode/warp.py.jinja",
+            "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
         ),
     ),
     # Beside those of prefill, on devices that have the instructions.

@@ -12,8 +12,8 @@ from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, InputError, UnsupportedError
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.source import (
-    combine_rows,
     render_serving,
     render_serving_combine,
 )
@@ -108,7 +108,7 @@ def build(
     attend, combine = (*served.kernels, None)[:2]
     assert attend is not None
     programs = chosen.programs(target)
-    merges = programs * chosen.BLOCK_M // combine_rows(form, chosen)
+    merges = merge_shape(form, chosen, target).grid(programs)
     return Kernels(
         chosen, target, index, attend, combine, programs, merges, served.candidate.origin,
         served.attempts,
@@ -139,6 +139,4 @@ def _candidates(
         measured = not COMPILER_FIELDS.intersection(known.stored.differing)
         yield _Candidate(form, target, known.config, known.origin, measured, "record")
     for each in serving_candidates(form, target):
-        yield _Candidate(
-            form, target, each, "static default", False, "warp" if each.warp_private else "program"
-        )
+        yield _Candidate(form, target, each, "static default", False, each.template)

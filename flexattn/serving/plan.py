@@ -19,6 +19,7 @@ from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
+from flexattn.runtime.launch import box_of
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -320,10 +321,13 @@ class DecodePlan:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages
         read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
+        boxes = {}
+        if self.config.for_mla:
+            read, boxes = {}, {"K": box_of(k if m.layout == "HND" else k.transpose(1, 2))}
         for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}
         kernels, combine = self._kernels, None
-        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, spare=_TENSORS)
+        attend = kernels.attend.prepare(kernels.programs, fixed, _TENSORS, boxes, _TENSORS)
         if kernels.combine is not None:
             # It takes some of what the other one takes.
             every = (*fixed, *_TENSORS)

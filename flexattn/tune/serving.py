@@ -42,7 +42,7 @@ def serving_configs(
         near = sorted(every, key=lambda each: _distance(first, each))
         # The other kind of kernel is far on many axes: where it starts is raced too.
         defaults = serving_candidates(problem.form, device)
-        others = [each for each in defaults if each.warp_private != first.warp_private][:1]
+        others = [each for each in defaults if each.template != first.template][:1]
         chosen = [*near[: QUICK - len(others)], *others]
     fitting = (
         each for each in seeds if not reasons(each, problem.form, device)

@@ -18,7 +18,7 @@ COMBINE_WARPS = 4
 
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
-SplitPolicy: TypeAlias = Literal["even", "heads", "round"]
+SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -75,16 +75,18 @@ class ServingConfig:
     num_warps, num_stages: warps of a program, and tiles of K and V that are loaded ahead.
     per_sm: programs for each SM; default 2. The grid is as many, whatever the batch.
     least: tiles that a program takes at least; default 1. More leave fewer parts to merge.
-    split_policy: how tiles are shared out over the programs (split-KV), and with that which of two
-    kernels runs; default "even": all of the batch in equal shares, and the warps of a program
-    share each tile (paged_decode/program.py.jinja). With the others each warp has keys of a tile
-    for itself (paged_decode/warp.py.jinja): "heads", the tiles of each KV head in equal shares
-    over programs of its own, so that programs of all heads read the same pages at a time; "round",
-    those of one request go round the programs, which then need not know its length.
+    split_policy: how tiles are shared out over the programs (split-KV), and with that which of
+    three kernels runs; default "even": all of the batch in equal shares, and the warps of a
+    program share each tile (paged_decode/program.py.jinja). "whole": the same, but shares that
+    hold nearly all tiles of the longest request hold all of them (paged_decode/mla.py.jinja).
+    With the others each warp has keys of a tile for itself (paged_decode/warp.py.jinja): "heads",
+    the tiles of each KV head in equal shares over programs of its own, so that programs of all
+    heads read the same pages at a time; "round", those of one request go round the programs,
+    which then need not know its length.
     combine: who merges the parts of a row that several programs worked on. With "even": "last",
     the default, the program that finishes last, or "launch", a second kernel (of a cascade's
-    prefix: the one that ends it). With the others "await": the program that has the tile's end
-    waits for the words of those before it.
+    prefix: the one that ends it). With "whole": "launch". With the others "await": the program
+    that has the tile's end waits for the words of those before it.
     """
 
     BLOCK_M: int
@@ -99,7 +101,17 @@ class ServingConfig:
     @property
     def warp_private(self) -> bool:
         """Whether each warp has keys of a tile for itself; else a program's warps share it."""
-        return self.split_policy != "even"
+        return self.split_policy not in ("even", "whole")
+
+    @property
+    def for_mla(self) -> bool:
+        """Whether a warp loads keys by TMA for two warpgroups that multiply them."""
+        return self.split_policy == "whole"
+
+    @property
+    def template(self) -> str:
+        """Which of the templates that is."""
+        return "mla" if self.for_mla else "warp" if self.warp_private else "program"
 
     @property
     def keys_per_warp(self) -> int:
@@ -145,6 +157,10 @@ def shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     if config.warp_private:
         return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
+    if config.for_mla:
+        numbers_of_rows = 4 * config.BLOCK_M * 4
+        tiles = (config.BLOCK_M + config.BLOCK_N) * form.head_dim_qk * ITEMSIZE[form.kv_dtype]
+        return tiles + numbers_of_rows
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
     tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
     if ITEMSIZE[form.kv_dtype] == 1:

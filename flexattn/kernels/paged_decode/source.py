@@ -12,15 +12,16 @@ from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import padded, pieces
 from flexattn.kernels.base.dialect import TRITON, Dialect
 from flexattn.kernels.base.source import BASE_2, Source
+from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
     ITEMSIZE,
     LINE,
-    MERGED,
     ServingConfig,
     ServingForm,
 )
 from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
+from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.reads import (
     predicated_loads,
     prefetched,
@@ -47,16 +48,15 @@ def tied(form: ServingForm) -> bool:
     return len(v) == 1 and v[0][1] == pieces(form.head_dim_qk)[0][1]
 
 
-def combine_rows(form: ServingForm, config: ServingConfig) -> int:
-    """Rows that one program of the merging kernel takes of a tile."""
-    return _merge_shape(form, config)[0]
+def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argument, ...]:
+    """Arguments of the serving kernel, in order; None of them depends on a length.
 
-
-def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
-    """Arguments of the serving kernel, in order; None of them depends on a length."""
+    described: K is a tensor descriptor, which has its strides.
+    """
     q, kv = signature_type(form.dtype), signature_type(form.kv_dtype)
     wide = 16 if form.aligned else 1
-    found = [Argument("Q", f"*{q}", wide), Argument("K", f"*{kv}", wide)]
+    keys = mla.described(form) if described else Argument("K", f"*{kv}", wide)
+    found = [Argument("Q", f"*{q}", wide), keys]
     if not tied(form):
         found.append(Argument("V", f"*{kv}", wide))
     found += [*_written(form), *_described(form)]
@@ -69,7 +69,7 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
     q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
-    for tensor in "k" if tied(form) else "kv":
+    for tensor in "" if described else "k" if tied(form) else "kv":
         found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
     if form.page:
         found += [Argument("stride_table", "i32"), Argument("num_pages", "i32")]
@@ -87,13 +87,13 @@ def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS if config.warp_private else TRITON
+    dialect = WARPS if config.warp_private else mla.MLA if config.for_mla else TRITON
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
     late = not form.prefix and form.mask is not None and reads_last_keys(form.mask)
     # In PTX, or as the interpreter reads.
-    if late and not config.warp_private and device.backend != "hip":
+    if late and dialect is TRITON and device.backend != "hip":
         mask = _printed(form.mask, form, replace(traits, predicated_loads=True))
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
@@ -144,11 +144,18 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "kv_element": triton_type(form.kv_dtype),
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
         }
+    if config.for_mla:
+        context |= mla.context(form)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
             header.append(f"{name}: {rendering.one_line(captures)}")
-    found = serving_arguments(form)
+    found = serving_arguments(form, config.for_mla)
+    if config.for_mla:
+        return rendering.make_source(
+            "paged_decode/mla.py.jinja", device, header, context, found, config.num_warps, 1,
+            "gluon",
+        )  # fmt: skip
     if config.warp_private:
         return rendering.make_source(
             "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
@@ -163,16 +170,21 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
 
 def render_serving_combine(form: ServingForm, config: ServingConfig, device: Device) -> Source:
     """The kernel that merges, where the config asks for one."""
-    rows, _ = _merge_shape(form, config)
+    shape = merge_shape(form, config, device)
     mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
         **_shared(form, config, device, [mask] if mask is not None else [], TRITON),
-        "v_pieces": rendering.named_pieces("v", form.head_dim_v),
+        "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
+        "by_work_tile": shape.work_tiles > 0,
         "widen": "",
         "prefetch": False,
         "predicated_loads": (),
     }
-    context["constants"] = (*context["constants"], ("ROW_PARTS", config.BLOCK_M // rows))  # type: ignore[misc]
+    context["constants"] = (
+        *context["constants"],  # type: ignore[misc]
+        ("ROW_PARTS", shape.row_parts),
+        *((("COLUMN_PARTS", shape.column_parts),) if shape.work_tiles else ()),
+    )
     title = f"serving combine {form.dtype} D={form.head_dim_v} for {device.arch}"
     return rendering.make_source(
         "paged_decode/combine.py.jinja",
@@ -260,7 +272,7 @@ def _shared(
     captures = [argument.name for argument in captured_arguments(form.mask)]
     captured = captures if found else []
     names = [each.name for each in _described(form)]
-    rows, parts = _merge_shape(form, config)
+    merged = merge_shape(form, config, device)
     slots = config.programs(device) * config.left * config.BLOCK_M
     settings = {
         "BLOCK_M": config.BLOCK_M,
@@ -273,8 +285,8 @@ def _shared(
         "REQUESTS": form.requests,
         "LEAST": config.least,
         "WEIGHTS": slots * form.head_dim_v,
-        "MERGE_ROWS": rows,
-        "MERGE_PARTS": parts,
+        "MERGE_ROWS": merged.rows,
+        "MERGE_PARTS": merged.parts,
         "LANES": 32 * config.num_warps,
         "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
         "Q_LINE": LINE // ITEMSIZE[form.dtype],
@@ -282,6 +294,8 @@ def _shared(
 
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
+    elif config.for_mla:
+        settings |= mla.sizes(form)
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -290,8 +304,10 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "warp_private": config.warp_private,
+        "whole_shares": config.for_mla,
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
+        "prefetched_before": False,
         "by_request": "",
         "hoisted": [line for each in used for line in each.hoisted],
         "constants": (*settings.items(), *BASE_2),
@@ -312,14 +328,6 @@ def _shared(
         "offset": form.offset,
         "prefix": form.prefix,
     }
-
-
-def _merge_shape(form: ServingForm, config: ServingConfig) -> tuple[int, int]:
-    """Rows and parts that a merge holds at a time: at most MERGED values of them a warp."""
-    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
-    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
-    rows = min(config.BLOCK_M, form.rows or config.BLOCK_M, max(1, held // (4 * width)))
-    return rows, max(1, min(32, held // (rows * width)))
 
 
 def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool = True) -> Traits:

@@ -10,6 +10,7 @@ from typing import get_args
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.rule import able, worded
+from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode import printed as printed_serving
 from flexattn.kernels.paged_decode import warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
@@ -38,6 +39,8 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
         return [f"{config!r:.80} is no ServingConfig"]
     if config.warp_private:
         return serving_warps.reasons(config, form, device)
+    if config.for_mla:
+        return mla.reasons(config, form, device)
     case = printed_serving.Case(
         config.BLOCK_M,
         config.BLOCK_N,
@@ -73,7 +76,7 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
     candidates = list(serving_candidates(form, device))
-    first, height = candidates[0], next(c.BLOCK_M for c in candidates if not c.warp_private)
+    first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.split_policy == "even")
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
     combines: tuple[Combine, ...] = ("last", "launch")
@@ -84,13 +87,15 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     )
     able = (
         config
-        for config in (*serving_warps.space(form), *grid)
+        for config in (*serving_warps.space(form), *mla.space(), *grid)
         if not reasons(config, form, device)
     )
     return tuple(dict.fromkeys((first, *able)))
 
 
 def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    if mla.leads(form, device):
+        yield from mla.preferences()
     if device.capability == 90 and 0 < form.rows <= 8:
         for each in serving_warps.preferences(form):
             programs = each.programs(device)

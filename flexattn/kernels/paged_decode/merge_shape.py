@@ -1,0 +1,60 @@
+"""How a kernel that merges parts of work tiles is cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexattn.device import Device
+from flexattn.kernels.base.config import padded
+from flexattn.kernels.paged_decode.config import (
+    COMBINE_WARPS,
+    MERGED,
+    ServingConfig,
+    ServingForm,
+)
+
+# A part's columns that one program merges at least.
+LEAST_COLUMNS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MergeShape:
+    """rows, columns: of a work tile that a program merges; parts: that it holds at a time.
+
+    row_parts, column_parts: programs of a work tile. work_tiles: of the largest batch, each with
+    programs of its own; 0 where each program that attends has them, for the work tile that it ends
+    in: there may be more work tiles than programs.
+    """
+
+    rows: int
+    columns: int
+    parts: int
+    row_parts: int
+    column_parts: int
+    work_tiles: int = 0
+
+    def grid(self, programs: int) -> int:
+        """Programs of the launch, where so many attend."""
+        return (self.work_tiles or programs) * self.row_parts * self.column_parts
+
+
+def merge_shape(form: ServingForm, config: ServingConfig, device: Device) -> MergeShape:
+    """At most MERGED values of rows and parts a warp; few work tiles are cut small for all SMs."""
+    width = 1 << (padded(form.head_dim_v) - 1).bit_length()
+    held = MERGED * (COMBINE_WARPS if config.combine == "launch" else config.num_warps)
+    filled = min(config.BLOCK_M, form.rows or config.BLOCK_M)
+    rows = min(filled, max(1, held // (4 * width)))
+    work_tiles = form.requests * -(-form.rows // config.BLOCK_M) * form.kv_heads
+    if not config.for_mla or form.ragged or work_tiles > config.programs(device):
+        parts = max(1, min(32, held // (rows * width)))
+        return MergeShape(rows, width, parts, config.BLOCK_M // rows, 1)
+    columns = width
+    while work_tiles * (filled // rows) * (width // columns) < device.num_sms:
+        if rows > 1:
+            rows //= 2
+        elif columns > LEAST_COLUMNS:
+            columns //= 2
+        else:
+            break
+    parts = min(64, held // (rows * columns))
+    return MergeShape(rows, columns, parts, -(-filled // rows), width // columns, work_tiles)

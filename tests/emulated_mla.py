@@ -1,0 +1,148 @@
+"""Runs a rendered MLA decode in plain Python, as tests/emulated_gluon.py does the backward.
+
+Each block is three threads: two warpgroups and the loading warp. Keys arrive late by chance, and a
+product reads its operands when it is issued or not before it is awaited.
+"""
+
+import random
+import re
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.emulated_gluon import Block, Descriptor, Meeting, Pointer, Shared, Tile, tile
+
+NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
+
+
+class Columns(Shared):
+    """Rows of boxes of 64 columns that lie one behind the other, read when they are used."""
+
+    def __init__(self, boxes, transposed=False):
+        self.boxes, self.transposed = boxes, transposed
+
+    @property
+    def array(self):
+        found = np.concatenate(list(self.boxes), 1)
+        return found.T if self.transposed else found
+
+    def permute(self, order):
+        return Columns(self.boxes, not self.transposed)
+
+
+class Wide(Shared):
+    """Several of them."""
+
+    def index(self, i):
+        return Columns(self.array[int(i)])
+
+
+class Decoding(Block):
+    """A block whose warpgroups have products of their own under way."""
+
+    def __init__(self, number, chance):
+        super().__init__(number, chance)
+        self.of_thread = defaultdict(list)
+
+    @property
+    def flying(self):
+        return self.of_thread[threading.get_ident()]
+
+    @flying.setter
+    def flying(self, value):
+        pass
+
+    def specialise(self, partitions, warps, registers):
+        super().specialise(partitions, warps, registers)
+        assert not any(self.of_thread.values())
+
+
+def run(source, programs, arguments, seed=0):
+    """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name."""
+    body = source.text[source.text.index("\nBLOCK_M = ") :]
+    code = compile(NUMBERS.sub("", body), "kernel", "exec")
+    chance = random.Random(seed)
+    with np.errstate(all="ignore"):
+        for number in chance.sample(range(programs), programs):
+            block = Decoding(number, random.Random(chance.random()))
+            names = _language(block)
+            exec(code, names)
+            names.update(no_offset=lambda: 0, prefetch=lambda address, wanted: None)
+            names[source.entry](*(arguments[each.name] for each in source.arguments))
+
+
+def described(tensor, box, block):
+    """A descriptor of a tensor that lies as the box says."""
+    return Descriptor(tensor.as_strided(box.shape, box.strides).float().numpy(), block, 2)
+
+
+def _load(place, mask=True, other=0):
+    at = np.asarray(place.offset)
+    kept = np.broadcast_to(mask, np.broadcast_shapes(at.shape, np.shape(mask)))
+    at = np.broadcast_to(at, kept.shape)
+    found = np.full(kept.shape, other, place.array.dtype)
+    found[kept] = place.array[at[kept]]
+    return found.view(Tile) if found.ndim and found.dtype == np.float32 else found[()]
+
+
+def _store(place, values, mask=True):
+    at, values, kept = np.broadcast_arrays(place.offset, values, mask)
+    place.array[at[kept]] = values[kept]
+
+
+def _full(shape, value, *_):
+    return tile(np.full([int(n) for n in shape], value))
+
+
+def _selected(condition, a, b):
+    found = np.where(condition, a, b)
+    return tile(found) if found.dtype.kind == "f" else found[()]
+
+
+def _reinterpret(shared, dtype, shape, layout):
+    if shape[-1] == 64:
+        return Shared(shared.array.reshape(shape))
+    return Wide(shared.array.reshape(shape[0], shape[2] // 64, shape[1], 64))
+
+
+def _language(block):
+    def allocate(dtype, shape, layout):
+        if dtype == "int64":
+            return Meeting(block)
+        return Shared(np.full(shape, np.nan, np.float32))
+
+    layout = SimpleNamespace(value=None)
+
+    class Constant(int):
+        value = property(lambda self: self)
+
+    def constexpr(x):
+        return Constant(x) if isinstance(x, int) and not isinstance(x, bool) else x
+
+    tl = SimpleNamespace(
+        constexpr=constexpr, zeros=lambda shape, *_: _full(shape, 0.0), full=_full,
+        arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
+        exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
+        minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,
+        convert_layout=lambda x, layout: x, associative_scan=lambda x, axis, plus: np.cumsum(x),
+        load=_load, store=_store, allocate_shared_memory=allocate, static_range=range,
+        program_id=lambda axis: block.number, warp_specialize=block.specialise,
+        float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
+        NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
+        SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
+        SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
+    )  # fmt: skip
+    mbarrier = SimpleNamespace(
+        MBarrierLayout=lambda: None, init=lambda barrier, count: None,
+        expect=lambda barrier, size: barrier.expect(size),
+        arrive=lambda barrier, count: barrier.expect(0),
+        wait=lambda barrier, parity: barrier.wait(parity),
+    )  # fmt: skip
+    return {
+        "tl": tl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
+        "fence_async_shared": lambda: None, "warpgroup_mma": block.product,
+        "warpgroup_mma_wait": block.await_products, "load": block.load,
+        "reinterpret": _reinterpret, "Pointer": Pointer,
+    }  # fmt: skip

@@ -1,0 +1,55 @@
+"""MLA decode on Hopper, on a GPU: the tiles, the splits and the merge against the oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, sliding_window
+from flexattn.serving import ServingConfig
+from tests.serving import assert_right, batch, plan_for, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="the template is for sm_90",
+    ),
+]
+MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
+CASES = {
+    "16 heads": {},
+    "128 heads": {"heads": 128},
+    "pages of 16": {"page": 16},
+    "pages of 256, HND": {"page": 256, "layout": "HND"},
+    "contiguous": {"page": 0, "heads": 33},
+    "float16": {"dtype": torch.float16, "sinks": True},
+    "drafts": {"heads": 20, "q_len": 4, "mask_mod": causal},
+    "one request": {"lengths": [16384]},
+    "one odd request of 128 heads": {"lengths": [30_011], "heads": 128},
+    "whole requests": {"lengths": [4096] * 64, "heads": 128, "page": 256},
+    "shares of two tiles": {"config": replace(MLA, least=2), "lengths": [3001, 900]},
+    "window": {"mask_mod": sliding_window(700), "bias": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers(name):
+    about = dict(CASES[name])
+    heads, q_len = about.pop("heads", 16), about.pop("q_len", 1)
+    lengths, dtype = about.pop("lengths", LENGTHS), about.pop("dtype", torch.bfloat16)
+    each = batch([q_len] * len(lengths), lengths, heads, 1, 576, 512, dtype, "cuda")
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    page, layout = about.pop("page", 64), about.pop("layout", "NHD")
+    config, sinks = about.pop("config", MLA), about.pop("sinks", False)
+    if about.pop("bias", False):
+        about["score_mod"] = alibi(heads, "cuda")
+    plan = plan_for(
+        each, page=page, config=config, layout=layout, shared_kv=True, sinks=sinks, **about
+    )
+    call = {"sinks": torch.randn(heads, device="cuda")} if sinks else {}
+    for _ in range(2):
+        got = run(plan, each, layout=layout, **call)
+        assert_right(got, each, **call, **about)

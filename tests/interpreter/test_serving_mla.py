@@ -1,0 +1,145 @@
+"""MLA decode on Hopper: its pipeline in plain Python, then the interpreted kernel that merges."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, causal, sliding_window
+from flexattn.device import detect, named
+from flexattn.kernels.paged_decode.awaiting import EMPTY
+from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.source import render_serving_combine
+from flexattn.runtime.build import DESCRIPTOR, builder
+from flexattn.serving import kernels
+from tests.emulated_gluon import Pointer
+from tests.emulated_mla import described
+from tests.emulated_mla import run as run_source
+from tests.launches import Recorded
+from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+H200 = named("nvidia-h200")
+
+
+class Emulated(Recorded):
+    """The attending kernel, on arrays of float32."""
+
+    compiled = binary = None
+    shared_memory = 0
+
+    def launch(self, stream, given):
+        super().launch(stream, given)
+        told, kept = self.launched[-1], {}
+        for name, value in told.items():
+            if name == "K":
+                block = DESCRIPTOR.match(self.source.arguments[1].type)["shape"].split(",")
+                told[name] = described(value, self.boxes[name], tuple(map(int, block)))
+            elif isinstance(value, torch.Tensor):
+                size = value.untyped_storage().nbytes() // value.itemsize
+                whole = value.as_strided((size,), (1,), 0)
+                kept[name] = whole, (whole.float() if whole.is_floating_point() else whole).numpy()
+                told[name] = Pointer(kept[name][1], value.storage_offset())
+        run_source(self.source, self.programs, told)
+        for name in ("OUT", "LSE", "WORKSPACE"):
+            if name in kept:
+                kept[name][0].copy_(torch.from_numpy(kept[name][1]))
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Launches on a Hopper of so many SMs, emulated; their merges are interpreted."""
+
+    def of(number):
+        few = replace(H200, num_sms=number)
+        interpreted = replace(detect(torch.device("cpu")), num_sms=number)
+
+        class Builder:
+            def kernel(self, source, device, index):
+                gluon = source.language == "gluon"
+                return Emulated(source) if gluon else builder().kernel(source, interpreted, -1)
+
+        def combine(form, config, device):
+            return render_serving_combine(form, config, interpreted)
+
+        monkeypatch.setattr(kernels, "detect", lambda device: few)
+        monkeypatch.setattr(kernels, "builder", Builder)
+        monkeypatch.setattr(kernels, "render_serving_combine", combine)
+
+    return of
+
+
+def requests(lengths, heads=16, q_len=1):
+    return batch([q_len] * len(lengths), lengths, heads, 1, 576, 512, dtype=torch.bfloat16)
+
+
+def check(each, page=64, layout="NHD", config=MLA, sinks=None, **mods):
+    latent = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(
+        latent, page=page, config=config, shared_kv=True, layout=layout,
+        sinks=sinks is not None, **mods,
+    )  # fmt: skip
+    call = {} if sinks is None else {"sinks": sinks}
+    got = run(plan, latent, layout=layout, **call)
+    assert_right(got, latent, **call, **mods)
+    return plan
+
+
+@pytest.mark.parametrize("page", [0, 16, 64, 256])
+def test_caches(page, programs):
+    programs(3)
+    check(requests([211, 1, 0, 130]), page=page)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(8, 1), (128, 1), (24, 3), (33, 2)])
+def test_rows(heads, q_len, programs):
+    """Fewer than a tile has, and several tiles, of which the last has few."""
+    programs(4)
+    check(requests([300, 129, 64], heads, q_len), layout="HND")
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_splits(number, programs):
+    programs(number)
+    check(requests([700, 1, 383]), sinks=torch.randn(16))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_request(heads, programs):
+    """So many parts of few rows are merged by columns."""
+    programs(24)
+    check(requests([2800], heads))
+
+
+def test_causal_drafts(programs):
+    programs(5)
+    check(requests([513, 200], 20, 4), mask_mod=causal)
+
+
+def test_mods(programs):
+    """A window, whose first page is masked in part, and a bias."""
+    programs(3)
+    check(requests([450, 31, 290]), mask_mod=sliding_window(150), score_mod=alibi(16, "cpu"))
+
+
+def test_shares_that_hold_a_request(programs):
+    """Of 11 requests of 13 tiles each of 12 programs would have 12, and all but one a part."""
+    programs(12)
+    plan = check(requests([1600] * 11, 8))
+    assert plan._workspace.view(torch.int32).eq(EMPTY).all()
+
+
+def test_keys_behind_a_prefix(programs):
+    """The second pass of a cascade: positions begin where the prefix ends, pages do not."""
+    programs(3)
+    each = requests([270, 65])
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(each, page=64, config=MLA, shared_kv=True, offset=True)
+    cache, table = poisoned_pages(each, 64)
+    start = each.numbers([1000, 3])
+    out, lse = plan.run(
+        each.q[:, None], cache, block_table=table, kv_start=start,
+        seq_lens=start + each.numbers(each.kv_lens),
+    )  # fmt: skip
+    assert_right((out[:, 0], lse[:, 0]), each)

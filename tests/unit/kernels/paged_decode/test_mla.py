@@ -1,0 +1,62 @@
+"""MLA's template for Hopper: what it serves, and how its parts are merged."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.device import named
+from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.merge_shape import merge_shape
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
+from flexattn.serving.request import Maxima, form_of
+
+H200 = named("nvidia-h200")
+MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+
+
+def form(heads=16, B=64, page=64, q_len=1, dims=(576, 512), total_q=0, **options):
+    dtypes = (options.pop("dtype", torch.bfloat16), options.pop("kv", torch.bfloat16))
+    maxima = Maxima(B, q_len, total_q, 8192, heads, 1, *dims, *dtypes, page, "NHD")
+    return form_of(maxima, None, None, **{"shared_kv": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("about", "word"),
+    [
+        ({"page": 8}, "page"),
+        ({"page": 48}, "page"),
+        ({"dims": (576, 256)}, "576 and 512"),
+        ({"shared_kv": False}, "shared_kv"),
+        ({"kv": torch.float8_e4m3fn}, "16 bits"),
+        ({"dtype": torch.float32, "kv": torch.float32}, "16 bits"),
+        ({"prefix": True}, "prefix"),
+    ],
+)
+def test_what_it_does_not_serve_it_names(about, word):
+    assert not reasons(MLA, form(), H200)
+    assert word in "\n".join(reasons(MLA, form(**about), H200))
+    assert not any(each.for_mla for each in serving_candidates(form(**about), H200))
+
+
+@pytest.mark.parametrize("change", [{"BLOCK_N": 64}, {"num_stages": 2}, {"combine": "last"}])
+def test_configs_it_does_not_have(change):
+    assert reasons(replace(MLA, **change), form(), H200)
+
+
+def test_devices():
+    for name in ("nvidia-a100", "nvidia-b200"):
+        assert "sm_90" in "\n".join(reasons(MLA, form(), named(name)))
+    assert {each.least for each in space(form(), H200) if each.for_mla} == {1, 2, 4, 8}
+
+
+def test_all_sms_merge_the_parts_of_one_request():
+    one = merge_shape(form(B=1), MLA, H200)
+    assert (one.rows, one.columns, one.grid(132)) == (1, 128, 64)
+    assert one.rows * one.row_parts == 16, "rows that there are, not those of the tile"
+    many = merge_shape(form(heads=128), MLA, H200)
+    assert many.work_tiles == 128 and many.columns == 512
+    # More work tiles than programs: each program has the one that it ends in.
+    for about in ({"B": 256}, {"total_q": 512}):
+        shape = merge_shape(form(**about), MLA, H200)
+        assert (shape.work_tiles, shape.grid(132)) == (0, 132 * shape.row_parts)
