@@ -14,6 +14,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.invariant import part_slots
 from flexattn.kernels.paged_decode.source import tied
 from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
@@ -108,6 +109,7 @@ class DecodePlan:
         lengths: str = "",
         prefix: bool = False,
         offset: bool = False,
+        batch_invariant: bool | None = None,
     ) -> None:
         Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
@@ -120,8 +122,10 @@ class DecodePlan:
         self.maxima.check()
         check_choices(lengths, config, {
             "sinks": sinks, "scaled": scaled, "shared_kv": shared_kv, "lse": lse,
-            "prefix": prefix, "offset": offset,
+            "prefix": prefix, "offset": offset, "batch_invariant": batch_invariant or False,
         })  # fmt: skip
+        if batch_invariant is None:
+            batch_invariant = current().batch_invariant
         self.device = usable(device)
         self._score, self._mask = (
             bind(mod, kind, self.device)
@@ -133,12 +137,17 @@ class DecodePlan:
         self.form = form_of(
             self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
             lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
         self._gpu = self._kernels.gpu
         where, rows = self.device, self.maxima.rows
-        words = workspace(self.form, self.config, self._kernels.target)
+        self._slots = part_slots(
+            self.form, self.config, self._kernels.target,
+            self.maxima.row_tiles(self.config), self.maxima.kv_len,
+        )  # fmt: skip
+        words = workspace(self.form, self.config, self._kernels.target, self._slots)
         # Nobody has left a part yet; who awaits one leaves its words so again.
         empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
@@ -314,6 +323,8 @@ class DecodePlan:
         fixed["total_q" if form.ragged else "q_rows"] = rows_of
         if form.prefix:
             fixed["q_len_each"] = q_rows
+        if form.split_keys:
+            fixed["part_slots"] = self._slots
         if form.scaled:
             fixed["stride_scale"] = 0 if k_scale is None or k_scale.numel() == 1 else 1
         if form.page:

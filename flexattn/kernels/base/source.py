@@ -39,7 +39,7 @@ class Source:
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
     that a thread may have, 0 for what the compiler finds best. stages: passes over its PTX, and
-    which ptxas. hints: options of Triton's compiler for AMD, by Triton's names. entry: the
+    which ptxas. hints: options of Triton's compiler, by Triton's names. entry: the
     function that is launched, by which profilers call the kernel. stored: it was read, not
     rendered, and is not compiled.
     """

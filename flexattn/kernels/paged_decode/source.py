@@ -76,6 +76,8 @@ def serving_arguments(form: ServingForm) -> tuple[Argument, ...]:
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
+    if form.split_keys:
+        found.append(Argument("part_slots", "i32"))
     found += captured_arguments(form.score)
     return (*found, *captured_arguments(form.mask))
 
@@ -150,11 +152,12 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             header.append(f"{name}: {rendering.one_line(captures)}")
     found = serving_arguments(form)
     if config.warp_private:
-        return rendering.make_source(
+        warp = rendering.make_source(
             "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
             "triton" if device.backend == "interpreter" else "gluon",
             config.registers(form, device),
         )  # fmt: skip
+        return rendering.hinted(warp, UNFUSED if form.split_keys else ())
     return rendering.make_source(
         "paged_decode/program.py.jinja", device, header, context, found, config.num_warps,
         config.num_stages, registers=config.registers(form, device),
@@ -212,6 +215,8 @@ def describe_serving(config: ServingConfig) -> str:
     return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
+# Whether a product and a sum become one instruction else depends on what stands around them.
+UNFUSED = (("enable_fp_fusion", 0),)
 # As PTX names them.
 _EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}
@@ -282,6 +287,11 @@ def _shared(
 
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
+    if form.split_keys:
+        settings |= {
+            "SPLIT_KEYS": form.split_keys,
+            "TILES_PER_SPLIT": form.split_keys // config.BLOCK_N,
+        }
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -290,6 +300,9 @@ def _shared(
         **rendering.mod_context([each.lines for each in used], device, dialect),
         "jit": "triton.jit",
         "warp_private": config.warp_private,
+        "split_keys": form.split_keys,
+        # What a batch's work is counted in.
+        "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "by_request": "",
