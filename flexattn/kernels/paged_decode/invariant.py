@@ -26,7 +26,7 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     """
     small = ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128
     short = 0 < form.rows <= 8
-    per_sm = 3 if short and (small or ITEMSIZE[form.kv_dtype] == 1) else 2
+    per_sm = 3 if short and small else 2
     keys = 32 if small and ITEMSIZE[form.kv_dtype] > 1 else 16
     return ServingConfig(
         8 if short else 16, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads"

@@ -157,7 +157,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "triton" if device.backend == "interpreter" else "gluon",
             config.registers(form, device),
         )  # fmt: skip
-        return rendering.hinted(warp, UNFUSED if form.split_keys else ())
+        return rendering.hinted(warp, rendering.UNFUSED if form.split_keys else ())
     return rendering.make_source(
         "paged_decode/program.py.jinja", device, header, context, found, config.num_warps,
         config.num_stages, registers=config.registers(form, device),
@@ -215,8 +215,6 @@ def describe_serving(config: ServingConfig) -> str:
     return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
-# Whether a product and a sum become one instruction else depends on what stands around them.
-UNFUSED = (("enable_fp_fusion", 0),)
 # As PTX names them.
 _EIGHT_BITS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _CONTIGUOUS = {"q_contiguous": True, "k_contiguous": True, "v_contiguous": True}

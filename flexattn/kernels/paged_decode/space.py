@@ -72,11 +72,14 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
     padding of the rows to 64. Raises ConfigError when nothing can run.
     """
+    of, do = "the serving template", "use smaller head dimensions"
+    if form.split_keys:
+        of, do = "batch-invariant serving", "use head dimensions of 64 or 128, or leave it out"
     return able(
         _preferences(form, device),
         lambda config: reasons(config, form, device),
-        f"no config of the serving template fits {form}",
-        "use smaller head dimensions",
+        f"no config of {of} fits {form}",
+        do,
     )
 
 
