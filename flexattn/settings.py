@@ -112,9 +112,9 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_BATCH_INVARIANT",
         "0",
-        "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query and "
-        "keys alone, bit for bit: not on the batch, the other rows, the SMs or a tuned record; what "
-        "cannot be so is an error",
+        "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query "
+        "and keys alone, bit for bit: not on the batch, the other rows, the SMs or a tuned "
+        "record; what cannot be so is an error",
     ),
     (
         "FLEXATTN_NRTPY_PYTHON",

@@ -5,16 +5,18 @@ import random
 import pytest
 import torch
 
-from flexattn import create_block_mask, flex_attention
+from flexattn import flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.serving import CascadePlan, DecodePlan, request
 from flexattn.settings import override
 from tests.invariance import (
+    MASKS,
     Piece,
     assert_same_bits,
     plan_of,
     random_pieces,
+    rows_of_attention,
     run_pieces,
     stories,
     whole,
@@ -28,7 +30,7 @@ pytestmark = [
 MODS = {
     "causal": {"mask_mod": causal},
     "window, soft cap": {"mask_mod": sliding_window(100), "score_mod": softcap(20.0)},
-    "ALiBi": {"mask_mod": causal, "score_mod": alibi(4, "cpu")},
+    "ALiBi": {"mask_mod": causal, "score_mod": alibi(2, "cpu")},
 }
 FORMS = {
     "causal": {},
@@ -46,10 +48,10 @@ def short_splits(monkeypatch):
 def drawn(name):
     """Requests, the options of their plans, and what each run is given beside them."""
     form = dict(FORMS[name])
-    told = stories([17, 130, 270], (4, 2), kv_dtype=form.pop("kv_dtype", None))
+    told = stories([9, 130, 270], (2, 1), kv_dtype=form.pop("kv_dtype", None))
     call = {}
     if form.get("sinks"):
-        call["sinks"] = torch.randn(4, generator=torch.Generator().manual_seed(1))
+        call["sinks"] = torch.randn(2, generator=torch.Generator().manual_seed(1))
     if form.get("scaled"):
         call |= {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([1.25])}
     return told, form | MODS[name], call
@@ -61,11 +63,11 @@ def test_rows_of_any_batch_have_the_bits_of_a_prefill_of_their_own(name):
     told, options, call = drawn(name)
     alone = whole(told, page=16, call=call, **options)
     draw = random.Random(name)
-    for page in (0, 8, 16):
+    for page in (0, 16):
         pieces = random_pieces(draw, told, [1, 1, 3, 17])
         plan = plan_of(told, pieces, page=page, more=draw.randint(0, 900), **options)
-        for _ in range(2):  # the second finds the workspace as the first left it
-            assert_same_bits(run_pieces(plan, pieces, **call), pieces, told, alone)
+        assert_same_bits(run_pieces(plan, pieces, **call), pieces, told, alone)
+        # As the next run must find it.
         assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
@@ -101,23 +103,7 @@ def test_what_cannot_be_invariant_is_refused():
         CascadePlan(head_dim=64, **cascade)
 
 
-def rows_of_attention(story, first, last, mask_mod, **options):
-    """Rows first to last of a request, by flex_attention: [Hq, rows, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (story.q, story.k, story.v))
-    at = lambda b, h, m, n: mask_mod(b, h, m + first, n)  # noqa: E731
-    mask = create_block_mask(at, None, None, last - first, last, device=q.device, BLOCK_SIZE=64)
-    return flex_attention(
-        q[:, :, first:last], k[:, :, :last], v[:, :, :last], block_mask=mask, enable_gqa=True,
-        kernel_options={"BATCH_INVARIANT": True}, **options,
-    )[0]  # fmt: skip
-
-
-def with_gaps(b, h, m, n):
-    """Causal, of every third block of keys and the row's own: lists, no runs."""
-    return (m >= n) & ((n // 64 % 3 == 0) | (m // 64 == n // 64))
-
-
-@pytest.mark.parametrize("mask", [causal, sliding_window(90), with_gaps], ids=lambda m: m.__name__)
+@MASKS
 def test_rows_of_flex_attention_have_the_bits_of_a_prefill(mask):
     story = stories([333], (2, 1))[0]
     whole_one = rows_of_attention(story, 0, 333, mask)
@@ -149,12 +135,7 @@ def test_options_that_choose_a_tile_are_refused_beside_it():
 
 
 def test_what_no_kernel_computes_is_refused():
-    q = torch.zeros(1, 1, 16, 16, requires_grad=True)
-    from torch.func import jvp  # whose duals plain torch computes
-
+    q = torch.zeros(1, 1, 16, 16)
+    options = {"BATCH_INVARIANT": True}
     with pytest.raises(UnsupportedError, match="BATCH_INVARIANT"):
-        jvp(
-            lambda x: flex_attention(x, x, x, kernel_options={"BATCH_INVARIANT": True}),
-            (q.detach(),),
-            (q.detach(),),
-        )
+        torch.func.jvp(lambda x: flex_attention(x, x, x, kernel_options=options), (q,), (q,))

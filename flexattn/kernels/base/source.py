@@ -17,8 +17,8 @@ from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 
-# Of batch-invariant kernels: whether a product and a sum become one instruction else depends on what
-# stands around them.
+# Of batch-invariant kernels: whether a product and a sum become one instruction else depends on
+# what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 HELPERS = (

@@ -39,8 +39,8 @@ class Options:
     exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
     whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
     Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
-    backward: names and numbers of its config. batch_invariant: a row's bits depend on its own query
-    and keys alone.
+    backward: names and numbers of its config. batch_invariant: a row's bits depend on its own
+    query and keys alone.
     """
 
     kind: str | None = None
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """Rules that are off: far keys are left out by norms of all of a head's queries and keys."""
+        """Rules that are off: far keys are left out by norms of all queries and keys of a head."""
         if not self.batch_invariant:
             return self.rules_off
         return tuple(sorted({*self.rules_off, "decay_skip"}))
@@ -132,7 +132,8 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         backward=_backward(behind),
         batch_invariant=current().batch_invariant if invariant is None else invariant,
     )
-    if found.batch_invariant and (found.overrides or found.kind == "decode" or language == "gluon"):
+    forced = found.overrides or found.kind == "decode" or language == "gluon"
+    if found.batch_invariant and forced:
         raise ConfigError(
             f"kernel_options {dict(kernel_options)} of a batch-invariant call",
             "its tile is fixed by dtype and head dimensions, in Triton's prefill template",

@@ -28,9 +28,7 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     short = 0 < form.rows <= 8
     per_sm = 3 if short and small else 2
     keys = 32 if small and ITEMSIZE[form.kv_dtype] > 1 else 16
-    return ServingConfig(
-        8 if short else 16, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads"
-    )
+    return ServingConfig(8 if short else 16, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
 
 
 def invariant_reasons(config: ServingConfig, form: ServingForm) -> list[str]:

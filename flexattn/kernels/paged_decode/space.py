@@ -44,8 +44,8 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
     if config.warp_private:
-        found = serving_warps.reasons(config, form, device)
-        return found + (invariant_reasons(config, form) if form.split_keys else [])
+        broken = serving_warps.reasons(config, form, device)
+        return broken + (invariant_reasons(config, form) if form.split_keys else [])
     if form.split_keys:
         return invariant_reasons(config, form)
     case = printed_serving.Case(
@@ -88,8 +88,8 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     candidates = list(serving_candidates(form, device))
     if form.split_keys:
         counts = (replace(candidates[0], per_sm=each) for each in (1, 2, 3, 4))
-        able = [each for each in counts if not reasons(each, form, device)]
-        return tuple(dict.fromkeys((candidates[0], *able)))
+        fewer = [each for each in counts if not reasons(each, form, device)]
+        return tuple(dict.fromkeys((candidates[0], *fewer)))
     first, height = candidates[0], next(c.BLOCK_M for c in candidates if not c.warp_private)
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))

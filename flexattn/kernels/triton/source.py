@@ -36,7 +36,8 @@ def render(
     mask = None
     runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
     if structure.mask is not None:
-        mask = whole(structure.mask, traits, "masked" if structure.batch_invariant else "i < num_kv")
+        needed = "masked" if structure.batch_invariant else "i < num_kv"
+        mask = whole(structure.mask, traits, needed)
         if runs:
             heads = structure.packed_heads
             mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
