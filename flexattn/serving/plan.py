@@ -71,7 +71,9 @@ class DecodePlan:
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
     record is wanted, "" for the best there is. prefix, offset: this plan is the first or
     the second pass of a CascadePlan, whose runs give row_lens or kv_start. What the first returns
-    is whole with combine="last" alone; of "launch" the cascade merges the parts.
+    is whole with combine="last" alone; of "launch" the cascade merges the parts. batch_invariant:
+    what a row gives depends on its own query and keys alone, bit for bit; the setting of
+    FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
     output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
