@@ -335,3 +335,20 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
         "tiles of many requests do not go round"
     )
     assert {each.split_policy for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}
+
+
+INVARIANT = {
+    "steps": {"mask": sliding_window(1024), "score": softcap(30.0), "sinks": True},
+    "chunks": {"total_q": 2048, "mask": causal, "lse": True},
+    "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
+}
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_batch_invariant_kernels_fuse_no_product_with_a_sum(name):
+    wanted = form(batch_invariant=True, **INVARIANT[name])
+    (config,) = serving_candidates(wanted, DEVICE)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
+    assert spills_by_tile(compiled) == 0
+    assert "fma.rn.f32" not in compiled.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in compiled.asm["ptx"]

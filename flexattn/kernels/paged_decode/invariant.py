@@ -24,10 +24,9 @@ def invariant_config(form: ServingForm) -> ServingConfig:
     Each warp has 16 keys of a tile, so that K, V and outputs of 16 rows fit its registers; of
     64 columns of 16 bits 32, for as many bytes under way.
     """
-    small = ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128
+    narrow = ITEMSIZE[form.kv_dtype] * form.head_dim_v == 128 and ITEMSIZE[form.kv_dtype] > 1
     short = 0 < form.rows <= 8
-    per_sm = 3 if short and small else 2
-    keys = 32 if small and ITEMSIZE[form.kv_dtype] > 1 else 16
+    keys, per_sm = (32, 3 if short else 2) if narrow else (16, 2)
     return ServingConfig(8 if short else 16, keys * _WARPS, _WARPS, 1, per_sm, 1, "await", "heads")
 
 
