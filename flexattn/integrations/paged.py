@@ -16,8 +16,41 @@ from flexattn.errors import UnsupportedError
 from flexattn.records.key import rounded
 from flexattn.serving import DecodePlan
 
-# Requests that plans are first made for: a step of more has plans of its own.
-_FEW = 64
+# Requests, and keys of one, that plans are first made for: a step of more has plans of its own.
+_REQUESTS, _KEYS = 64, 8192
+# Tokens of a page.
+_LARGEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer in a forward. batch: what generate_batch says of its requests."""
+
+    index: int
+    cache: Any
+    allocator: Any
+    batch: Mapping[str, Any]
+
+    @property
+    def first(self) -> bool:
+        """Whether no layer of its kind came before it in this forward."""
+        return bool(self.index == self.allocator.layer_indices[0])
+
+    @property
+    def begins(self) -> Tensor:
+        """Where each request's keys begin among those of all, and their end."""
+        found: Tensor = self.batch["cu_seq_lens_k"][self.allocator.layer_type]
+        return found
+
+    @property
+    def lens(self) -> Tensor:
+        """Keys of each request."""
+        return self.begins[1:] - self.begins[:-1]
+
+    @property
+    def longest(self) -> int:
+        """Keys of the longest one."""
+        return int(self.batch["max_length_k"][self.allocator.layer_type])
 
 
 @dataclass(slots=True)
@@ -39,7 +72,6 @@ class _State:
 
     plans: dict[Any, tuple[DecodePlan, Tensor]] = field(default_factory=dict)
     batches: dict[int, _Batch] = field(default_factory=dict)
-    sinks: dict[int, Tensor] = field(default_factory=dict)
 
 
 _states: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
@@ -77,133 +109,106 @@ def attend_paged(
             'elsewhere use attn_implementation="flexattn"',
         )
     state = _states.setdefault(cache, _State())
-    layer: Any = module.layer_idx
-    allocator = cache.layer_to_allocator[layer]
-    first = layer == allocator.layer_indices[0]
-    windowed = not allocator.supports_block_table
-    requests = batch["cu_seq_lens_q"].shape[0] - 1
-    if windowed:
-        pages, step = _window(state, cache, allocator, first, key, value, layer, batch)
-    else:
-        pages, step = _pages(state, cache, allocator, first, key, value, layer, batch)
-    single = batch["max_length_q"] == 1
+    index: Any = module.layer_idx
+    layer = _Layer(index, cache, cache.layer_to_allocator[index], batch)
+    read = _pages if layer.allocator.supports_block_table else _window
+    pages, step = read(layer, state.batches, key, value)
     q = query[0].transpose(0, 1)
+    page, requests = pages[0].shape[1], len(step.lens)
+    single = batch["max_length_q"] == 1 and len(q) == requests
     about = {
         "heads": (query.shape[1], key.shape[1]), "head_dim": (query.shape[3], value.shape[3]),
-        "dtype": query.dtype, "page_size": pages[0].shape[1], "scale": scaling,
-        "score_mod": softcap, "mask_mod": sliding_window, "sinks": s_aux is not None,
-        "batch": max(_FEW, rounded(requests)), "kv_len": step.table.shape[1] * pages[0].shape[1],
+        "dtype": query.dtype, "page_size": page, "scale": scaling, "score_mod": softcap,
+        "mask_mod": sliding_window, "sinks": s_aux is not None,
+        "batch": max(_REQUESTS, rounded(requests)),
+        "kv_len": max(_KEYS, rounded(step.table.shape[1] * page)),
     }  # fmt: skip
-    plan, out = _plan(state, about, single, cache.max_batch_tokens, query.device)
+    plan, out = _plan(state, about, 0 if single else cache.max_batch_tokens, query.device)
     given: dict[str, Any] = {"seq_lens": step.lens, "block_table": step.table}
     if single:
         q = q.unsqueeze(1)
     else:
         given["cu_seqlens_q"] = batch["cu_seq_lens_q"]
     if s_aux is not None:
-        given["sinks"] = _sinks(state, layer, s_aux, first)
+        given["sinks"] = s_aux.reshape(-1).float()
     out = out[: len(q)]
     plan.run(q, pages, out=out.view(*q.shape[:-1], -1), **given)
     return out.unsqueeze(0), None
 
 
 def _plan(
-    state: _State,
-    about: Mapping[str, Any],
-    single: bool,
-    rows: int,
-    device: torch.device,
+    state: _State, about: Mapping[str, Any], rows: int, device: torch.device
 ) -> tuple[DecodePlan, Tensor]:
-    """The plan of layers like this one, and the rows that it writes; made once."""
-    key = (single, *about.values())
+    """The plan of layers like this one, and the rows that it writes; made once.
+
+    rows: of all requests, or 0 where each has one.
+    """
+    key = (rows, *about.values())
     found = state.plans.get(key)
     if found is None:
         cap, window = about["score_mod"], about["mask_mod"]
-        mods = {
-            "score_mod": None if cap is None else catalogue.softcap(cap),
-            "mask_mod": catalogue.causal if window is None else catalogue.sliding_window(window - 1),
-        }
-        lengths = {"q_len": 1} if single else {"total_q": rows}
-        plan = DecodePlan(device=device, **{**about, **mods, **lengths})
-        heads, width = plan.maxima.Hq, plan.maxima.head_dim_v
+        mask = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
+        mods = {"score_mod": None if cap is None else catalogue.softcap(cap), "mask_mod": mask}
+        plan = DecodePlan(device=device, **{**about, **mods, "total_q": rows})
+        m = plan.maxima
         # Rows of nobody are never written: what stands there goes through the model's layers.
-        out = torch.zeros(plan.maxima.rows, heads, width, dtype=about["dtype"], device=device)
+        out = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.dtype, device=device)
         found = state.plans[key] = plan, out
     return found
 
 
 def _pages(
-    state: _State, cache: Any, allocator: Any, first: bool, key: Tensor, value: Tensor, layer: int,
-    batch: Mapping[str, Any],
-) -> tuple[tuple[Tensor, Tensor], _Batch]:  # fmt: skip
+    layer: _Layer, batches: dict[int, _Batch], key: Tensor, value: Tensor
+) -> tuple[tuple[Tensor, Tensor], _Batch]:
     """The pages of a layer of full attention, with the new keys and values in them."""
-    pages = allocator.get_cache_for_block_table(layer)
+    allocator = layer.allocator
+    pages = allocator.get_cache_for_block_table(layer.index)
     page = pages[0].shape[1]
-    if page > 256:
+    if page > _LARGEST:
         raise UnsupportedError(
             f"pages of {page} tokens",
-            "a page has at most 256",
-            "pass ContinuousBatchingConfig(page_size=256)",
+            f"a page has at most {_LARGEST}",
+            f"pass ContinuousBatchingConfig(page_size={_LARGEST})",
         )
-    table = batch.get("block_table")
-    if first:
-        if table is None:
-            found = _table_of(cache, allocator, page, batch)
-        else:
-            found = _table_given(allocator, page, table[allocator.index], batch)
-        state.batches[allocator.index] = found
-    step = state.batches[allocator.index]
-    rows = batch["write_index"][allocator.index] if step.rows is None else step.rows
+    if layer.first:
+        listed = layer.batch.get("block_table") is not None
+        batches[allocator.index] = (_listed if listed else _gathered)(layer, page)
+    step = batches[allocator.index]
+    rows = layer.batch["write_index"][allocator.index] if step.rows is None else step.rows
     for pool, new in zip(pages, (key, value), strict=True):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, rows, new[0].transpose(0, 1))
     return pages, step
 
 
-def _lens(allocator: Any, batch: Mapping[str, Any]) -> Tensor:
-    ends = batch["cu_seq_lens_k"][allocator.layer_type]
-    return ends[1:] - ends[:-1]
-
-
-def _table_given(allocator: Any, page: int, table: Tensor, batch: Mapping[str, Any]) -> _Batch:
+def _listed(layer: _Layer, page: int) -> _Batch:
     """A step of single tokens whose pages transformers lists."""
-    lens = _lens(allocator, batch)
+    table, lens = layer.batch["block_table"][layer.allocator.index], layer.lens
     last = (lens - 1).clamp_(min=0).long()
     rows = table.gather(1, last[:, None] // page)[:, 0].long() * page + last % page
-    rows = torch.where(lens > 0, rows, allocator.write_trash_index)
-    return _Batch(table, lens, rows)
+    return _Batch(table, lens, torch.where(lens > 0, rows, layer.allocator.write_trash_index))
 
 
-def _table_of(cache: Any, allocator: Any, page: int, batch: Mapping[str, Any]) -> _Batch:
-    """The pages of each request, from where transformers would gather its tokens one by one."""
-    tokens = batch["read_index"][allocator.index]
-    begins = batch["cu_seq_lens_k"][allocator.layer_type]
-    longest = batch["max_length_k"][allocator.layer_type]
+def _gathered(layer: _Layer, page: int) -> _Batch:
+    """Pages of each request, from where transformers would gather its tokens one by one."""
+    tokens, begins = layer.batch["read_index"][layer.allocator.index], layer.begins
     if not tokens.shape[0]:  # nothing is cached yet: the keys are those that are written
-        tokens, begins = batch["write_index"][allocator.index], batch["cu_seq_lens_q"]
-    width = rounded(-(-longest // page))
-    steps = torch.arange(0, width * page, page, device=tokens.device)
+        tokens = layer.batch["write_index"][layer.allocator.index]
+        begins = layer.batch["cu_seq_lens_q"]
+    steps = torch.arange(rounded(-(-layer.longest // page)), device=tokens.device) * page
     at = (begins[:-1, None] + steps).clamp_(max=tokens.shape[0] - 1)
-    return _Batch((tokens[at] // page).to(torch.int32), _lens(allocator, batch))
+    return _Batch((tokens[at] // page).to(torch.int32), layer.lens)
 
 
 def _window(
-    state: _State, cache: Any, allocator: Any, first: bool, key: Tensor, value: Tensor, layer: int,
-    batch: Mapping[str, Any],
-) -> tuple[tuple[Tensor, Tensor], _Batch]:  # fmt: skip
+    layer: _Layer, batches: dict[int, _Batch], key: Tensor, value: Tensor
+) -> tuple[tuple[Tensor, Tensor], _Batch]:
     """The keys that a layer with a window may see, of all requests in a row, as pages of one."""
-    if first:
-        begins = batch["cu_seq_lens_k"][allocator.layer_type]
-        width = rounded(batch["max_length_k"][allocator.layer_type])
-        steps = torch.arange(width, dtype=torch.int32, device=begins.device)
-        state.batches[allocator.index] = _Batch(begins[:-1, None] + steps, _lens(allocator, batch))
-    read = cache.update(key, value, layer, dict(batch))
-    pages = tuple(x[0].transpose(0, 1).unsqueeze(1) for x in read)
-    return pages, state.batches[allocator.index]  # type: ignore[return-value]
-
-
-def _sinks(state: _State, layer: int, sinks: Tensor, first: bool) -> Tensor:
-    """A layer's sinks in float32."""
-    return sinks.reshape(-1).float()
+    if layer.first:
+        steps = torch.arange(rounded(layer.longest), dtype=torch.int32, device=key.device)
+        batches[layer.allocator.index] = _Batch(layer.begins[:-1, None] + steps, layer.lens)
+    k, v = layer.cache.update(key, value, layer.index, dict(layer.batch))
+    step = batches[layer.allocator.index]
+    return (k[0].transpose(0, 1).unsqueeze(1), v[0].transpose(0, 1).unsqueeze(1)), step
 
 
 def accept(name: str) -> None:
@@ -228,13 +233,6 @@ def accept(name: str) -> None:
 
 
 def _never(name: str, *given: object, **more: object) -> object:
-    raise UnsupportedError(f"{name} called as a flash function", "its attention function is called")
-
-
-def serve_batches(model: Any, name: str) -> None:
-    """Let a model attend by `name` in generate_batch, also one that lists the flash it takes."""
-    for each in model.modules():
-        listed = getattr(each, "_compatible_flash_implementations", None)
-        if listed is not None and name not in listed:
-            each._compatible_flash_implementations = [*listed, name]
-    model.set_attn_implementation(name)
+    raise UnsupportedError(
+        f"{name} called as a flash function", "its attention function is called"
+    )
