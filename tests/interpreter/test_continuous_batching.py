@@ -1,7 +1,10 @@
 """generate_batch of transformers says what generate says of each prompt, in float32."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn.errors import UnsupportedError
 from flexattn.integrations import paged
@@ -55,3 +58,48 @@ def test_a_model_that_lists_its_flash_takes_it_too():
     serve_batches(model)
     assert model.config._attn_implementation == PAGED
     assert utils._lazy_imports is imports, "a second registration changes nothing"
+
+
+class Pages:
+    """A paged cache of one layer of full attention, which is its own allocator."""
+
+    supports_block_table, layer_type, index, write_trash_index = True, "full_attention", 0, 4
+    max_batch_tokens = 8
+
+    def __init__(self, layer):
+        self.layer_indices, self.layer_to_allocator = [layer], {layer: self}
+        self.k, self.v = torch.randn(2, 9, 4, 2, 16)
+
+    def get_cache_for_block_table(self, layer):
+        return self.k, self.v
+
+
+def test_page_tables_of_single_tokens_are_read_and_written():
+    """As transformers gives them on a GPU alone; the last place has no request."""
+    module = SimpleNamespace(layer_idx=3)
+    cache, lens = Pages(3), (6, 1, 0)
+    table = torch.tensor([[[7, 2, 0], [5, 0, 0], [0, 0, 0]]], dtype=torch.int32)
+    q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)
+    ends = torch.tensor([0, 6, 7, 7], dtype=torch.int32)
+    before = cache.k.clone()
+    out, _ = paged.attend_paged(
+        module, q, k, v, scaling=0.25, cache=cache, block_table=table, max_length_q=1,
+        cu_seq_lens_q=torch.tensor([0, 1, 2, 2], dtype=torch.int32),
+        cu_seq_lens_k={"full_attention": ends}, max_length_k={"full_attention": 1},
+        read_index=[], write_index=[],
+    )  # fmt: skip
+    for b, n in enumerate(lens[:2]):
+        keys, values = (
+            pool[table[0, b].long()].flatten(0, 1)[:n].transpose(0, 1)[None]
+            for pool in (cache.k, cache.v)
+        )
+        assert torch.equal(keys[0, :, -1], k[0, :, b]) and torch.equal(
+            values[0, :, -1], v[0, :, b]
+        )
+        own = scaled_dot_product_attention(
+            q[:, :, b : b + 1], keys, values, scale=0.25, enable_gqa=True
+        )
+        torch.testing.assert_close(out[0, b], own[0, :, 0])
+    assert not out[0, 2].any(), "rows of nobody"
+    changed = (cache.k != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == [1, 2, 5], "their pages, and the one that is nobody's"
