@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.serving_rows import WINDOWED, ServingRow
-from flexattn.catalogue.masks import MaskMod, sliding_window
+from flexattn.catalogue.masks import MaskMod, causal, sliding_window
 from flexattn.catalogue.scores import ScoreMod, alibi, softcap
 from flexattn.measure.gate import Verdict, judge
 from flexattn.reference import Precision, Reference, attention
@@ -138,6 +138,8 @@ def mods_of(row: ServingRow, lens: Tensor, device: str) -> tuple[ScoreMod | None
         return scores[row.variant](), None
     if row.variant == "window":
         return None, sliding_window(max(row.lens) // WINDOWED - 1)
+    if row.variant == "causal":
+        return None, causal
     if row.variant != "tree":
         return None, None
     past = lens - row.q_len

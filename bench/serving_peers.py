@@ -19,9 +19,10 @@ from flexattn.device import detect
 from flexattn.kernels.paged_decode.space import space
 from flexattn.serving import CascadePlan, DecodePlan
 
-__all__ = ["EMPTY", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
+__all__ = ["EMPTY", "INVARIANT", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
 
 EMPTY = "empty kernel"
+INVARIANT = f"{OURS} batch-invariant"
 # Of a cascade, changes of the second pass: "own.per_sm=1".
 OWN = "own."
 ServingPeer: TypeAlias = Callable[[Served], "Callable[[], Tensor] | Refusal"]
@@ -37,14 +38,17 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
         found = _plan(x)
         if changes:
             found = _plan(x, config=replace(found.config, **changes))
-        cache = x.k if row.variant == "mla" else (x.k, x.v)
-        call = {
-            "seq_lens": x.lens, "block_table": x.table, "sinks": x.sinks, "k_scale": x.scales,
-            "v_scale": x.scales,
-        }  # fmt: skip
-        return lambda: found.run(x.q, cache, **call)  # type: ignore[arg-type, return-value]
+        return _run(found, x)
 
     return build
+
+
+def invariant(x: Served) -> Callable[[], Tensor] | Refusal:
+    """Ours, each row's bits its own."""
+    row = x.row
+    if row.variant in ("cascade", "mla"):
+        return Refusal("batch invariance is for one pass over heads of 64 or 128")
+    return _run(_plan(x, batch_invariant=True), x)
 
 
 def searched(x: Served, count: int) -> dict[str, ServingPeer]:
@@ -77,6 +81,15 @@ def _plan(x: Served, **more: Any) -> DecodePlan:
         kv_len=max(x.row.lens), sinks=x.sinks is not None, shared_kv=x.row.variant == "mla",
         **_common(x), **more,
     )  # fmt: skip
+
+
+def _run(plan: DecodePlan, x: Served) -> Callable[[], Tensor]:
+    cache = x.k if x.row.variant == "mla" else (x.k, x.v)
+    call = {
+        "seq_lens": x.lens, "block_table": x.table, "sinks": x.sinks, "k_scale": x.scales,
+        "v_scale": x.scales,
+    }  # fmt: skip
+    return lambda: plan.run(x.q, cache, **call)  # type: ignore[arg-type, return-value]
 
 
 def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
@@ -160,6 +173,7 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
 
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
+    INVARIANT: invariant,
     EMPTY: empty,
     STREAMING: streaming,
     "sdpa-cudnn": cudnn,

@@ -7,7 +7,9 @@ from typing import Literal
 
 __all__ = ["ServingRow", "serving_rows"]
 
-Variant = Literal["plain", "softcap", "alibi", "window", "sinks", "tree", "fp8", "cascade", "mla"]
+Variant = Literal[
+    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "cascade", "mla"
+]
 WINDOWED = 2  # a windowed request has so many times the keys that its window shows
 
 
@@ -61,6 +63,8 @@ def serving_rows() -> list[ServingRow]:
         rows.append(ServingRow(f"{name}-window", "mods", (WINDOWED * lens[0],) * batch, "window"))
         rows.append(ServingRow(f"{name}-q8", "mods", lens, q_len=8))
         rows.append(ServingRow(f"{name}-q8-tree", "mods", lens, "tree", q_len=8))
+    # A chunk of prefill.
+    rows.append(ServingRow("b1-4k-q1k", "chunks", (4096,), "causal", q_len=1024))
     rows.append(ServingRow("b64-16k-fp8", "fp8", (16384,) * 64, "fp8"))
     prefix, own = 8192, 256
     lens = (prefix + own,) * 32

@@ -37,6 +37,8 @@ class Settings:
     check: lengths and pages of each batch, and what mods read of captured tensors, are checked
         (FLEXATTN_CHECK).
     strict: a first candidate that fails is an error (FLEXATTN_STRICT).
+    batch_invariant: rows are reduced in an order that depends on their own keys alone
+        (FLEXATTN_BATCH_INVARIANT).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -49,6 +51,7 @@ class Settings:
     check: bool = False
     nrtpy_python: Path | None = None
     strict: bool = False
+    batch_invariant: bool = False
 
 
 # Name, default, meaning: the README's table is checked against this one.
@@ -107,6 +110,13 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "the next: for tests and benchmarks",
     ),
     (
+        "FLEXATTN_BATCH_INVARIANT",
+        "0",
+        "1 makes what a row of flex_attention or of a DecodePlan gives depend on its own query "
+        "and keys alone, bit for bit: not on the batch, the other rows, the SMs or a tuned "
+        "record; what cannot be so is an error",
+    ),
+    (
         "FLEXATTN_NRTPY_PYTHON",
         "",
         "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
@@ -123,7 +133,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(
             f"FLEXATTN_INTERPRET={interpret!r}", "it is 0 or 1", "unset it, or set it to 1"
         )
-    for name in ("FLEXATTN_CHECK", "FLEXATTN_STRICT"):
+    for name in ("FLEXATTN_CHECK", "FLEXATTN_STRICT", "FLEXATTN_BATCH_INVARIANT"):
         if values[name] not in ("0", "1", ""):
             raise SettingsError(f"{name}={values[name]!r}", "it is 0 or 1")
     debug = values["FLEXATTN_DEBUG"] or "0"
@@ -140,6 +150,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
+        values["FLEXATTN_BATCH_INVARIANT"] == "1",
     )  # fmt: skip
 
 

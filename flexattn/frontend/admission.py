@@ -19,6 +19,7 @@ from flexattn.problem import DTYPES, FP8, checks
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.mask_class import keeps_all
+from flexattn.settings import current
 from flexattn.util.lru import Lru
 
 # kernel_options that were read before, by their text.
@@ -36,7 +37,7 @@ def admit(given: Call) -> Call:
     Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
     contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
     """
-    text = repr(given.kernel_options)
+    text = f"{current().batch_invariant:d}{given.kernel_options!r}"
     chosen = _options.get(text)
     if chosen is None:
         chosen = options.parse(given.kernel_options)

@@ -133,6 +133,12 @@ def run_admitted(call: Call) -> Outputs:
 
 def _checked_route(call: Call) -> tuple[Route, str]:
     route, why = route_of(call)
+    if call.options.batch_invariant and route in ("reference", "torch"):
+        raise UnsupportedError(
+            f"BATCH_INVARIANT, and {why}",
+            "the library's own kernels alone are batch-invariant",
+            "pass tensors on a GPU, or leave BATCH_INVARIANT out of this call",
+        )
     if current().check and route != "empty":
         call.check_reads()
     return route, why

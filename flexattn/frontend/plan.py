@@ -55,7 +55,7 @@ def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
     facts = call.facts() if facts is None else facts
     key = (
         facts, call.scale > 0, _identity(call.score), _identity(call.mask), masked, sizes,
-        settings.mode, settings.cache, settings.cache_dir, generation(),
+        settings.mode, settings.cache, settings.cache_dir, generation(), settings.batch_invariant,
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -77,7 +77,8 @@ def _prepare(call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | Non
         call.descales,
     )  # fmt: skip
     # A tuner would tune the ordinary kernel.
-    if not chosen.rules_off and chosen.tanh == "auto" and call.dropout is None:
+    plain = not chosen.rules_off and chosen.tanh == "auto" and not chosen.batch_invariant
+    if plain and call.dropout is None:
         note(problem, target, launch.choice.how, call.score, call.mask)
     return launch
 
@@ -92,7 +93,8 @@ def _problem(
     _, Hkv, kv_len, head_dim_v = v.shape
     fp8 = q.dtype in FP8
     kind = chosen.kind or kind_for(q_len, kv_len, B, Hq, target.num_sms, fp8)[0]
-    if call.dropout is not None:  # which splits of the keys do not drop
+    # Splits of the keys do not drop, and of a length that fills a GPU they are not invariant.
+    if call.dropout is not None or chosen.batch_invariant:
         kind = "prefill"
     sparsity = None
     if lists is not None:
@@ -112,10 +114,11 @@ def _problem(
         tf32=checks.tf32_allowed(call.q, chosen.tf32),
         positive_scale=call.scale > 0,
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
-        rules_off=chosen.rules_off,
+        rules_off=chosen.rules,
         tanh=chosen.tanh,
         kv_dtype=(DTYPES | FP8)[k.dtype],
         dropout=call.dropout is not None,
+        batch_invariant=chosen.batch_invariant,
     )
 
 

@@ -17,8 +17,11 @@ from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.integrations.paged import accept, attend_paged
 
 NAME = "flexattn"
+# Continuous batching takes no name without "flash" in it.
+PAGED = "flexattn_flash2"
 
 MaskFunction = Callable[..., Tensor]
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
@@ -27,6 +30,7 @@ _capped = lru_cache(maxsize=64)(catalogue.softcap)
 def register(name: str = NAME) -> None:
     """Let models be made with attn_implementation=name; a second call changes nothing.
 
+    PAGED, which `serve_batches` sets, is the implementation of generate_batch.
     Raises UnsupportedError where transformers is missing, or too old to say where queries stand.
     """
     try:
@@ -46,6 +50,22 @@ def register(name: str = NAME) -> None:
         )
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, make_mask)
+    # Without a mask of its own: lengths say what each row sees.
+    AttentionInterface.register(PAGED, attend_paged)
+    accept(PAGED)
+
+
+def serve_batches(model: Any) -> None:
+    """Let a model's generate_batch run through this library: its attention becomes PAGED.
+
+    Raises as `register`, which it calls. `model.set_attn_implementation` takes it back.
+    """
+    register()
+    for each in model.modules():
+        listed = getattr(each, "_compatible_flash_implementations", None)
+        if listed is not None and PAGED not in listed:
+            each._compatible_flash_implementations = [*listed, PAGED]
+    model.set_attn_implementation(PAGED)
 
 
 def make_mask(
@@ -177,7 +197,7 @@ def _refuse(rest: dict[str, Any]) -> None:
         raise UnsupportedError(
             "the paged cache of generate_batch",
             "this implementation reads the contiguous caches of generate",
-            'use generate, or attn_implementation="sdpa"',
+            "call serve_batches(model) before generate_batch",
         )
 
 

@@ -124,6 +124,7 @@ def plan_call(
         scaled=form.scaled,
         shared_kv=form.shared_kv,
         lse=form.lse,
+        batch_invariant=form.split_keys > 0,
         config=config,
     )
     q = batch.q if m.total_q else batch.q.unflatten(0, (len(task.q_lens), -1))

@@ -110,7 +110,8 @@ class Structure:
     tanh: the hardware's instruction where the output's dtype allows it, always, or never.
     kv_dtype: of k and v where they are narrower than q, "" where they have its dtype.
     grads: of a backward, the slots of what score_mod captures that get a gradient.
-    dropout: weights are dropped, by a seed; how many is an argument.
+    dropout: weights are dropped, by a seed; how many is an argument. batch_invariant: a row's bits
+    depend on its own query and keys alone.
     """
 
     kind: Kind
@@ -132,6 +133,7 @@ class Structure:
     kv_dtype: str = ""
     grads: tuple[int, ...] = ()
     dropout: bool = False
+    batch_invariant: bool = False
 
     @property
     def terms(self) -> Terms | None:
@@ -212,6 +214,8 @@ class Problem:
             parts.append("sinks")
         if s.dropout:
             parts.append("dropout")
+        if s.batch_invariant:
+            parts.append("batch-invariant")
         return " ".join(parts)
 
 
@@ -249,6 +253,7 @@ def make_problem(
     grads: tuple[int, ...] = (),
     dropout: bool = False,
     broadcast_kv: bool = False,
+    batch_invariant: bool = False,
 ) -> Problem:
     """The one place where a call's facts become its Problem, when tuning and when dispatching."""
     structure = Structure(
@@ -271,6 +276,7 @@ def make_problem(
         kv_dtype="" if kv_dtype == dtype else kv_dtype,
         grads=grads,
         dropout=dropout,
+        batch_invariant=batch_invariant,
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)

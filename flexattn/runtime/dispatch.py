@@ -14,7 +14,7 @@ from flexattn.kernels.base.config import Config, Language, describe
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.choose.defaults import candidates, default, reasons
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.choose.registry import families, family_of
 from flexattn.mods.expr import pretty
 from flexattn.problem import Problem, Structure
 from flexattn.records.layers import Found, find
@@ -113,6 +113,10 @@ def candidates_of(
     stored: sources may come from the directory of binaries, for whoever loads those.
     Raises ConfigError when the caller's numbers cannot run, with every reason.
     """
+    if problem.structure.batch_invariant:
+        fixed = _invariant(problem, device)
+        yield Candidate(problem, device, fixed, "default", "batch-invariant", True, stored)
+        return
     if options.overrides:
         forced = _forced(problem, device, options)
         yield Candidate(problem, device, forced, "forced", "kernel_options", True, stored)
@@ -129,6 +133,20 @@ def candidates_of(
         if config not in seen:
             seen.add(config)
             yield replace(each, config=config)
+
+
+def _invariant(problem: Problem, device: Device) -> Config:
+    """The one config of batch-invariant calls; raises ConfigError where no template has one."""
+    kind = problem.structure.kind
+    for family in families(kind, device) if not problem.structure.fp8 else ():
+        config: Config | None = family.invariant(problem, device)
+        if config is not None:
+            return config
+    raise ConfigError(
+        f"BATCH_INVARIANT for {problem.describe()}",
+        "Triton's prefill template alone is batch-invariant, and float8 queries are not its own",
+        "pass q, k and v in bfloat16",
+    )
 
 
 def _open_candidates(

@@ -16,6 +16,7 @@ from flexattn.serving.cache import KVCache
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.types import refuse_types
+from flexattn.settings import current
 from flexattn.util.lru import Lru
 
 _plans: Lru[Any, tuple[DecodePlan, Any]] = Lru(64)
@@ -38,6 +39,7 @@ def flex_decode(
     layout: str = "NHD",
     head_dim_v: int | None = None,
     return_lse: bool = False,
+    batch_invariant: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a batch of requests over their cached keys, in one kernel for any lengths.
 
@@ -48,6 +50,7 @@ def flex_decode(
     of each request, those of its queries included. score_mod, mask_mod: as flex_attention's, over
     positions in the request; the last query stands at the last key, and no mask_mod means that
     every query sees every key. sinks fp32 [Hq], k_scale and v_scale fp32 [1] or [Hkv].
+    batch_invariant: as DecodePlan's.
 
     Returns out like q (with V's head dimension), and with return_lse the natural log-sum-exp fp32
     of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Raises
@@ -71,13 +74,15 @@ def flex_decode(
     total_q = 0 if cu_seqlens_q is None else _above(q.shape[0])
     if isinstance(kv_cache, tuple):
         head_dim_v = kv_cache[1].shape[-1]
+    if batch_invariant is None:
+        batch_invariant = current().batch_invariant
     bound = [bind(score_mod, "score"), bind(mask_mod, "mask")]
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     key = (
         q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
         _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
         head_dim_v, shared, *[_identity(each) for each in bound], sinks is None, k_scale is None,
-        scale, return_lse, stream,
+        scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -101,6 +106,7 @@ def flex_decode(
                 scaled=k_scale is not None,
                 shared_kv=shared,
                 lse=return_lse,
+                batch_invariant=batch_invariant,
             )
         # The tensors of the key are alive as long as their addresses stand in it.
         found = plan, bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from flexattn.device import usable
-from flexattn.errors import InputError
+from flexattn.errors import InputError, StalledError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.invariant import part_slots
 from flexattn.kernels.paged_decode.source import tied
 from flexattn.kernels.paged_decode.space import workspace
 from flexattn.mods import Bound, bind
@@ -71,7 +73,9 @@ class DecodePlan:
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
     record is wanted, "" for the best there is. prefix, offset: this plan is the first or
     the second pass of a CascadePlan, whose runs give row_lens or kv_start. What the first returns
-    is whole with combine="last" alone; of "launch" the cascade merges the parts.
+    is whole with combine="last" alone; of "launch" the cascade merges the parts. batch_invariant:
+    what a row gives depends on its own query and keys alone, bit for bit; the setting of
+    FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
 
     One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
     output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
@@ -109,6 +113,7 @@ class DecodePlan:
         lengths: str = "",
         prefix: bool = False,
         offset: bool = False,
+        batch_invariant: bool | None = None,
     ) -> None:
         Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
         both = head_dim if isinstance(head_dim, (tuple, list)) else (head_dim, head_dim)
@@ -121,8 +126,10 @@ class DecodePlan:
         self.maxima.check()
         check_choices(lengths, config, {
             "sinks": sinks, "scaled": scaled, "shared_kv": shared_kv, "lse": lse,
-            "prefix": prefix, "offset": offset,
+            "prefix": prefix, "offset": offset, "batch_invariant": batch_invariant or False,
         })  # fmt: skip
+        if batch_invariant is None:
+            batch_invariant = current().batch_invariant
         self.device = usable(device)
         self._score, self._mask = (
             bind(mod, kind, self.device)
@@ -134,17 +141,28 @@ class DecodePlan:
         self.form = form_of(
             self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
             lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
         self._gpu = self._kernels.gpu
         where, rows = self.device, self.maxima.rows
-        words = workspace(self.form, self.config, self._kernels.target)
+        self._slots = part_slots(
+            self.form, self.config, self._kernels.target,
+            self.maxima.row_tiles(self.config), self.maxima.kv_len,
+        )  # fmt: skip
+        words = workspace(self.form, self.config, self._kernels.target, self._slots)
         # Nobody has left a part yet; who awaits one leaves its words so again.
         empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
-        # Each merge leaves its counter at zero, for the launch that comes next.
-        self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
+        if where.type == "cuda" and self.config.combine == "await":
+            # One word, which kernels write across the bus and a run reads here without waiting.
+            self._count = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._stalled = ctypes.c_int32.from_address(self._count.data_ptr())
+        else:
+            # Each merge leaves its counter at zero, for the launch that comes next.
+            self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
+            self._stalled = ctypes.c_int32(0)
         self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
         # What never changes between runs is packed into the launches once.
@@ -190,8 +208,16 @@ class DecodePlan:
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
         unless `out` and `lse` are given. Rows behind the last request are not written. Raises
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
+        StalledError where an earlier run, or a replay of its graph, gave up waiting for its parts.
         """
         table = block_table
+        if self._stalled.value:
+            raise StalledError(
+                "an earlier run of this plan waited in vain for a part of its own launch",
+                "seq_lens and cu_seqlens_q stay as they are while a run reads them, and one "
+                "stream runs a plan at a time; that run's rows are NaN",
+                "make a new plan",
+            )
         try:
             k, v = (
                 kv_cache
@@ -315,6 +341,8 @@ class DecodePlan:
         fixed["total_q" if form.ragged else "q_rows"] = rows_of
         if form.prefix:
             fixed["q_len_each"] = q_rows
+        if form.split_keys:
+            fixed["part_slots"] = self._slots
         if form.scaled:
             fixed["stride_scale"] = 0 if k_scale is None or k_scale.numel() == 1 else 1
         if form.page:

@@ -8,6 +8,7 @@ import torch
 
 from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.invariant import SPLIT_KEYS
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
 from flexattn.problem.checks import MAX_HEAD_DIM
@@ -49,14 +50,16 @@ class Maxima:
         """The most rows of q [rows, Hq, D]."""
         return self.total_q or self.batch * self.q_len
 
-    def tiles(self, config: ServingConfig) -> int:
-        """The most tiles that a batch is cut into."""
+    def row_tiles(self, config: ServingConfig) -> int:
+        """The most tiles of query rows that one KV head has."""
         packed = self.Hq // self.Hkv
         if self.total_q:
-            row_tiles = -(-self.total_q * packed // config.BLOCK_M) + self.batch
-        else:
-            row_tiles = self.batch * -(-self.q_len * packed // config.BLOCK_M)
-        return row_tiles * self.Hkv * (-(-self.kv_len // config.BLOCK_N) + 1)
+            return -(-self.total_q * packed // config.BLOCK_M) + self.batch
+        return self.batch * -(-self.q_len * packed // config.BLOCK_M)
+
+    def tiles(self, config: ServingConfig) -> int:
+        """The most tiles that a batch is cut into."""
+        return self.row_tiles(config) * self.Hkv * (-(-self.kv_len // config.BLOCK_N) + 1)
 
     def check(self) -> None:
         """Raise InputError for maxima that no kernel serves."""
@@ -110,6 +113,7 @@ def form_of(
     prefix: bool = False,
     offset: bool = False,
     positive_scale: bool = True,
+    batch_invariant: bool = False,
 ) -> ServingForm:
     """The form of kernel that serves these maxima."""
     group = maxima.Hq // maxima.Hkv
@@ -137,4 +141,5 @@ def form_of(
         offset=offset,
         aligned=row % 16 == 0 and key % 16 == 0 and (shared_kv or value % 16 == 0),
         positive_scale=positive_scale,
+        split_keys=SPLIT_KEYS if batch_invariant else 0,
     )

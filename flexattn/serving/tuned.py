@@ -46,6 +46,7 @@ class ServingProblem:
         form, m = self.form, self.maxima
         layout = [m.layout, *(name for name in _LAYOUT if getattr(form, name))]
         precision = [f"kv={form.kv_dtype}"] * (form.kv_dtype != form.dtype)
+        precision += [f"invariant {form.split_keys}"] * (form.split_keys > 0)
         precision += ["scaled"] * form.scaled + ["signed-scale"] * (not form.positive_scale)
         sizes = self.sizes.rounded()
         return Key(

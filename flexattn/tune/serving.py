@@ -91,6 +91,7 @@ def serving_task(
     kv_dtype: str = "",
     sinks: bool = False,
     shared_kv: bool = False,
+    batch_invariant: bool = False,
 ) -> ServingTask:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
@@ -116,7 +117,7 @@ def serving_task(
     maxima.check()
     form = form_of(
         maxima, score, mask, shared_kv=shared_kv, scaled=torch.tensor([], dtype=kv).itemsize == 1,
-        sinks=sinks, positive_scale=scale > 0,
+        sinks=sinks, positive_scale=scale > 0, batch_invariant=batch_invariant,
     )  # fmt: skip
     problem = ServingProblem(form, maxima, lengths)
     return ServingTask(title, problem, device, policy, scale, q_lens, kv_lens, score, mask)

@@ -50,7 +50,7 @@ from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 
-OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv")
+OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv", "batch_invariant")
 SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip
@@ -81,6 +81,7 @@ class Served:
     lengths: Lengths
     kv_dtype: str = ""
     shared_kv: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
     """The caches and batches of a call's plans; [None] for a call of flex_attention."""
     pages = said("page_size").numbers("page_size", 0)
     if call.text("kind") != "serving" and not any(pages):
-        for key in ("lengths", "kv_dtype", "shared_kv"):
+        for key in ("lengths", "kv_dtype", "shared_kv", "batch_invariant"):
             if key in call:
                 raise call.wrong(key, 'it is of plans: kind = "serving"')
         return [None]
@@ -207,8 +208,9 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
             raise said("lengths").wrong("lengths", f"it is one of {', '.join(LENGTHS)}")
     kv_dtype = said("kv_dtype").text("kv_dtype")
     shared = said("shared_kv").flag("shared_kv") or False
+    invariant = said("batch_invariant").flag("batch_invariant") or False
     return [
-        Served(page, name, kv_dtype, shared)  # type: ignore[arg-type]
+        Served(page, name, kv_dtype, shared, invariant)  # type: ignore[arg-type]
         for page, name in product(pages or (0,), names)
     ]
 

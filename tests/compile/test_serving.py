@@ -146,6 +146,8 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     ptx = compiled.asm["ptx"]
     assert resources(compiled, DEVICE).loop_spills == 0
     assert "atom." not in ptx and "fence" not in ptx and "membar" not in ptx
+    # And no longer than it takes to see that nothing comes: the host's word says so.
+    assert "@late st.relaxed.sys.global.b32" in ptx
     asked = [m.start() for m in re.finditer(r"ld\.relaxed\.gpu\.global\.v\d\.b32", ptx)]
     assert len(asked) == 16 and "max.u32" not in ptx[asked[0] : asked[-1]]
     assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"
@@ -363,3 +365,20 @@ def test_the_space_starts_with_the_default_and_names_its_workspace():
         "tiles of many requests do not go round"
     )
     assert {each.split_policy for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}
+
+
+INVARIANT = {
+    "steps": {"mask": sliding_window(1024), "score": softcap(30.0), "sinks": True},
+    "chunks": {"total_q": 2048, "mask": causal, "lse": True},
+    "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
+}
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_batch_invariant_kernels_fuse_no_product_with_a_sum(name):
+    wanted = form(batch_invariant=True, **INVARIANT[name])
+    (config,) = serving_candidates(wanted, DEVICE)
+    compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
+    assert spills_by_tile(compiled) == 0
+    assert "fma.rn.f32" not in compiled.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16" in compiled.asm["ptx"]

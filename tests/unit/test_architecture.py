@@ -53,7 +53,7 @@ EDGES = {
     "report": {"measure"},
     "cli": {"report", "deploy", "frontend", "presets", "neuron"},
     # Another library's attention, made of calls that any user could write.
-    "integrations": {"frontend"},
+    "integrations": {"frontend", "serving"},
     "__init__": {"frontend", "serving", "deploy"},
     "__main__": {"cli"},
 }

@@ -138,6 +138,10 @@ class KernelFamily(ABC, Generic[C]):
         """The config that gives the same bits in every run; None where the template has none."""
         return config
 
+    def invariant(self, problem: Problem, device: Device) -> C | None:
+        """The config of a batch-invariant call; None where the template has no such kernels."""
+        return None
+
     def launch_key(self, config: C) -> tuple[object, ...]:
         """What of a config decides a launch beside the kernel's code."""
         return config.BLOCK_M, config.num_warps

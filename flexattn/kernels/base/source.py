@@ -17,6 +17,9 @@ from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Structure
 
+# Of batch-invariant kernels: whether a product and a sum become one instruction else depends on
+# what stands around them.
+UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
 HELPERS = (
     "fast_tanh",
@@ -39,7 +42,7 @@ class Source:
 
     num_warps: as the compiler is told; a warp-specialised kernel starts more. registers: the most
     that a thread may have, 0 for what the compiler finds best. stages: passes over its PTX, and
-    which ptxas. hints: options of Triton's compiler for AMD, by Triton's names. entry: the
+    which ptxas. hints: options of Triton's compiler, by Triton's names. entry: the
     function that is launched, by which profilers call the kernel. stored: it was read, not
     rendered, and is not compiled.
     """

@@ -10,7 +10,10 @@ from flexattn.errors import ConfigError, InputError
 
 LEGACY = "FORCE_USE_FLEX_ATTENTION"
 # Keys that torch does not have: they are taken out before a call is handed to it.
-OURS_ALONE = ("SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS", "DETERMINISTIC")
+OURS_ALONE = (
+    "SPLIT_KV", "RULES_OFF", "TANH", "MERGE_CONSUMERS", "PTXAS", "DETERMINISTIC",
+    "BATCH_INVARIANT",
+)  # fmt: skip
 HONOURED = (
     "BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "USE_TMA", "FLOAT32_PRECISION", "BACKEND",
     LEGACY, *OURS_ALONE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeVar, get_args
 
@@ -17,7 +17,7 @@ from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
-from flexattn.settings import log, say_once
+from flexattn.settings import current, log, say_once
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -39,7 +39,8 @@ class Options:
     exact: the whole config, where a tuner decides; the numbers are then not looked at. tf32:
     whether products of float32 may use it, torch's own setting where None. rules_off, tanh: as a
     Structure has them. deterministic: a backward gives the same bits in every run, or is refused.
-    backward: names and numbers of its config.
+    backward: names and numbers of its config. batch_invariant: a row's bits depend on its own
+    query and keys alone.
     """
 
     kind: str | None = None
@@ -58,6 +59,14 @@ class Options:
     tf32: bool | None = None
     deterministic: bool = False
     backward: tuple[tuple[str, int | bool], ...] = ()
+    batch_invariant: bool = False
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Rules that are off: far keys are left out by norms of all queries and keys of a head."""
+        if not self.batch_invariant:
+            return self.rules_off
+        return tuple(sorted({*self.rules_off, "decay_skip"}))
 
     @property
     def overrides(self) -> bool:
@@ -92,7 +101,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
     """
     check_mapping(kernel_options)
     if not kernel_options:
-        return NONE
+        return replace(NONE, batch_invariant=True) if current().batch_invariant else NONE
     chosen: dict[str, Any] = {}
     behind: dict[str, Any] = {}
     names = {key: bare(key) for key in kernel_options}
@@ -104,7 +113,8 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         else:
             log.debug("kernel_options[%r] has no effect on flexattn's forward kernels", key)
     language = _language(chosen)
-    return Options(
+    invariant = _boolean(chosen, "BATCH_INVARIANT")
+    found = Options(
         kind=_kind(chosen),
         language=language,
         BLOCK_M=_rows(chosen, language),
@@ -120,7 +130,16 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         tf32=_tf32(chosen.get("FLOAT32_PRECISION")),
         deterministic=bool(_boolean(chosen, "DETERMINISTIC")),
         backward=_backward(behind),
+        batch_invariant=current().batch_invariant if invariant is None else invariant,
     )
+    forced = found.overrides or found.kind == "decode" or language == "gluon"
+    if found.batch_invariant and forced:
+        raise ConfigError(
+            f"kernel_options {dict(kernel_options)} of a batch-invariant call",
+            "its tile is fixed by dtype and head dimensions, in Triton's prefill template",
+            "leave BACKEND, tiles, warps, stages and SPLIT_KV out",
+        )
+    return found
 
 
 def _backward(behind: Mapping[str, Any]) -> tuple[tuple[str, int | bool], ...]:

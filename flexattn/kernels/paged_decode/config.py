@@ -32,7 +32,8 @@ class ServingForm:
     where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
     cache's scales are given. prefix: one cache is shared by the rows of all requests (the first
     pass of a cascade). offset: a request's keys begin behind a prefix (its second pass).
-    aligned: addresses and strides are multiples of 16 bytes.
+    aligned: addresses and strides are multiples of 16 bytes. split_keys: of a batch-invariant
+    kernel, keys of a split; 0 where splits are cut for balance.
     """
 
     dtype: str
@@ -54,6 +55,7 @@ class ServingForm:
     offset: bool = False
     aligned: bool = True
     positive_scale: bool = True
+    split_keys: int = 0
 
     @property
     def ragged(self) -> bool:

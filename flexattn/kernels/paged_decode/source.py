@@ -76,6 +76,8 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     if form.prefix:
         found.append(Argument("q_len_each", "i32"))
     found.append(Argument("softmax_scale", "fp32"))
+    if form.split_keys:
+        found.append(Argument("part_slots", "i32"))
     found += captured_arguments(form.score)
     return (*found, *captured_arguments(form.mask))
 
@@ -157,11 +159,12 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "gluon",
         )  # fmt: skip
     if config.warp_private:
-        return rendering.make_source(
+        warp = rendering.make_source(
             "paged_decode/warp.py.jinja", device, header, context, found, config.num_warps, 1,
             "triton" if device.backend == "interpreter" else "gluon",
             config.registers(form, device),
         )  # fmt: skip
+        return rendering.hinted(warp, rendering.UNFUSED if form.split_keys else ())
     return rendering.make_source(
         "paged_decode/program.py.jinja", device, header, context, found, config.num_warps,
         config.num_stages, registers=config.registers(form, device),
@@ -296,6 +299,11 @@ def _shared(
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
         settings |= mla.sizes(form)
+    if form.split_keys:
+        settings |= {
+            "SPLIT_KEYS": form.split_keys,
+            "TILES_PER_SPLIT": form.split_keys // config.BLOCK_N,
+        }
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -305,6 +313,9 @@ def _shared(
         "jit": "triton.jit",
         "warp_private": config.warp_private,
         "whole_shares": config.for_mla,
+        "split_keys": form.split_keys,
+        # What a batch's work is counted in.
+        "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
         "by_lane": "",
         "prefetched_before": False,

@@ -19,17 +19,24 @@ from flexattn.kernels.paged_decode.config import (
     ServingForm,
     shared_memory,
 )
+from flexattn.kernels.paged_decode.invariant import invariant_config, invariant_reasons
 
 COMBINES: tuple[Combine, ...] = get_args(Combine)
 
 
-def workspace(form: ServingForm, config: ServingConfig, device: Device) -> int:
+def workspace(
+    form: ServingForm, config: ServingConfig, device: Device, part_slots: int = 0
+) -> int:
     """Floats of the workspace: programs x 2 x BLOCK_M x (head_dim_v + 1), or half of them.
 
     A program's range of tiles begins inside at most one work tile and ends inside at most one
     other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a tile that
-    ends in its range it keeps its own where it awaits those of the others.
+    ends in its range it keeps its own where it awaits those of the others. Batch-invariant ones
+    have part_slots more for its splits, of the rows that a work tile has.
     """
+    if form.split_keys:
+        rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
+        return config.programs(device) * (1 + part_slots) * rows * (form.head_dim_v + 1)
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
@@ -38,7 +45,10 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
     if config.warp_private:
-        return serving_warps.reasons(config, form, device)
+        broken = serving_warps.reasons(config, form, device)
+        return broken + (invariant_reasons(config, form) if form.split_keys else [])
+    if form.split_keys:
+        return invariant_reasons(config, form)
     if config.for_mla:
         return mla.reasons(config, form, device)
     case = printed_serving.Case(
@@ -65,17 +75,24 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
     One token of a group of at most 16 heads takes the 16-row matrix instruction, which needs no
     padding of the rows to 64. Raises ConfigError when nothing can run.
     """
+    of, do = "the serving template", "use smaller head dimensions"
+    if form.split_keys:
+        of, do = "batch-invariant serving", "use head dimensions of 64 or 128, or leave it out"
     return able(
         _preferences(form, device),
         lambda config: reasons(config, form, device),
-        f"no config of the serving template fits {form}",
-        "use smaller head dimensions",
+        f"no config of {of} fits {form}",
+        do,
     )
 
 
 def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
     candidates = list(serving_candidates(form, device))
+    if form.split_keys:
+        counts = (replace(candidates[0], per_sm=each) for each in (1, 2, 3, 4))
+        fewer = [each for each in counts if not reasons(each, form, device)]
+        return tuple(dict.fromkeys((candidates[0], *fewer)))
     first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.split_policy == "even")
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
     axes = (sorted(heights), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), (1, 2, 4))
@@ -94,6 +111,9 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
 
 
 def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
+    if form.split_keys:
+        yield invariant_config(form)
+        return
     if mla.leads(form, device):
         yield from mla.preferences()
     if device.capability == 90 and 0 < form.rows <= 8:

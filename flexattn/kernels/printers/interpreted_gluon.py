@@ -45,8 +45,12 @@ def associative_scan(x: Any, axis: int, combine: Any) -> Any:
 
 
 def mma_v2(a: Any, b: Any, acc: Any) -> Any:
-    """The product in float32: the interpreter's of bfloat16 is garbage."""
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    """The product in float64: the interpreter's of bfloat16 is garbage.
+
+    Of 16 bits its sums are all but exact, so that they do not depend on how many rows there are.
+    """
+    wide = tl.dot(a.to(tl.float64), b.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64)
+    return wide.to(tl.float32)
 
 
 def barrier() -> None:

@@ -11,7 +11,7 @@ from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
-from flexattn.kernels.base.source import Source, hinted
+from flexattn.kernels.base.source import UNFUSED, Source, hinted
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import hints
@@ -19,6 +19,7 @@ from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
+from flexattn.kernels.triton.invariant import invariant_config
 from flexattn.kernels.triton.source import render, render_combine
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
@@ -40,7 +41,8 @@ class _Family(KernelFamily[C]):
         return fit_to_mask(config, structure)
 
     def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
-        return hinted(render(structure, config, device, title), hints(config))
+        options = hints(config) + (UNFUSED if structure.batch_invariant else ())
+        return hinted(render(structure, config, device, title), options)
 
     def _short(self, config: C, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
@@ -56,6 +58,9 @@ class _Prefill(_Family[PrefillConfig]):
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[PrefillConfig]:
         return prefill_axes(problem, device, effort == "exhaustive")
+
+    def invariant(self, problem: Problem, device: Device) -> PrefillConfig:
+        return invariant_config(problem, device, TRITON)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
         return replace(at_rest(config), order="last")

@@ -36,7 +36,8 @@ def render(
     mask = None
     runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
     if structure.mask is not None:
-        mask = whole(structure.mask, traits)
+        needed = "masked" if structure.batch_invariant else "i < num_kv"
+        mask = whole(structure.mask, traits, needed)
         if runs:
             heads = structure.packed_heads
             mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)
@@ -95,6 +96,7 @@ def render(
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,
+        "in_order": structure.batch_invariant,
         "keys_aligned": sparsity is None or sparsity.kv_block % 16 == 0,
     }
     split = prefill and device.has_wgmma and len(qk) + len(v) > 2

@@ -10,7 +10,7 @@ from flexattn.catalogue import sliding_window
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.space import serving_candidates
+from flexattn.kernels.paged_decode.space import reasons, serving_candidates
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
@@ -213,3 +213,18 @@ def test_a_second_kernel_is_built_where_one_is_launched():
     made = task()
     built = list(serving_sources(made.problem.form, [ONE, TWO], H200))
     assert [combine is None for _, _, combine in built] == [True, False]
+
+
+def test_records_of_invariant_plans_are_their_own_and_change_no_bit(store):
+    """They say how many programs run, and never another tile of keys."""
+    plain, invariant = task(), task(batch_invariant=True)
+    assert key_of(plain.problem).digest != key_of(invariant.problem).digest
+    (fixed,) = serving_candidates(invariant.problem.form, H200)
+    offered, _ = serving_configs(invariant.problem, H200, "full")
+    assert len(offered) > 1 and {replace(each, per_sm=2) for each in offered} == {fixed}
+    store.write(record(plain, next(serving_candidates(plain.problem.form, H200))))
+    assert found(invariant) is None
+    assert reasons(replace(fixed, BLOCK_N=128), invariant.problem.form, H200)
+    store.write(record(invariant, replace(fixed, per_sm=1)))
+    assert found(invariant).config == replace(fixed, per_sm=1)
+    assert found(plain).config.split_policy == "heads"

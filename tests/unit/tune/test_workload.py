@@ -168,6 +168,8 @@ def test_pages_and_classes_make_plans_of_a_call():
     assert found[1].kv_lens[0] == 300 > found[1].kv_lens[1]
     assert found[0].policy.graph and found[0].problem.form.scaled
     assert list(tasks(rows, H200)) == [], "calls alone"
+    (invariant,) = plans(page_size=16, batch_invariant=True)
+    assert plan_task(invariant, H200).problem.form.split_keys > 0
 
 
 @pytest.mark.parametrize(
