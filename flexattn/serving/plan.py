@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.device import usable
-from flexattn.errors import InputError, StalledError
+from flexattn.errors import InputError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
@@ -155,14 +154,8 @@ class DecodePlan:
         # Nobody has left a part yet; who awaits one leaves its words so again.
         empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
-        if where.type == "cuda" and self.config.combine == "await":
-            # One word, which kernels write across the bus and a run reads here without waiting.
-            self._count = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            self._stalled = ctypes.c_int32.from_address(self._count.data_ptr())
-        else:
-            # Each merge leaves its counter at zero, for the launch that comes next.
-            self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
-            self._stalled = ctypes.c_int32(0)
+        # Each merge leaves its counter at zero, for the launch that comes next.
+        self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
         self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
         # What never changes between runs is packed into the launches once.
@@ -208,16 +201,8 @@ class DecodePlan:
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
         unless `out` and `lse` are given. Rows behind the last request are not written. Raises
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
-        StalledError where an earlier run, or a replay of its graph, gave up waiting for its parts.
         """
         table = block_table
-        if self._stalled.value:
-            raise StalledError(
-                "an earlier run of this plan waited in vain for a part of its own launch",
-                "seq_lens and cu_seqlens_q stay as they are while a run reads them, and one "
-                "stream runs a plan at a time; that run's rows are NaN",
-                "make a new plan",
-            )
         try:
             k, v = (
                 kv_cache
