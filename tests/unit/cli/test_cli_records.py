@@ -10,9 +10,9 @@ from flexattn.cli.offline import problem_of
 from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
 from flexattn.problem import Shape
+from flexattn.records import untuned
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
-from flexattn.records import untuned
 from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.runtime.dispatch import candidates_of
@@ -238,9 +238,11 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
     shown = flexattn("doctor").stdout
     assert f"2 in {tmp_path / 'cache' / 'untuned.jsonl'}; `flexattn tune --from-untuned`" in shown
     assert "kv_len=700 D=128 on nvidia-h200: default" in shown and "1 more" in shown
-    (tmp_path / "cache" / "untuned.jsonl").unlink()
-    (tmp_path / "cache" / "untuned.jsonl").mkdir()
-    assert "untuned.jsonl" in json.loads(flexattn("doctor", "--json", status=1).stdout)["faults"][0]
+    path = tmp_path / "cache" / "untuned.jsonl"
+    path.unlink()
+    path.mkdir()
+    (fault,) = json.loads(flexattn("doctor", "--json", status=1).stdout)["faults"]
+    assert "untuned.jsonl" in fault
 
 
 def test_bench_needs_a_gpu(flexattn, monkeypatch):
