@@ -165,7 +165,10 @@ def doubts(environ: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} is set, and flexattn has no such variable: did you mean {near}?"
     for each in filter(None, environ.get("FLEXATTN_CACHE", "").split(os.pathsep)):
         if not Path(each).expanduser().is_dir():
-            yield f"FLEXATTN_CACHE names {each}, which is no directory: no record is found there"
+            yield (
+                f"FLEXATTN_CACHE names {each}, which is no directory: no record is found there; "
+                "make it, or correct its name"
+            )
 
 
 def importer(name: str, modules: Mapping[str, Any]) -> str:

@@ -111,7 +111,9 @@ def _block(size: Any) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
         raise InputTypeError(
-            f"BLOCK_SIZE is {size!r:.80}", "it is one integer, or (query rows, keys)"
+            f"BLOCK_SIZE is {size!r:.80}",
+            "it is one integer, or (query rows, keys)",
+            "pass 128, or (128, 128)",
         )
     return _size("BLOCK_SIZE", pair[0]), _size("BLOCK_SIZE", pair[1])
 

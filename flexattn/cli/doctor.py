@@ -29,6 +29,7 @@ from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import environment
 from flexattn.records.layers import Layer
 from flexattn.records.renderers import RecordKind
+from flexattn.records.untuned import COMMAND, read, untuned_path
 from flexattn.records.why import why
 from flexattn.runtime.fallback.environment import compiler_of
 from flexattn.runtime.fallback.memory import memory
@@ -40,6 +41,8 @@ SAMPLES: tuple[tuple[Kind, Shape], ...] = (
     ("prefill", Shape(1, 32, 8, 8192, 8192, 128, 128)),
     ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),
 )
+# Untuned problems that are printed; --json has all of them.
+SHOWN = 20
 RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
 
 
@@ -81,6 +84,7 @@ def doctor(
         "outcomes": [asdict(each) for each in memory().entries(target)],
         "cleared": cleared,
         "layers": [asdict(each) for each in health],
+        "untuned": _untuned(faults),
         "samples": [_sample(kind, shape, target, faults) for kind, shape in SAMPLES],
         "neuron": [asdict(rung) for rung in rungs()],
         "faults": faults,
@@ -181,6 +185,19 @@ def _health(layer: Layer, device: Device) -> Health:
     return Health(layer.name, str(root), root.is_dir(), records, exact, tuple(invalid), strays)
 
 
+def _untuned(faults: list[str]) -> list[dict[str, str]]:
+    """What calls met without a tuned record, of every device."""
+    try:
+        listed = read(untuned_path())
+    except CacheError as error:
+        faults.append(error.line)
+        return []
+    return [
+        {"problem": each.problem.describe(), "device": each.device, "how": each.how}
+        for each in listed
+    ]
+
+
 def _sample(kind: Kind, shape: Shape, device: Device, faults: list[str]) -> dict[str, Any]:
     problem = make_problem(kind, "bfloat16", shape, None, None, None)
     try:
@@ -207,6 +224,16 @@ def _print_outcomes(told: dict[str, Any]) -> None:
             say(f"{'outcome':<12}{each['made'][:10]} {each['title']}: {outcome}")
 
 
+def _print_untuned(listed: list[dict[str, str]]) -> None:
+    if not listed:
+        return
+    say(f"{'untuned':<12}{len(listed)} in {untuned_path()}; `{COMMAND}` tunes them")
+    for each in listed[:SHOWN]:
+        say(f"{'':<12}{each['problem']} on {each['device']}: {each['how']}")
+    if len(listed) > SHOWN:
+        say(f"{'':<12}and {len(listed) - SHOWN} more: --json lists all")
+
+
 def _print(told: dict[str, Any]) -> None:
     for name, version in told["versions"].items():
         say(f"{name:<12}{version or 'not installed'}")
@@ -227,6 +254,7 @@ def _print(told: dict[str, Any]) -> None:
             words += f", {layer['strays']} files moved aside or left by writers that died"
         say(f"{'layer':<12}{layer['layer']}: {layer['path']}: {words}")
     _print_outcomes(told)
+    _print_untuned(told["untuned"])
     for sample in told["samples"]:
         say(f"{'would run':<12}{sample['problem']}: {sample['how']}: {sample['config']}")
     for rung in told["neuron"]:

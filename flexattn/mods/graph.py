@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexattn.mods.arrays import Array, buffer
 from flexattn.mods.bind import variant_of
@@ -16,8 +18,17 @@ from flexattn.mods.expr import VARS, Buffer, Expr, Mod
 from flexattn.mods.guard import op_name
 from flexattn.mods.pointwise import cast
 from flexattn.mods.refusal import Refusal
+from flexattn.mods.registered import meaning_of
 from flexattn.mods.site import Bound, Variant, interned
-from flexattn.mods.trace import ARGUMENTS, RESULTS, TABLE, Reader, Trace, single
+from flexattn.mods.trace import (
+    ARGUMENTS,
+    RESULTS,
+    TABLE,
+    Reader,
+    Trace,
+    decompositions,
+    single,
+)
 
 # What Dynamo computes of integers that it does not know yet.
 _ON_INTEGERS: dict[Any, str] = {
@@ -145,4 +156,23 @@ class _GraphReader(Reader):
             if not isinstance(args[0], Array) or not args[0].weak:
                 raise Refusal("reads the value of a tensor")
             return args[0]
+        meaning = meaning_of(target)
+        if meaning is not None:
+            return self._meant(meaning, args, kwargs)
         return super()._call(target, args, kwargs)
+
+    def _meant(
+        self, meaning: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a registered operator computes of these arrays, by its meaning's own graph."""
+        arrays = [each for each in args if isinstance(each, Array)]
+
+        def called(*tensors: Tensor) -> Any:
+            given = iter(tensors)
+            return meaning(
+                *(next(given) if isinstance(each, Array) else each for each in args), **kwargs
+            )
+
+        like = [torch.zeros(each.shape, dtype=getattr(torch, each.dtype)) for each in arrays]
+        graph = make_fx(called, decompositions(), tracing_mode="fake")(*like)
+        return _GraphReader(graph, ()).read(arrays, exact=False)

@@ -249,7 +249,7 @@ def _graph(run: Callable[..., Any], dtypes: Sequence[str], device: torch.device)
 
         made = make_fx(
             called,
-            decomposition_table=_decompositions(),
+            decomposition_table=decompositions(),
             tracing_mode="fake",
             _allow_non_fake_inputs=True,
         )
@@ -294,7 +294,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @lru_cache(maxsize=1)
-def _decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[Any, Callable[..., Any]]:
     """torch's decompositions of every operation that the tables do not hold."""
     from torch._decomp import decomposition_table
 
@@ -307,4 +307,4 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 @lru_cache(maxsize=1)
 def _known() -> frozenset[str]:
-    return frozenset(TABLE) | {op_name(op) for op in _decompositions()}
+    return frozenset(TABLE) | {op_name(op) for op in decompositions()}

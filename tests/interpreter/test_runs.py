@@ -112,6 +112,20 @@ def test_lists_written_to_between_calls(kind):
     assert got.out[:, :, 16:32].any() and known_runs(mask) is None
 
 
+@pytest.mark.parametrize("past", [lambda x: x.data, lambda x: x.detach().numpy()])
+def test_lists_written_past_torchs_count_of_writes(past):
+    """Nothing shows such a write where rows have runs: create_block_mask's words say so to us."""
+    q, k, v = inputs(1, 2, 1, 40, 64)
+    mask = block_mask(causal, q, k, 16, False, False)
+    before = assert_accurate(q, k, v, block_mask=mask, kernel_options=PREFILL)
+    past(mask.kv_num_blocks)[:, :, 1] = 0
+    mask.kv_num_blocks.add_(0)
+    got = assert_accurate(q, k, v, block_mask=mask, kernel_options=PREFILL)
+    changed = (got.out != before.out).any(-1)[0, 0]
+    assert changed[16:32].all() and not changed[:16].any()
+    assert all(each in flexattn.create_block_mask.__doc__ for each in (".data", "add_(0)"))
+
+
 def test_the_same_answer_as_from_lists():
     q, k, v = inputs(1, 2, 1, 43, 77)
     mask = block_mask(sliding_window(31), q, k, 32)

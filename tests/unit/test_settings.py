@@ -106,7 +106,7 @@ def test_said_once(caplog):
         ({"FLEXATTN_INTERPRETER": "1"}, "mean FLEXATTN_INTERPRET?"),
         (
             {"FLEXATTN_CACHE": f"{ROOT}{os.pathsep}/nowhere"},
-            "FLEXATTN_CACHE names /nowhere.*no di",
+            "FLEXATTN_CACHE names /nowhere.*no directory.*make it",
         ),
         ({"FLEXATTN_CACHE": str(ROOT), "FLEXATTN_MODE": "off", "FLEX": "1"}, None),
     ],

@@ -45,7 +45,9 @@ def bare(key: object) -> str:
     """A key without torch's prefix; raises InputError for one that is no string."""
     if not isinstance(key, str):
         raise InputError(
-            f"kernel_options has the key {key!r}, a {type(key).__name__}", "its keys are strings"
+            f"kernel_options has the key {key!r} ({type(key).__name__})",
+            "its keys are strings",
+            'pass a dict such as {"BLOCK_M": 64}',
         )
     return key.removeprefix("fwd_").removeprefix("bwd_")
 

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from flexattn.cli import doctor
 from flexattn.cli.offline import problem_of
 from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
 from flexattn.problem import Shape
+from flexattn.records import untuned
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
 from flexattn.records.record import Failed
@@ -19,6 +21,7 @@ from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from tests import records
+from tests.problems import problem
 
 H200 = named("nvidia-h200")
 DECODE = ("why", "noop", "--B", "8", "--q-len", "1", "--kv-len", "8192")
@@ -219,6 +222,27 @@ def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, use
     assert "1 cleared" in flexattn("doctor", "--clear-outcomes").stdout
     assert json.loads(flexattn("doctor", "--json").stdout)["outcomes"] == []
     assert "seven bits" not in flexattn(*DECODE).stdout
+
+
+def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkeypatch):
+    """Whoever serves is told by this alone, now that a call prints nothing."""
+    assert "untuned " not in flexattn("doctor").stdout
+    untuned._noted.clear()
+    with override(cache_dir=tmp_path / "cache", mode="replay"):
+        for kv_len in (700, 701, 5000):
+            untuned.note(problem("decode", kv_len=kv_len), H200, "default", None, None)
+    found = json.loads(flexattn("doctor", "--json").stdout)["untuned"]
+    assert [each["problem"].split()[-2] for each in found] == ["kv_len=700", "kv_len=5000"]
+    assert {(each["device"], each["how"]) for each in found} == {("nvidia-h200", "default")}
+    monkeypatch.setattr(doctor, "SHOWN", 1)
+    shown = flexattn("doctor").stdout
+    assert f"2 in {tmp_path / 'cache' / 'untuned.jsonl'}; `flexattn tune --from-untuned`" in shown
+    assert "kv_len=700 D=128 on nvidia-h200: default" in shown and "1 more" in shown
+    path = tmp_path / "cache" / "untuned.jsonl"
+    path.unlink()
+    path.mkdir()
+    (fault,) = json.loads(flexattn("doctor", "--json", status=1).stdout)["faults"]
+    assert "untuned.jsonl" in fault
 
 
 def test_bench_needs_a_gpu(flexattn, monkeypatch):

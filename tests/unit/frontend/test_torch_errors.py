@@ -76,11 +76,19 @@ MASKS = {
     "no device": (causal, None, None, 8, 8, "gpu"),
 }
 
+# Which argument of each is named.
+WRONG = dict(zip(MASKS, (4, 4, 1, 3, 6, 5), strict=True))
+
 
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask(name):
+    """What Python says of comparing a function with a number named neither argument nor order."""
     with pytest.raises(FlexAttnError) as ours:
         flexattn.create_block_mask(*MASKS[name])
+    assert repr(MASKS[name][WRONG[name]]) in ours.value.got
+    assert ours.value.rule and ours.value.do
+    if WRONG[name] < 5:
+        assert "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN" in ours.value.rule
     if name == "a length that is no integer":  # torch rounds it up
         assert isinstance(ours.value, TypeError)
         return

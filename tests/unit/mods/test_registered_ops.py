@@ -7,6 +7,7 @@ import flexattn
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.mods import bind, registered
 from flexattn.mods.bind import stats
+from flexattn.mods.graph import read_graph
 
 CAP = 2.0
 
@@ -110,6 +111,17 @@ def test_they_mean_tanh(name):
     torch.testing.assert_close(got, expected)
     gradients = [torch.autograd.grad(out.square().sum(), q)[0] for out in (got, expected)]
     torch.testing.assert_close(*gradients)
+
+
+def test_a_graph_of_torch_compile_means_it_too():
+    """Such a mod was left to torch's lowering, which knows no operator of others."""
+    graph = torch.fx.Graph()
+    score, *_ = (graph.placeholder(name) for name in ("score", "b", "h", "q_idx", "kv_idx"))
+    divided = graph.call_function(torch.ops.aten.div.Tensor, (score, CAP))
+    bent = graph.call_function(torch.ops.approx.tanh.default, (divided,))
+    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (bent, CAP)))
+    read = read_graph(torch.fx.GraphModule({}, graph), "score", [])
+    assert read.bound([], ()).mod is bind(plain, "score").mod
 
 
 def test_an_operator_is_taught():

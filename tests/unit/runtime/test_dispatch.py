@@ -275,6 +275,13 @@ def test_a_miss_is_logged_and_listed_once_and_no_warning(monkeypatch, said, capl
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
+def test_a_miss_is_shown_to_nobody_who_did_not_ask(monkeypatch, caplog, capfd):
+    """As a process has logging that sets nothing up: it was a line on stderr for each problem."""
+    call(monkeypatch)
+    assert not caplog.records and capfd.readouterr() == ("", "")
+    assert len(read(untuned_path())) == 1
+
+
 @pytest.mark.parametrize("how", ["hit", "forced", "hint"])
 def test_what_is_no_miss_is_not_said(monkeypatch, said, how):
     call(monkeypatch, how=how)

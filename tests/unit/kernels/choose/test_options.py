@@ -108,7 +108,7 @@ def test_parsed(given, expected):
         ({"OUTPUT_LOGSUMEXP": True}, ConfigError, "AuxRequest.lse=True"),
         ({"fwd_OUTPUT_MAX": True}, ConfigError, "AuxRequest.max_scores=True"),
         ({"FLOAT32_PRECISION": "bf16"}, ConfigError, "ieee"),
-        ({3: 64}, InputError, "the key 3, a int.*strings"),
+        ({3: 64}, InputError, r"the key 3 \(int\).*strings.*pass a dict"),
         ([("BLOCK_M", 64)], InputError, "list.*mapping"),
         ("BLOCK_M", InputError, "str.*mapping"),
         (0, InputError, "int.*mapping"),
