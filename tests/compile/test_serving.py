@@ -12,6 +12,7 @@ import triton
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
+from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.join import join_programs, render_join
 from flexattn.kernels.paged_decode.source import (
@@ -119,8 +120,8 @@ MLA = {
 def test_mla(name):
     """Products go on beside each other, and none waits for a register in the loop over tiles."""
     wanted = form(**{"D": (576, 512), "page": 64, "shared_kv": True, **MLA[name]})
-    config = next(serving_candidates(wanted, DEVICE))
-    assert config.for_mla
+    config = next(mla.space())
+    assert not reasons(config, wanted, DEVICE)
     source = render_serving(wanted, config, DEVICE, name)
     compiled = compile_source(source, DEVICE)
     taken = resources(compiled, DEVICE)

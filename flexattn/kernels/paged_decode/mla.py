@@ -7,7 +7,6 @@ columns in fp32 registers. Method: FlashMLA's seesaw schedule (deepseek-ai/Flash
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
@@ -29,23 +28,13 @@ LEAST_PAGE = 16
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 
-def leads(form: ServingForm, device: Device) -> bool:
-    """Whether the static default is of this kind where it can run.
-
-    Of fewer rows most of what is multiplied is padding, and warps that share a tile are as fast.
-    """
-    return device.capability == 90 and form.shared_kv and form.rows >= 8
-
-
-def preferences() -> Iterator[ServingConfig]:
-    """The static default."""
-    yield ServingConfig(ROWS, 2 * KEYS, 4, 1, 1, 1, "launch", "whole")
-
-
 def space() -> Iterator[ServingConfig]:
-    """Every config of this kind: shares of few tiles cost more to merge."""
-    for first in preferences():
-        yield from (replace(first, least=least) for least in (1, 2, 4, 8))
+    """Every config of this kind, which a search tries and a plan can be given.
+
+    Shares of few tiles cost more to merge. No default is of this kind before one has run on a GPU.
+    """
+    for least in (1, 2, 4, 8):
+        yield ServingConfig(ROWS, 2 * KEYS, 4, 1, 1, least, "launch", "whole")
 
 
 def described(form: ServingForm) -> Argument:

@@ -114,8 +114,6 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     if form.split_keys:
         yield invariant_config(form)
         return
-    if mla.leads(form, device):
-        yield from mla.preferences()
     if device.capability == 90 and 0 < form.rows <= 8:
         for each in serving_warps.preferences(form):
             programs = each.programs(device)

@@ -8,7 +8,7 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
+from flexattn.kernels.paged_decode.space import reasons, space
 from flexattn.serving.request import Maxima, form_of
 
 H200 = named("nvidia-h200")
@@ -36,7 +36,7 @@ def form(heads=16, B=64, page=64, q_len=1, dims=(576, 512), total_q=0, **options
 def test_what_it_does_not_serve_it_names(about, word):
     assert not reasons(MLA, form(), H200)
     assert word in "\n".join(reasons(MLA, form(**about), H200))
-    assert not any(each.for_mla for each in serving_candidates(form(**about), H200))
+    assert not any(each.for_mla for each in space(form(**about), H200))
 
 
 @pytest.mark.parametrize("change", [{"BLOCK_N": 64}, {"num_stages": 2}, {"combine": "last"}])
