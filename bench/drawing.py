@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexattn.block_mask.visual import Picture
 
-__all__ = ["bars", "cells"]
+__all__ = ["bars", "cells", "curve"]
 
 _FONT = 'font-family="Helvetica, Arial, sans-serif"'
 _COLORS = ("#0b5cad", "#e69f00", "#8a8f98", "#c05a9c")
@@ -105,12 +105,41 @@ def cells(picture: Picture, title: str = "") -> str:
     lines += [f'<path fill="{color}" d="{"".join(runs)}"/>' for color, runs in shades.items()]
     lines += [
         "</g>",
-        f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#777777"/>',
+        f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#777"/>',
         f'<text x="{left + size / 2:g}" y="{top + size + 16}" text-anchor="middle">keys</text>',
         f'<text transform="translate(15 {top + size / 2:g}) rotate(-90)" text-anchor="middle">'
         "queries</text>",
     ]
     return "\n".join([*lines, "</svg>\n"])
+
+
+def curve(given: Sequence[float], got: Sequence[float]) -> str:
+    """What a score_mod that reads the score alone makes of it; thin, the score as it was."""
+    size, left, top = 256, 22, 6
+    reach = max(map(abs, given))
+
+    def points(values: Sequence[float]) -> str:
+        places = zip(given, values, strict=True)
+        half = size / 2
+        return " ".join(
+            f"{left + half * (1 + x / reach):.1f},{top + half * (1 - y / reach):.1f}"
+            for x, y in places
+            if abs(y) <= reach
+        )
+
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 6} '
+        f'{top + size + 22}" {_FONT} font-size="12">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#777"/>',
+        f'<polyline points="{points(given)}" fill="none" stroke="#bbbbbb"/>',
+        f'<polyline points="{points(got)}" fill="none" stroke="{_COLORS[0]}" stroke-width="2"/>',
+        f'<text x="{left + size / 2:g}" y="{top + size + 16}" text-anchor="middle">'
+        f"score, {-reach:g} to {reach:g}</text>",
+        f'<text transform="translate(15 {top + size / 2:g}) rotate(-90)" text-anchor="middle">'
+        "its new value</text>",
+        "</svg>\n",
+    ])  # fmt: skip
 
 
 def _between(scores: Tensor | None) -> Tensor:

@@ -16,11 +16,12 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from bench.drawing import bars, cells
+from bench.gallery import GROUPS, gallery, picture
 from bench.peers import OURS
 from bench.results import Report, RowResult, load
 from bench.table import ratios
@@ -166,6 +167,19 @@ def note(name: str) -> str:
     )
 
 
+def mods() -> str:
+    """The gallery: every mod of the catalogue, and how fast it ran beside torch's kernel."""
+    name = "h200-prefill-torch"
+
+    def speed(row: str) -> str:
+        return (
+            f"Measured: {us(name, row, digits='0')} µs, {ratio(name, 'torch-flex-tuned', row)} "
+            f"times as fast as torch's flex_attention with max-autotune (row `{row}`).[^{name}]"
+        )
+
+    return f"\n\n{gallery(speed)}\n\n{note(name)}\n"
+
+
 def _cell(name: str, row: str, peer: str, also: tuple[str, ...]) -> str:
     time = median(name, row, peer)
     if time is None:
@@ -189,7 +203,7 @@ def _two(value: float | None) -> str:
 
 VERBS: Mapping[str, Callable[..., str]] = {
     verb.__name__: verb
-    for verb in (ratio, least, greatest, rows, us, tflops, number, table, note)
+    for verb in (ratio, least, greatest, rows, us, tflops, number, table, note, mods)
 }
 
 # Rows of the chart: FlashAttention-4 and cuDNN were raced in one run, torch's kernel in another.
@@ -232,6 +246,11 @@ def mask_picture() -> str:
 PICTURES: Mapping[str, Callable[[], str]] = {
     "docs/pictures/forward.svg": forward_chart,
     "docs/pictures/mask.svg": mask_picture,
+    **{
+        f"docs/pictures/gallery/{name}.svg": partial(picture, name)
+        for names in GROUPS.values()
+        for name in names.split()
+    },
 }
 
 

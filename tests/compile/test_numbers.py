@@ -13,6 +13,7 @@ from flexattn.mods.bind import clear
 from flexattn.presets.mods import last_keys, sliding_tiles
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
+from tests import odd_mods
 from tests.families import render
 from tests.problems import problem
 
@@ -97,7 +98,7 @@ SCORES = {
     "relative_bias": (lambda offset: catalogue.relative_bias(TABLE, offset), (8192,), (-16,)),
     "nested": (lambda factor: catalogue.nested(factor, TABLE[0]), (0.75,), (0.125,)),
     "last_entries": (
-        lambda length: catalogue.regressions.last_entries(TABLE, length), (8192,), (-64,),
+        lambda length: odd_mods.last_entries(TABLE, length), (8192,), (-64,),
     ),
 }  # fmt: skip
 ALL = {name: ("mask", *each) for name, each in MASKS.items()}
