@@ -46,6 +46,7 @@ NAMES = {
     "flexattn-triton": "flexattn, Triton",
     "flexattn-gluon": "flexattn, Gluon",
     "flexattn-deterministic": "flexattn, deterministic",
+    "sdpa-flash": "FlashAttention-2",
     "streaming read": "only reads",
     "bf16": "bfloat16",
 }
@@ -135,13 +136,15 @@ def table(name: str, peers: str, pattern: str = "", *also: str) -> str:
     also: `times` for a table without rates, `rates` for one without times.
     """
     shown = peers.replace("_", " ").split(",")
-    others = [peer for peer in shown if peer not in (OURS, "empty kernel", "streaming read")]
+    read = "streaming read"
+    found = {peer: ratios(report(name), peer) for peer in shown if peer not in (OURS, read)}
+    compared = {peer: by_row for peer, by_row in found.items() if by_row}
+    others = list(compared)
     unit = "TB/s" if report(name).bench == "decode" else "TFLOP/s"
     columns = "µs" if "times" in also else unit if "rates" in also else f"µs ({unit})"
     head = ["row", *(f"{NAMES.get(p, p)}, {columns}" for p in shown)]
     head += [f"over {NAMES.get(peer, peer)}" for peer in others]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
-    compared = {peer: ratios(report(name), peer) for peer in others}
     chosen = [row.name for row in report(name).rows if re.search(pattern, row.name)]
     for row in chosen:
         cells = [_cell(name, row, peer, also) for peer in shown]
@@ -151,7 +154,7 @@ def table(name: str, peers: str, pattern: str = "", *also: str) -> str:
         tail = [f"{statistics.geometric_mean(m):.2f}" if m else "-" for m in means]
         lines.append(["geometric mean", *[""] * len(shown), *tail])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"\n\n{text}\n\n{note(name)}\n"
+    return f"\n\n{text}{note(name)}"
 
 
 def note(name: str) -> str:
@@ -162,8 +165,8 @@ def note(name: str) -> str:
     revisions = sorted({place["revision"] for place in places})
     also = f", FlashAttention-4 {first['flash-attn-4']}" if "flash-attn-4" in first else ""
     return (
-        f"[^{name}]: `bench/results/{name}.json`: {first['device']}, torch {first['torch']}, "
-        f"Triton {first['triton']}{also}, revision {' and '.join(revisions)}."
+        f"\n\n[^{name}]: `bench/results/{name}.json`: {first['device']}, torch {first['torch']}, "
+        f"Triton {first['triton']}{also}, revision {' and '.join(revisions)}.\n\n"
     )
 
 
@@ -177,7 +180,7 @@ def mods() -> str:
             f"times as fast as torch's flex_attention with max-autotune (row `{row}`).[^{name}]"
         )
 
-    return f"\n\n{gallery(speed)}\n\n{note(name)}\n"
+    return f"\n\n{gallery(speed)}{note(name)}"
 
 
 def _cell(name: str, row: str, peer: str, also: tuple[str, ...]) -> str:

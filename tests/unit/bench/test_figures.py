@@ -9,7 +9,11 @@ from bench.figures import FIGURE, PICTURES, ROOT, pages, rewritten
 PAGES = sorted(pages())
 # Speeds of a cost model, which that page says of each; and what a dated entry said then.
 MODELLED = {"neuron.md"}
-SPEED = re.compile(r"\d[\d.,]*\s*(?:µs|TFLOP/s|TB/s|x\b|× )|\d[\d.,]*\s+times (?:as|the rate)")
+SPEED = re.compile(
+    r"\d\s*(?:µs|TFLOP/s|TB/s)|\d\s+times (?:as|the|our|torch)|% (?:faster|slower|ahead|earlier)"
+)
+# A line that begins with a comment is taken for HTML to its end: only tables may stand so.
+HIDDEN = re.compile(r"^ {0,3}(?:[-*>] )?<!--= (?!table|note|mods)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -32,6 +36,11 @@ def test_no_speed_is_written_by_hand(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     text = FIGURE.sub("", text)
     assert not SPEED.findall(text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_figure_begins_a_line(page):
+    assert not HIDDEN.findall(page.read_text(encoding="utf-8"))
 
 
 def test_a_figure_that_differs_is_noticed():
