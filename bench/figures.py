@@ -124,8 +124,11 @@ def tflops(name: str, row: str, peer: str = OURS) -> str:
 def number(name: str, path: str, digits: str = "2", factor: str = "1") -> str:
     """A number of a file by the keys that lead to it, `_` for a space; of a list the median."""
     value: Any = json.loads((RESULTS / f"{name}.json").read_text())
-    for key in path.replace("_", " ").split("/"):
-        value = value[int(key)] if isinstance(value, list) else value[key]
+    for key in path.split("/"):
+        if isinstance(value, list):
+            value = value[int(key)]
+        else:
+            value = value[key if key in value else key.replace("_", " ")]
     value = statistics.median(value) if isinstance(value, list) else value
     return f"{value * float(factor):.{digits}f}"
 
