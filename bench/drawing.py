@@ -39,8 +39,7 @@ def bars(
         return top + plot * (1 - value / ceiling)
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" {_FONT}>',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _open(width, height),
         f'<text x="{left}" y="20" font-size="15" font-weight="bold">{escape(title)}</text>',
     ]
     for number, (name, color) in enumerate(zip(series, _COLORS, strict=False)):
@@ -92,9 +91,7 @@ def cells(picture: Picture, title: str = "") -> str:
                 shades.setdefault(colors[begin], []).append(run)
                 begin = end
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 6} '
-        f'{top + size + 22}" {_FONT} font-size="12">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        _open(left + size + 6, top + size + 22),
     ]
     if title:
         lines.append(f'<text x="{left}" y="16" font-weight="bold">{escape(title)}</text>')
@@ -128,9 +125,7 @@ def curve(given: Sequence[float], got: Sequence[float]) -> str:
         )
 
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + size + 6} '
-        f'{top + size + 22}" {_FONT} font-size="12">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        _open(left + size + 6, top + size + 22),
         f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#777"/>',
         f'<polyline points="{points(given)}" fill="none" stroke="#bbbbbb"/>',
         f'<polyline points="{points(got)}" fill="none" stroke="{_COLORS[0]}" stroke-width="2"/>',
@@ -140,6 +135,15 @@ def curve(given: Sequence[float], got: Sequence[float]) -> str:
         "its new value</text>",
         "</svg>\n",
     ])  # fmt: skip
+
+
+def _open(width: int, height: int) -> str:
+    """The head of a picture, white behind, for pages that are dark."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" {_FONT} font-size="12">\n'
+        '<rect width="100%" height="100%" fill="#ffffff"/>'
+    )
 
 
 def _between(scores: Tensor | None) -> Tensor:

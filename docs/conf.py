@@ -24,11 +24,13 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"flexattn {release}"
 html_show_sphinx = html_show_copyright = html_copy_source = False
-myst_enable_extensions = ["colon_fence", "html_image"]
 myst_heading_anchors = 3
-# README's pictures of the repository, and links that GitHub resolves, are no part of the manual.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_type_aliases = {name: name for name in ("ScoreMod", "MaskMod")}
+python_maximum_signature_line_length = 90
+smartquotes = False
 autodoc_preserve_defaults = True
 toc_object_entries = False
 # A diff is shown as it is, also where it shows half of a line.
@@ -36,7 +38,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 
 def as_rst(*event: Any) -> None:
-    """A docstring is plain text: an indented part is code, `name` is code, and nothing is markup."""
+    """A docstring is plain text: an indented part and `name` are code, and nothing is markup."""
     lines: list[str] = event[-1]
     parts = "\n".join(lines).strip("\n").split("\n\n")
     shown = []
@@ -47,8 +49,16 @@ def as_rst(*event: Any) -> None:
         plain = re.sub(r"([*|\\]|(?<=\w)_(?!\w))", r"\\\1", part)
         plain = re.sub(r"`([^`\n]+)`", lambda found: f"``{found[1].replace(chr(92), '')}``", plain)
         # "name: what it is" begins a line of its own.
-        shown.append(re.sub(r"\n(?=(?:\w+(?: \[[^\]]*\])?, )*\w+(?: \[[^\]]*\])?: )", "\n\n", plain))
+        shown.append(
+            re.sub(r"\n(?=(?:\w+(?: \[[^\]]*\])?, )*\w+(?: \[[^\]]*\])?: )", "\n\n", plain)
+        )
     lines[:] = "\n\n".join(shown).split("\n")
+
+
+def short(*event: Any) -> tuple[str, str]:
+    """A signature whose types have the names that users import."""
+    arguments, returned = event[-2] or "", event[-1] or ""
+    return re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", arguments), returned
 
 
 def commands() -> str:
@@ -80,6 +90,7 @@ def row(parameter: Any, context: Any) -> str:
 def setup(app: Any) -> None:
     """What this file adds to the build."""
     app.connect("autodoc-process-docstring", as_rst)
+    app.connect("autodoc-process-signature", short)
     written = ROOT / "docs/_build/commands.md"
     written.parent.mkdir(exist_ok=True)
     written.write_text(commands(), encoding="utf-8")
