@@ -55,9 +55,11 @@ def as_rst(*event: Any) -> None:
     lines[:] = "\n\n".join(shown).split("\n")
 
 
-def short(*event: Any) -> tuple[str, str]:
-    """A signature whose types have the names that users import."""
-    arguments, returned = event[-2] or "", event[-1] or ""
+def short(*event: Any) -> tuple[str, str] | None:
+    """A signature whose types have the names that users import; a module has none."""
+    arguments, returned = event[-2:]
+    if arguments is None:
+        return None
     return re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", arguments), returned
 
 

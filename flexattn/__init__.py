@@ -39,7 +39,7 @@ from flexattn.frontend.nested import Packed, pack
 from flexattn.mods import register_op
 from flexattn.mods.signatures import MaskMod, ScoreMod
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AuxOutput",
