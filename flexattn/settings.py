@@ -51,7 +51,7 @@ class Settings:
     strict: bool = False
 
 
-# Name, default, meaning: the README's table is checked against this one.
+# Name, default, meaning: the table of docs/environment.md is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_INTERPRET",
