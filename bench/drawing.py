@@ -22,10 +22,12 @@ def bars(
     unit: str,
     groups: Sequence[str],
     series: dict[str, Sequence[float | None]],
+    remark: str,
 ) -> str:
     """Upright bars, a group for each label and in it a bar for each series; None leaves a gap.
 
-    The first series is ours and has its numbers written above. The axis begins at 0.
+    The first series is ours and has its numbers written above. The axis begins at 0. The remark
+    stands below.
     """
     width, height, left, top, bottom = 880, 340, 46, 58, 40
     highest = max(value for each in series.values() for value in each if value is not None)
@@ -73,6 +75,7 @@ def bars(
             f'<text x="{start + each * 0.42:.1f}" y="{height - 20}" font-size="13" '
             f'text-anchor="middle">{escape(group)}</text>'
         )
+    lines.append(f'<text x="{left}" y="{height - 4}" font-size="11">{escape(remark)}</text>')
     return "\n".join([*lines, "</svg>\n"])
 
 
