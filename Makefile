@@ -1,6 +1,6 @@
 # make test and make demo set everything up on a machine with Python and make; a second run installs nothing.
 
-.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types golden records env clean
+.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types docs figures golden records env clean
 .DEFAULT_GOAL := help
 
 # The first of these that has the venv module makes the environment; PYTHON=… overrides.
@@ -36,6 +36,8 @@ help:
 	@echo "make test-compile  every config of the default space, for every GPU, without one; long tests"
 	@echo "make test-gpu      the tests that need a GPU"
 	@echo "make lint types    ruff and codespell; mypy"
+	@echo "make docs          the manual, as HTML in $(MANUAL); warnings are errors"
+	@echo "make figures       figures of README and manual anew, from bench/results"
 	@echo "make golden        accept the rendered kernels as the new goldens"
 	@echo "make records       tune the presets on this GPU into $(RECORDS), at most $(SECONDS) s"
 	@echo "make clean         remove the environment and what the tests left"
@@ -79,6 +81,14 @@ lint: env
 types: env
 	$(VENV)/bin/mypy
 
+MANUAL := docs/_build/html
+
+docs: env $(VENV)/.docs-pins
+	$(COMPILED) $(PY) -m sphinx --builder html --fail-on-warning --keep-going --quiet docs $(MANUAL)
+
+figures: env
+	$(PY) -m bench.figures
+
 golden: env
 	$(COMPILED) $(PYTEST) --accept-golden tests/golden
 
@@ -121,11 +131,15 @@ $(VENV)/.package: pyproject.toml $(VENV)/.pins
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+$(VENV)/.docs-pins: requirements/docs.txt $(VENV)/.pins
+	$(PIP) --no-deps -r $<
+	@touch $@
+
 $(VENV)/triton-%/.pins: requirements/triton-%.txt $(VENV)/.mode
 	rm -rf $(@D)
 	$(PIP) --no-deps --target $(@D) -r $<
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-out docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

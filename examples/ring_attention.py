@@ -11,7 +11,6 @@ Method: Ring Attention (Liu et al., arXiv 2310.01889).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flexattn
-from flexattn import AuxRequest
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from flexattn import AuxRequest, MaskMod, ScoreMod
 
 
 class Rotate(torch.autograd.Function):

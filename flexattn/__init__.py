@@ -1,4 +1,22 @@
-"""flexattn: attention as two small Python callables, at the speed of a hand-written kernel."""
+"""flexattn: attention as two small Python callables, at the speed of a hand-written kernel.
+
+    out = flex_attention(q, k, v, score_mod=my_score, block_mask=create_block_mask(my_mask, ...))
+
+Stable, changed only with a new minor version and a line in CHANGELOG.md: all names listed here,
+`flexattn.catalogue`, and `flexattn.serving` (DecodePlan, CascadePlan, flex_decode, merge_states);
+the environment variables and the verbs of the command line; the names in `kernel_options`.
+
+- attention: flex_attention, AuxRequest, AuxOutput, FlexKernelOptions, ScoreMod, MaskMod
+- masks: create_block_mask, BlockMask, and_masks, or_masks, noop_mask, create_mask, visualize
+- what runs, and why: explain, Explanation
+- nested tensors: pack, Packed
+- torch's own function served by this library: install, uninstall
+- compiled before the first call: warm; other operators in mods: register_op
+
+AuxRequest, AuxOutput, BlockMask, FlexKernelOptions, and_masks, or_masks, noop_mask and create_mask
+are torch's own. Everything else, each module that is not named here among it, may change in any
+release: configs, records' schema, templates and what `explain` prints.
+"""
 
 from torch.nn.attention.flex_attention import (
     AuxOutput,
@@ -19,8 +37,9 @@ from flexattn.frontend.explain import Explanation, explain
 from flexattn.frontend.install import install, uninstall
 from flexattn.frontend.nested import Packed, pack
 from flexattn.mods import register_op
+from flexattn.mods.signatures import MaskMod, ScoreMod
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AuxOutput",
@@ -28,7 +47,9 @@ __all__ = [
     "BlockMask",
     "Explanation",
     "FlexKernelOptions",
+    "MaskMod",
     "Packed",
+    "ScoreMod",
     "and_masks",
     "create_block_mask",
     "create_mask",

@@ -54,7 +54,7 @@ class Settings:
     batch_invariant: bool = False
 
 
-# Name, default, meaning: the README's table is checked against this one.
+# Name, default, meaning: the table of docs/environment.md is checked against this one.
 VARIABLES: tuple[tuple[str, str, str], ...] = (
     (
         "FLEXATTN_INTERPRET",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from flexattn.block_mask.lists import lists_of
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
+from flexattn.mods.signatures import MaskMod
 from flexattn.problem.read_checks import check_mask_reads
 from flexattn.settings import current
 
-MaskMod = Callable[..., Tensor]
 _SIGNATURE = "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128)"
 
 

@@ -1,4 +1,17 @@
-"""Masks and score mods as users write them, and the list of them that tests and benches share."""
+"""The gallery: masks and score mods of published models, each a function to import or to copy.
+
+    from flexattn.catalogue import alibi, sliding_window
+
+A mask goes to `create_block_mask`, a score mod to `flex_attention(score_mod=...)`, and torch's
+`and_masks` joins masks. Each docstring has what the mod is for, a line that makes one, and its
+paper; docs/gallery.md shows them all. Names and arguments are stable: they stand in workload files
+and records. `CASES` has the same mods with tensors for any shape, for the command line and tests.
+
+Over positions: causal, causal_offset, sliding_window, dilated_window, head_windows, prefix_lm.
+Of packed and padded batches: document, document_offsets, document_ids, padding.
+Of structure: natten_2d, sliding_tile_3d, flamingo, transfusion, tree, block_table.
+Of scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature, scaled.
+"""
 
 from flexattn.catalogue.cases import CASES, case
 from flexattn.catalogue.entry import Built, Case, Setup
@@ -6,7 +19,6 @@ from flexattn.catalogue.masks import (
     block_table,
     causal,
     causal_offset,
-    checkerboard,
     dilated_window,
     document,
     document_ids,
@@ -20,11 +32,8 @@ from flexattn.catalogue.masks import (
 from flexattn.catalogue.scores import (
     alibi,
     alibi_slopes,
-    causal_score,
-    half_precision_bias,
     head_bias,
     length_temperature,
-    nested,
     relative_bias,
     scaled,
     softcap,
@@ -43,19 +52,15 @@ __all__ = [
     "case",
     "causal",
     "causal_offset",
-    "causal_score",
-    "checkerboard",
     "dilated_window",
     "document",
     "document_ids",
     "document_offsets",
     "flamingo",
-    "half_precision_bias",
     "head_bias",
     "head_windows",
     "length_temperature",
     "natten_2d",
-    "nested",
     "noop",
     "padding",
     "prefix_lm",

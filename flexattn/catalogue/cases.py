@@ -1,4 +1,4 @@
-"""The list of mods that tests, benches, goldens and the demo share, built for any shape."""
+"""Every mod of the catalogue with tensors for any shape: what `flexattn render NAME` draws."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import masks, regressions, scores, structures
+from flexattn.catalogue import masks, scores, structures
 from flexattn.catalogue.entry import BLOCK, Built, Case, Setup
-from flexattn.catalogue.masks import MaskMod
-from flexattn.catalogue.scores import ScoreMod
+from flexattn.mods.signatures import MaskMod, ScoreMod
 
 _WINDOW = 12
 
@@ -74,46 +73,12 @@ def _tree(s: Setup) -> MaskMod:
     return structures.tree(ancestors.to(s.device), max(s.S - s.L, 0))
 
 
-def _some_rows_empty(s: Setup) -> MaskMod:
-    table = s.blocks(1 / 8)
-    table[:, :, 1::3] = False
-    return masks.block_table(table, BLOCK)
-
-
 def _causal_document(s: Setup) -> MaskMod:
     return and_masks(masks.causal, masks.document(s.documents()[0]))
 
 
 def _alibi_causal_document(s: Setup) -> Built:
     return Built(scores.alibi(s.Hq, s.device), _causal_document(s))
-
-
-def _poisoned_bias(s: Setup) -> Built:
-    lengths = s.lengths()
-    padded = torch.arange(s.S, device=s.device) >= lengths[:, None]
-    bias = s.normal(s.B, s.S).masked_fill(padded, math.nan)
-    return Built(regressions.key_bias(bias), masks.padding(lengths))
-
-
-def _of_padding(make: Callable[[Tensor], ScoreMod]) -> Callable[[Setup], Built]:
-    def build(s: Setup) -> Built:
-        lengths = s.lengths()
-        return Built(make(lengths), masks.padding(lengths))
-
-    return build
-
-
-def _nested(values: Tensor, s: Setup) -> ScoreMod:
-    return scores.nested(0.75, values)
-
-
-def _chained(values: Tensor, s: Setup) -> ScoreMod:
-    return regressions.chained_index(values, s.integers(0, 7, s.L, s.S))
-
-
-def _scalar_captures(values: Tensor, s: Setup) -> ScoreMod:
-    temperature = torch.tensor(0.625, device=s.device)
-    return regressions.scalar_captures(temperature, torch.tensor(2, device=s.device), values)
 
 
 CASES: tuple[Case, ...] = (
@@ -137,9 +102,7 @@ CASES: tuple[Case, ...] = (
         _mask(lambda s: masks.head_windows(4 * torch.arange(s.Hq, device=s.device) + 1)),
         empty_rows=True,
     ),
-    Case("checkerboard", _mask(lambda s: masks.checkerboard(3)), empty_rows=True),
     Case("random_blocks", _mask(lambda s: masks.block_table(s.blocks(1 / 8), BLOCK))),
-    Case("random_blocks_empty_rows", _mask(_some_rows_empty), empty_rows=True),
     Case("natten_2d", _mask(_natten), empty_rows=True, same_length=True),
     Case("sliding_tile_3d", _mask(_sliding_tile), empty_rows=True, same_length=True),
     Case("flamingo", _mask(_flamingo), empty_rows=True),
@@ -151,7 +114,6 @@ CASES: tuple[Case, ...] = (
     Case("alibi", _score(lambda s: scores.alibi(s.Hq, s.device))),
     Case("alibi_causal_document", _alibi_causal_document, empty_rows=True),
     Case("length_temperature", _score(lambda s: scores.length_temperature)),
-    Case("causal_score", _score(lambda s: scores.causal_score)),
     Case(
         "t5_bias",
         # A distance of 100: a power of two would put integers on the edges of logarithmic buckets.
@@ -169,44 +131,5 @@ CASES: tuple[Case, ...] = (
         _learned(
             lambda table, s: scores.head_bias(table), lambda s: s.normal(s.B, s.Hq, s.L, s.S)
         ),
-    ),
-    Case(
-        "half_precision_bias",
-        _learned(lambda table, s: scores.half_precision_bias(table), lambda s: s.normal(s.S)),
-    ),
-    Case("nested", _learned(_nested, lambda s: s.normal(s.Hq))),
-    Case("poisoned_bias", _poisoned_bias),
-    Case("reciprocal_of_padding", _of_padding(regressions.reciprocal_of_padding)),
-    Case("log_of_padding", _of_padding(regressions.log_of_padding)),
-    Case(
-        "symmetric_bias",
-        _learned(
-            lambda table, s: regressions.symmetric_bias(table), lambda s: s.normal(s.longest)
-        ),
-    ),
-    Case("chained_index", _learned(_chained, lambda s: s.normal(s.B, s.Hq, 7))),
-    Case("scalar_captures", _learned(_scalar_captures, lambda s: s.normal(3, s.Hq))),
-    Case(
-        "last_entries",
-        _learned(
-            lambda table, s: regressions.last_entries(table, s.S), lambda s: s.normal(3, s.S)
-        ),
-    ),
-    Case(
-        "wrapping_bias",
-        _learned(
-            lambda table, s: regressions.wrapping_bias(table),
-            lambda s: s.normal(s.Hq, 2 * s.longest),
-        ),
-    ),
-    Case(
-        "window_bias_out_of_range",
-        _learned(
-            lambda table, s: regressions.window_bias(table),
-            lambda s: s.normal(_WINDOW + 1),
-            lambda s: masks.sliding_window(_WINDOW),
-        ),
-        empty_rows=True,
-        torch_eager=False,
     ),
 )

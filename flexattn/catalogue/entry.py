@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexattn.catalogue.masks import MaskMod
-from flexattn.catalogue.scores import ScoreMod
+from flexattn.mods.signatures import MaskMod, ScoreMod
 
 BLOCK = 16
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+from flexattn.mods.signatures import ScoreMod as ScoreMod  # as MaskMod of masks
 
 
 def scaled(factor: float) -> ScoreMod:
-    """The score times a Python number."""
+    """The score times a Python number.
+
+    A temperature. The factor folds into the softmax scale and costs nothing; a second value of it
+    compiles once more, a third not at all.
+
+        score_mod = scaled(1.75)
+
+    Source: Hinton et al., Distilling the Knowledge (temperature), 2015, arXiv:1503.02531.
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score * factor
@@ -22,7 +29,14 @@ def scaled(factor: float) -> ScoreMod:
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Scores kept within plus and minus `cap` by tanh."""
+    """Scores kept within plus and minus `cap` by tanh.
+
+    Gemma 2 caps at 50. In 16 bits a kernel takes the hardware's `tanh`, as part of the softmax.
+
+        score_mod = softcap(50.0)
+
+    Source: Gemma Team, Gemma 2, 2024, arXiv:2408.00118.
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -39,7 +53,15 @@ def alibi_slopes(Hq: int, device: torch.device | str) -> Tensor:
 
 
 def alibi(Hq: int, device: torch.device | str) -> ScoreMod:
-    """A bias that falls linearly with distance, with a slope for each head."""
+    """A bias that falls linearly with distance, with a slope for each head.
+
+    It takes the place of position embeddings. With it a long causal prefill leaves out the keys
+    whose weights are proven to be 0 in float32.
+
+        score_mod = alibi(16, "cpu")
+
+    Source: Press et al., Train Short, Test Long (ALiBi), 2021, arXiv:2108.12409.
+    """
     slopes = alibi_slopes(Hq, device)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -53,6 +75,10 @@ def t5_bias(table: Tensor, max_distance: int) -> ScoreMod:
     """T5's bidirectional relative position buckets; table [buckets, Hq] is learned.
 
     Half of a direction's buckets are exact, the others grow with the logarithm of the distance.
+
+        score_mod = t5_bias(torch.linspace(-1, 1, 32)[:, None], 128)
+
+    Source: Raffel et al., T5, 2019, arXiv:1910.10683.
     """
     buckets = table.shape[0] // 2
     exact = buckets // 2
@@ -72,7 +98,15 @@ def t5_bias(table: Tensor, max_distance: int) -> ScoreMod:
 
 
 def relative_bias(table: Tensor, offset: int) -> ScoreMod:
-    """A learned bias for each head and distance; table [Hq, n], n > q_idx - kv_idx + offset."""
+    """A learned bias for each head and distance; table [Hq, n], n > q_idx - kv_idx + offset.
+
+    A kernel reads one value for each diagonal of a tile, not one for each score. The table may
+    require a gradient.
+
+        score_mod = relative_bias(torch.cos(torch.arange(4096) / 200)[None], 2048)
+
+    Source: Shaw et al., Relative Position Representations, 2018, arXiv:1803.02155.
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + table[h, q_idx - kv_idx + offset]
@@ -82,7 +116,16 @@ def relative_bias(table: Tensor, offset: int) -> ScoreMod:
 
 
 def head_bias(bias: Tensor) -> ScoreMod:
-    """A learned bias for each lane; bias [B, Hq, L, S]."""
+    """A learned bias for each lane; bias [B, Hq, L, S].
+
+    Protein models add a pair representation to the scores. Its memory grows with L x S, and
+    reading it is most of the time.
+
+        rows = torch.linspace(-1, 1, 2048)
+        score_mod = head_bias((rows[:, None] * rows)[None, None])
+
+    Source: Jumper et al., AlphaFold 2 (pair bias), Nature, 2021, doi:10.1038/s41586-021-03819-2.
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + bias[b, h, q_idx, kv_idx]
@@ -94,46 +137,12 @@ def head_bias(bias: Tensor) -> ScoreMod:
 def length_temperature(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
 ) -> Tensor:
-    """Scores that sharpen with the logarithm of the query's position; reads q_idx alone."""
-    return score * torch.log(q_idx + 3.0)
+    """Scores that sharpen with the logarithm of the query's position; reads q_idx alone.
 
+    Over more keys a softmax gets flatter; a factor that grows with their number keeps it sharp.
 
-def causal_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Causal attention by a score of minus infinity, with no mask."""
-    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+        score_mod = length_temperature
 
-
-def half_precision_bias(bias: Tensor) -> ScoreMod:
-    """Casts of every kind: bfloat16 arithmetic on a bias, a double sum, a half step; bias [S].
-
-    The score itself is not rounded: where two precisions round it to different neighbours there
-    is no one right answer for a gate to ask for.
+    Source: Nakanishi, Scalable-Softmax, 2025, arXiv:2501.19399.
     """
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        low = bias[kv_idx].to(torch.bfloat16) * 1.5 + 0.125
-        step = (q_idx.to(torch.float32) * 0.5).to(torch.int32) % 3
-        return (score.to(torch.float64) + low).to(torch.float32) + step.to(torch.float16)
-
-    score_mod.__name__ = "half_precision_bias"
-    return score_mod
-
-
-def nested(factor: float, bias: Tensor) -> ScoreMod:
-    """A mod inside a mod inside a mod, each with a capture of its own; bias [Hq]."""
-
-    def with_factor(inner: ScoreMod) -> ScoreMod:
-        def outer_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return inner(s * factor, b, h, q_idx, kv_idx)
-
-        return outer_mod
-
-    def with_bias(inner: ScoreMod) -> ScoreMod:
-        def middle_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return inner(s + bias[h], b, h, q_idx, kv_idx)
-
-        return middle_mod
-
-    score_mod = with_factor(with_bias(softcap(20.0)))
-    score_mod.__name__ = "nested"
-    return score_mod
+    return score * torch.log(q_idx + 3.0)

@@ -12,13 +12,14 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from flexattn.errors import UnsupportedError
 from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
-from flexattn.frontend.call import TENSORS, Call, ScoreMod
+from flexattn.frontend.call import TENSORS, Call
 from flexattn.frontend.derivative_check import agrees
 from flexattn.frontend.dropout import check_dropout, drawn, without_torch
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import functionals, tangent
 from flexattn.kernels.choose import options
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.learned import slots_of
 from flexattn.problem.sinks import add_sinks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,13 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import Bound, Identity
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import checks
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.facts import facts_of
 from flexattn.problem.read_checks import check_reads
 
-ScoreMod = Callable[..., Tensor]
 # flex_attention's names for `Call.tensors`.
 TENSORS = ("query", "key", "value", "sinks", "q_descale", "k_descale", "v_descale")
 

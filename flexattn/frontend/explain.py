@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from flexattn.device import detect
 from flexattn.frontend.admission import admit
 from flexattn.frontend.attention import PLANLESS, Route, route_of, wants_grad
-from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.rules import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
@@ -27,6 +27,7 @@ from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import pretty
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import Captures, kind_for
 from flexattn.runtime.build import path_of
 from flexattn.runtime.dispatch import Choice

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue.masks import MaskMod, causal, document
-from flexattn.catalogue.scores import ScoreMod, t5_bias
+from flexattn.catalogue.masks import causal, document
+from flexattn.catalogue.scores import t5_bias
+from flexattn.mods.signatures import MaskMod, ScoreMod
 
 # Of eight packed documents, in parts of 8192; real lengths do not end where blocks do.
 DOCUMENTS = (311, 1777, 640, 2048, 129, 1500, 1024, 763)

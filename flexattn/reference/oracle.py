@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexattn.errors import CaptureError, InputError
 from flexattn.mods import registered
+from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.dropout import Dropout
@@ -26,9 +27,6 @@ from flexattn.problem.sinks import add_sinks
 from flexattn.reference.dropout import kept as kept_weights
 from flexattn.reference.rounding import Precision, Rounding
 from flexattn.reference.saved import saved_softmax
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from flexattn.catalogue import case
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
 from flexattn.mods import bind
 from flexattn.problem import Captures
 from flexattn.runtime.build import compile_source
+from tests.cases import case
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import alibi, causal, causal_score, document, relative_bias, softcap
+from flexattn.catalogue import alibi, causal, document, relative_bias, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
@@ -13,6 +13,7 @@ from flexattn.kernels.triton.source import render_combine
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
 from flexattn.settings import override
+from tests.cases import causal_score
 from tests.compile.devices import DEVICES
 from tests.compile.shares import LONG, share
 from tests.families import render

@@ -12,7 +12,6 @@ import triton
 from torch.nn.attention.flex_attention import and_masks
 from triton._C.libtriton import ir, nvidia, passes
 
-from flexattn.catalogue import CASES as WHOLE
 from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError
@@ -25,6 +24,7 @@ from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.cuda_launch import RANK
 from flexattn.runtime.resources import resources
+from tests.cases import CASES as WHOLE
 from tests.compile.shares import LONG, share
 from tests.families import estimates, gluon_refused, preferences, render
 from tests.problems import problem

@@ -13,6 +13,7 @@ from flexattn.mods.bind import clear
 from flexattn.presets.mods import last_keys, sliding_tiles
 from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import resources
+from tests import odd_mods
 from tests.families import render
 from tests.problems import problem
 
@@ -80,7 +81,7 @@ MASKS = {
     "causal_offset": (catalogue.causal_offset, (5,), (7,)),
     "sliding_window": (catalogue.sliding_window, (100,), (9,)),
     "dilated_window": (catalogue.dilated_window, (100, 3), (9, 1)),
-    "checkerboard": (catalogue.checkerboard, (3,), (2,)),
+    "checkerboard": (odd_mods.checkerboard, (3,), (2,)),
     "block_table": (lambda size: catalogue.block_table(BLOCKS, size), (16,), (3,)),
     "natten_2d": (catalogue.natten_2d, (16, 16, 5), (1, 3, 2)),
     "sliding_tile_3d": (bare_tiles, (6, 6, 5, 2, 3, 2, 3, 2, 1), (2, 3, 1, 1, 1, 1, 1, 1, 1)),
@@ -95,9 +96,9 @@ SCORES = {
     "softcap": (catalogue.softcap, (30.0,), (5.0,)),
     "t5_bias": (lambda most: catalogue.t5_bias(TABLE.mT[:32], most), (100,), (30,)),
     "relative_bias": (lambda offset: catalogue.relative_bias(TABLE, offset), (8192,), (-16,)),
-    "nested": (lambda factor: catalogue.nested(factor, TABLE[0]), (0.75,), (0.125,)),
+    "nested": (lambda factor: odd_mods.nested(factor, TABLE[0]), (0.75,), (0.125,)),
     "last_entries": (
-        lambda length: catalogue.regressions.last_entries(TABLE, length), (8192,), (-64,),
+        lambda length: odd_mods.last_entries(TABLE, length), (8192,), (-64,),
     ),
 }  # fmt: skip
 ALL = {name: ("mask", *each) for name, each in MASKS.items()}

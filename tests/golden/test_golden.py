@@ -12,7 +12,6 @@ from torch.nn.attention.flex_attention import and_masks
 from flexattn.catalogue import (
     alibi,
     causal,
-    causal_score,
     document,
     natten_2d,
     prefix_lm,
@@ -33,6 +32,7 @@ from flexattn.kernels.triton_backward.source import render_delta
 from flexattn.mods import bind
 from flexattn.mods.derivative import loaded_floats
 from flexattn.problem import Layout, captures_of
+from tests.cases import causal_score
 from tests.families import render
 from tests.problems import problem
 

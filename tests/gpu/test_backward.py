@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 import flexattn.errors
-from flexattn.catalogue import CASES, causal, softcap
+from flexattn.catalogue import causal, softcap
+from tests.cases import CASES
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, block_mask, inputs, sinks
 

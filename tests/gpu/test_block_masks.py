@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import flexattn
-from flexattn.catalogue import CASES, case, causal, document, natten_2d, prefix_lm, sliding_window
+from flexattn.catalogue import causal, document, natten_2d, prefix_lm, sliding_window
+from tests.cases import CASES, case
 
 pytestmark = pytest.mark.gpu
 MASKS = [c.name for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import flexattn
-from flexattn.catalogue import CASES
+from tests.cases import CASES
 from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs, lists_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

@@ -8,9 +8,10 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import flexattn
-from flexattn.catalogue import CASES, causal
+from flexattn.catalogue import causal
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from tests.cases import CASES
 from tests.compiled import compiling, gpt, nodes
 from tests.support import block_mask, inputs, sinks
 

@@ -8,15 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks
 
 import flexattn
-from flexattn.catalogue import (
-    CASES,
-    alibi,
-    causal,
-    document,
-    relative_bias,
-    sliding_window,
-    softcap,
-)
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import detect
 from flexattn.errors import ConfigError
 from flexattn.frontend.admission import make_call
@@ -29,6 +21,7 @@ from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import prepare
 from tests import support
+from tests.cases import CASES
 from tests.support import (
     DTYPES,
     PREFILL,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.catalogue import CASES, alibi, causal
+from flexattn.catalogue import alibi, causal
 from flexattn.errors import ConfigError
 from flexattn.kernels.choose.defaults import reasons
+from tests.cases import CASES
 from tests.gpu.test_hopper import HOPPER, prepared, run_with, tensors
 from tests.support import assert_judged, block_mask
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flexattn.catalogue import CASES
+from tests.cases import CASES
 from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

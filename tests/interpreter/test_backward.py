@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.catalogue import CASES, causal
+from flexattn.catalogue import causal
+from tests.cases import CASES
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, inputs, sinks
 

@@ -5,8 +5,9 @@ import torch
 
 from flexattn.block_mask.classify import block_kinds
 from flexattn.block_mask.kernels import BlockClassifier
-from flexattn.catalogue import CASES, case, causal, document, natten_2d, sliding_window
+from flexattn.catalogue import causal, document, natten_2d, sliding_window
 from flexattn.mods import bind
+from tests.cases import CASES, case
 
 pytestmark = pytest.mark.interpreter
 CPU = torch.device("cpu")

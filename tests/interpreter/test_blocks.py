@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.catalogue import case, causal, document, padding, sliding_window
+from flexattn.catalogue import causal, document, padding, sliding_window
 from flexattn.errors import ConfigError
+from tests.cases import case
 from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]

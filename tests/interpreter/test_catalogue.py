@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexattn.catalogue import CASES
+from tests.cases import CASES
 from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
 
 pytestmark = [

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
+from tests.cases import CASES
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 from tests.support import DTYPES
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, alibi, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
+from tests.cases import CASES
 from tests.serving import assert_right, batch, plan_for, run
 
 pytestmark = [

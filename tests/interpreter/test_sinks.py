@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flexattn
-from flexattn.catalogue import case, sliding_window
+from flexattn.catalogue import sliding_window
+from tests.cases import case
 from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
 
 pytestmark = [

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
-from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
@@ -24,6 +24,7 @@ from flexattn.frontend.compiled.widened import widened
 from flexattn.frontend.graph_break import outside
 from flexattn.frontend.torch_own import torch_own
 from flexattn.kernels.choose import options
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import out_dtype
 from flexattn.problem.sinks import add_sinks
 

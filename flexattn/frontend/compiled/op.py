@@ -14,12 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.attention import run_admitted
-from flexattn.frontend.call import Call, ScoreMod
+from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_look
 from flexattn.frontend.compiled.spec import Spec, parsed
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
+from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import checks, out_dtype
 from flexattn.runtime.launch import dense_strides
 

@@ -11,7 +11,6 @@ from flexattn.block_mask.classify import EMPTY, FULL, PARTIAL, block_kinds
 from flexattn.catalogue import (
     block_table,
     causal,
-    checkerboard,
     document,
     document_offsets,
     natten_2d,
@@ -19,6 +18,7 @@ from flexattn.catalogue import (
     sliding_window,
 )
 from flexattn.mods import bind
+from tests.cases import checkerboard
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import flexattn
 from flexattn.block_mask import classify as block_kinds
-from flexattn.catalogue import CASES, case, causal, sliding_window
+from flexattn.catalogue import causal, sliding_window
+from tests.cases import CASES, case
 from tests.support import lists_of
 
 MASKS = [c for c in CASES if c.make(1, 2, 1, 37, 53).mask_mod is not None]

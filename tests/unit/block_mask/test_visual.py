@@ -10,8 +10,9 @@ from torch.nn.attention.flex_attention import create_mask
 import flexattn
 from flexattn import visualize
 from flexattn.block_mask.visual import Picture
-from flexattn.catalogue import alibi, causal, causal_score, document, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import InputError, ModError
+from tests.cases import causal_score
 
 
 def dense(mask_mod, L, S):

@@ -1,11 +1,16 @@
 """Every entry of the catalogue builds anywhere and gives one value a lane."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from flexattn.catalogue import CASES, case, document, document_offsets
+from bench.gallery import GROUPS, entry
+from flexattn import catalogue, visualize
+from flexattn.catalogue import document, document_offsets
 from flexattn.reference import attention
+from tests.cases import CASES, case
 
 SHAPES = [
     (1, 1, 1, 1, 1),
@@ -21,7 +26,7 @@ def test_names_are_unique_and_found():
     assert len(set(names)) == len(names)
     assert all(case(name).name == str(case(name)) == name for name in names)
     with pytest.raises(KeyError, match="there are noop, "):
-        case("nothing")
+        catalogue.case("nothing")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
@@ -74,3 +79,23 @@ def test_both_forms_of_documents_are_one_mask():
         for mod in (document(doc_ids), document_offsets(doc_ids, offsets))
     ]
     assert torch.equal(*masks)
+
+
+MODS = [name for names in GROUPS.values() for name in names.split()]
+
+
+def test_the_gallery_has_every_mod():
+    helpers = {"CASES", "Built", "Case", "Setup", "case", "noop", "alibi_slopes", "document_ids"}
+    assert sorted(MODS) == sorted(set(catalogue.__all__) - helpers)
+    for name in MODS:
+        assert re.search(rf"\b{name}\b", catalogue.__doc__), name
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_a_mod_has_a_paragraph_a_line_and_a_paper(name):
+    found = entry(name)
+    assert len(found.paragraph) > 40
+    assert re.search(r"(arXiv:\d{4}\.\d{5}|doi:\S+)\.$", found.source), found.source
+    role = "score" if found.line.count("score_mod") else "mask"
+    shown = visualize(found.mod(), 64)
+    assert (shown.scores is None) == (role == "mask")

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flexattn.catalogue import case
 from flexattn.errors import InputError
 from flexattn.measure import gate
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
+from tests.cases import case
 
 B, Hq, L, S, EV = 2, 3, 37, 53, 24
 DTYPE = torch.bfloat16

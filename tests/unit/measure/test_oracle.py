@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexattn
-from flexattn.catalogue import CASES, causal
+from flexattn.catalogue import causal
 from flexattn.measure import oracle as oracles
 from flexattn.measure.inputs import make_inputs
 from flexattn.measure.oracle import kept, mask_callable, oracle, score_callable
@@ -18,6 +18,7 @@ from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
 from flexattn.reference import Precision, attention
 from flexattn.runtime.launch import Lists
+from tests.cases import CASES
 from tests.problems import problem
 from tests.support import block_mask, inputs
 from tests.tasks import make_task

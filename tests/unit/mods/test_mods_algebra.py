@@ -7,13 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexattn.catalogue import CASES
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.algebra import TableUse, bounds_of, evaluation, lower, tables_of, verdicts
 from flexattn.mods.expr import Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.simplify import make, renumber
 from flexattn.mods.site import Bound
+from tests.cases import CASES
 
 LENGTH, TILES = 60, 40
 DTYPES = ("int64", "int32", "int8", "uint8")

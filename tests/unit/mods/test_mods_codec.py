@@ -8,11 +8,11 @@ import struct
 import pytest
 import torch
 
-from flexattn.catalogue import CASES
 from flexattn.errors import CacheError
 from flexattn.mods import Mod, bind
 from flexattn.mods.codec import MAX_NODES, from_data, number_from_data, number_to_data, to_data
 from flexattn.mods.expr import VARS, Expr, const, fingerprint
+from tests.cases import CASES
 
 BOUND = {
     f"{case.name} {kind}": bind(fn, kind)

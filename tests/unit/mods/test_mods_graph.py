@@ -7,10 +7,10 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flexattn.catalogue.cases import CASES
 from flexattn.mods import bind
 from flexattn.mods.graph import Captured, read_graph
 from flexattn.mods.refusal import Refusal
+from tests.cases import CASES
 
 
 def graph_of(fn, kind):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexattn.catalogue import checkerboard, dilated_window, natten_2d, sliding_tile_3d
+from flexattn.catalogue import dilated_window, natten_2d, sliding_tile_3d
 from flexattn.kernels.base.arguments import captured_arguments, captured_values
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
@@ -26,6 +26,7 @@ from flexattn.mods.simplify import make
 from flexattn.mods.site import MAX_CONSTANT_DIVISORS
 from flexattn.problem import INDEX_RANGES, Captures
 from flexattn.settings import override
+from tests.cases import checkerboard
 
 Q, K = torch.arange(61)[:, None], torch.arange(67)[None, :]
 LARGEST = 2**31 - 1

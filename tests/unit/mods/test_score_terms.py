@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexattn.catalogue import CASES, alibi, causal_score, relative_bias, scaled, softcap
+from flexattn.catalogue import alibi, relative_bias, scaled, softcap
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.analysis.dependence import Variables, along_diagonals, slope_of
@@ -17,6 +17,7 @@ from flexattn.mods.expr import VARS, Buffer, Expr, Mod, const, fingerprint
 from flexattn.mods.rules import ONE, RULES
 from flexattn.mods.simplify import make
 from flexattn.mods.terms import ALL, split
+from tests.cases import CASES, causal_score
 
 FLOAT, INT = "float32", "int64"
 BUFFERS = (Buffer(FLOAT, 1), Buffer(FLOAT, 1), Buffer(FLOAT, 1))

@@ -5,10 +5,11 @@ from itertools import cycle
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
+from tests.cases import CASES, case
 from tests.nki import TARGETS, check, problem_of
 from tests.support import inputs
 

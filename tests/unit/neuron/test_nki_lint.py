@@ -2,12 +2,12 @@
 
 import pytest
 
-from flexattn.catalogue import CASES
 from flexattn.errors import KernelError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.kernels.nki.source import render_nki, render_nki_combine
 from flexattn.neuron.lint import findings, lint
 from flexattn.problem import Shape
+from tests.cases import CASES
 from tests.nki import kernel_of, problem_of
 
 REFUSED = {

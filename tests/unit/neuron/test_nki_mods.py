@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexattn.catalogue import case, causal, sliding_window
+from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.kernels.nki.source import print_mods, render_nki
@@ -11,6 +11,7 @@ from flexattn.mods import bind, site
 from flexattn.mods.numbers import divisors
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
+from tests.cases import case
 from tests.nki import check, problem_of
 
 SHAPE = Shape(2, 4, 2, 141, 173, 64, 64)

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
-from flexattn.catalogue import case
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.neuron import rungs as module
 from flexattn.neuron.run import prepare
 from flexattn.neuron.rungs import real_package, rungs
 from flexattn.problem import Shape
+from tests.cases import case
 from tests.nki import problem_of
 from tests.support import inputs
 

@@ -6,7 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, alibi, case, causal, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, KernelError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.measure.task import Task
@@ -14,6 +14,7 @@ from flexattn.neuron.feasible import reasons, survey
 from flexattn.neuron.model import estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
+from tests.cases import CASES, case
 from tests.nki import TARGETS, check, problem_of
 from tests.support import inputs
 from tests.unit.neuron.test_nki_model import task_of

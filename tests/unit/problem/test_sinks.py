@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention as torchs
 
 import flexattn
-from flexattn.catalogue import CASES, case, causal
+from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend import admission, attention
@@ -19,6 +19,7 @@ from flexattn.problem import fingerprint
 from flexattn.problem.sinks import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
+from tests.cases import CASES, case
 from tests.problems import problem
 from tests.support import assert_judged, block_mask, inputs, sinks
 from tests.tasks import make_task

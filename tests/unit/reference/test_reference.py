@@ -8,11 +8,12 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexattn
-from flexattn.catalogue import CASES, Built, case, causal, padding
+from flexattn.catalogue import Built, causal, padding
 from flexattn.errors import InputError
 from flexattn.reference import Precision, attention
 from flexattn.reference import oracle as reference
 from flexattn.reference.rounding import Rounding
+from tests.cases import CASES, case
 
 B, L, S, E, EV = 2, 37, 53, 16, 24
 EAGER = [c for c in CASES if c.torch_eager]

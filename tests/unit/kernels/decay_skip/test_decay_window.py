@@ -10,7 +10,6 @@ from flexattn.catalogue import (
     alibi,
     causal,
     causal_offset,
-    causal_score,
     document,
     relative_bias,
     sliding_window,
@@ -25,6 +24,7 @@ from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.mods import bind
 from flexattn.mods.terms import ALL, split
 from flexattn.runtime.decay_skip import pays
+from tests.cases import causal_score
 from tests.families import render
 from tests.problems import problem
 

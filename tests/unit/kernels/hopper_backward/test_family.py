@@ -15,9 +15,9 @@ from flexattn.kernels.choose.defaults import candidates, default, refused
 from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper_backward import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import Band, band_of
+from flexattn.kernels.hopper_backward.space import defaults
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.mods import bind
@@ -77,7 +77,7 @@ def test_gradients_of_captured_tensors_are_triton_s():
 def test_dropout_takes_a_bit_of_each_weight(D):
     wanted = problem("backward", D)
     dropped = replace(wanted, structure=replace(wanted.structure, dropout=True))
-    found = next(space.defaults(dropped))
+    found = next(defaults(dropped))
     assert not isinstance(default(dropped, H200), HopperBackwardConfig), "it is asked for by name"
     stated = family_of(found).feasibility
     (more, _), (less, _) = (

@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
-from flexattn.catalogue import CASES, alibi, document, natten_2d, relative_bias, softcap
+from flexattn.catalogue import alibi, document, natten_2d, relative_bias, softcap
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.hopper.printer import HOPPER
 from flexattn.kernels.paged_decode.layouts import WARPS
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
+from tests.cases import CASES
 from tests.printed_ops import mod
 
 HARDWARE = Traits()

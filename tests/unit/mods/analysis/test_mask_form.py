@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks
 
-from flexattn.catalogue import CASES, causal, document, prefix_lm, sliding_window
+from flexattn.catalogue import causal, document, prefix_lm, sliding_window
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Mod, bind
 from flexattn.mods.analysis.mask_form import documents_of, mask_form
 from flexattn.mods.expr import const, fingerprint, pretty
 from flexattn.mods.simplify import make
 from flexattn.problem import INDEX_RANGES
+from tests.cases import CASES
 
 SIZES = {"b": 2, "h": 3, "q_idx": 37, "kv_idx": 53}
 GRID = {

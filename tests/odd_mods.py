@@ -1,11 +1,12 @@
-"""Score mods that break implementations: poison in removed lanes, odd ways to index, scalars."""
+"""Mods for tests alone: poison in removed lanes, odd ways to index, scalars, casts, nests."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flexattn.catalogue.scores import ScoreMod
+from flexattn.catalogue import softcap
+from flexattn.mods.signatures import MaskMod, ScoreMod
 
 
 def key_bias(bias: Tensor) -> ScoreMod:
@@ -95,4 +96,55 @@ def window_bias(table: Tensor) -> ScoreMod:
         return score + table[q_idx - kv_idx]
 
     score_mod.__name__ = "window_bias"
+    return score_mod
+
+
+def checkerboard(cell: int) -> MaskMod:
+    """Every other square of `cell` x `cell` lanes."""
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (q_idx // cell + kv_idx // cell) % 2 == 0
+
+    mask_mod.__name__ = f"checkerboard_{cell}"
+    return mask_mod
+
+
+def causal_score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Causal attention by a score of minus infinity, with no mask."""
+    return torch.where(q_idx >= kv_idx, score, -float("inf"))
+
+
+def half_precision_bias(bias: Tensor) -> ScoreMod:
+    """Casts of every kind: bfloat16 arithmetic on a bias, a double sum, a half step; bias [S].
+
+    The score itself is not rounded: where two precisions round it to different neighbours there
+    is no one right answer for a gate to ask for.
+    """
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        low = bias[kv_idx].to(torch.bfloat16) * 1.5 + 0.125
+        step = (q_idx.to(torch.float32) * 0.5).to(torch.int32) % 3
+        return (score.to(torch.float64) + low).to(torch.float32) + step.to(torch.float16)
+
+    score_mod.__name__ = "half_precision_bias"
+    return score_mod
+
+
+def nested(factor: float, bias: Tensor) -> ScoreMod:
+    """A mod inside a mod inside a mod, each with a capture of its own; bias [Hq]."""
+
+    def with_factor(inner: ScoreMod) -> ScoreMod:
+        def outer_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return inner(s * factor, b, h, q_idx, kv_idx)
+
+        return outer_mod
+
+    def with_bias(inner: ScoreMod) -> ScoreMod:
+        def middle_mod(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return inner(s + bias[h], b, h, q_idx, kv_idx)
+
+        return middle_mod
+
+    score_mod = with_factor(with_bias(softcap(20.0)))
+    score_mod.__name__ = "nested"
     return score_mod
