@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
 from flexattn.errors import InputError
@@ -18,33 +15,20 @@ from flexattn.report.page import Written, write
 from flexattn.report.rivals import read
 
 
-def report(
-    records: Annotated[
-        list[Path] | None, typer.Argument(help="Record files, or folders of them.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the PNGs.")] = Path("report"),
-    cache: Annotated[
-        list[Path] | None,
-        typer.Option(help="A directory of records, all of them shown; repeatable."),
-    ] = None,
-    bench: Annotated[
-        list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write one HTML page about tuned records: spaces, what mattered, limits, why winners won."""
-    if records and cache:
+def report(asked: options.Report) -> None:
+    """As `flexattn report` is asked."""
+    if asked.records and asked.cache:
         raise InputError("record files and --cache", "the page shows one or the other")
-    benches = [read(path) for path in bench or ()]
+    benches = [read(path) for path in asked.bench or ()]
     faults: tuple[str, ...] = ()
-    if records:
-        found = from_files(records)
-    elif cache or not benches:
-        found, faults = from_stores(layer.store for layer in places(cache or ()))
+    if asked.records:
+        found = from_files(asked.records)
+    elif asked.cache or not benches:
+        found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
     else:
         found = ()
-    written = write(found, out, benches)
-    if as_json:
+    written = write(found, asked.out, benches)
+    if asked.as_json:
         say_json(_facts(written, faults))
     else:
         _print(written, faults)
