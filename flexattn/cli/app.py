@@ -107,5 +107,6 @@ def _front(verb: str, asked: type) -> Callable[..., None]:
 
 for _verb, _asked in VERBS.items():
     _paragraphs = [" ".join(p.split()) for p in (inspect.getdoc(_asked) or "").split("\n\n")]
-    _told = {"help": "\n\n".join(_paragraphs), "short_help": _paragraphs[0]}
-    app.command(_verb, **_told)(_front(_verb, _asked))
+    app.command(_verb, help="\n\n".join(_paragraphs), short_help=_paragraphs[0])(
+        _front(_verb, _asked)
+    )

@@ -190,7 +190,10 @@ class Export:
 
 @dataclass(frozen=True)
 class Report:
-    """Write one HTML page about tuned records: spaces, what mattered, limits, why winners won."""
+    """Write one HTML page about tuned records: speedups by model, spaces, limits, why winners won.
+
+    It has its pictures inside, and needs no other file.
+    """
 
     records: Annotated[
         list[Path] | None, typer.Argument(help="Record files, or folders of them.")
@@ -203,6 +206,9 @@ class Report:
     bench: Annotated[
         list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
     ] = None
+    png: Annotated[
+        bool, typer.Option("--png", help="The pictures as PNG files beside the page, too.")
+    ] = False
     as_json: AsJson = False
 
 

@@ -1,4 +1,4 @@
-"""`flexattn report`: tuned records as one page that opens anywhere, and its pictures."""
+"""`flexattn report`: tuned records as one page that opens anywhere."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
+from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
 from flexattn.report.collect import from_files, from_stores
 from flexattn.report.page import Written, write
@@ -27,7 +28,12 @@ def report(asked: options.Report) -> None:
         found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
     else:
         found = ()
-    written = write(found, asked.out, benches)
+    with Watch(len(found)) as watch:
+        lane = watch.lane()
+        lane.stage("report", len(found))
+        if not watch.bars:
+            watch.say(f"reporting on {len(found)} problems")
+        written = write(found, asked.out, benches, as_png=asked.png, say=lane.step)
     if asked.as_json:
         say_json(_facts(written, faults))
     else:
@@ -54,9 +60,10 @@ def _plain(value: Any) -> Any:
 
 def _print(written: Written, faults: tuple[str, ...]) -> None:
     for each in written.summaries:
-        gain = f"{each.speedup:.3f}x {each.winner.config}" if each.speedup else each.winner.config
-        word = gain if each.changed else f"default {each.default.config}"
-        say(f"{each.title}: {word}")
+        gain = f"{each.speedup:.3f}" if each.changed and each.speedup else "default"
+        say(f"{gain:>7}  {each.title}: {each.winner.config}")
     for fault in faults:
         say(f"left out: {fault}")
-    say(f"{written.page} and {len(written.pictures)} pictures")
+    pictures = f", {len(written.pictures)} pictures beside it" if written.pictures else ""
+    size = written.page.stat().st_size / 1e6
+    say(f"{written.page}: {len(written.summaries)} problems, {size:.1f} MB{pictures}")
