@@ -28,7 +28,7 @@ def report(asked: options.Report) -> None:
         found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
     else:
         found = ()
-    with Watch(len(found)) as watch:
+    with Watch(1) as watch:
         lane = watch.lane()
         lane.stage("report", len(found))
         if not watch.bars:

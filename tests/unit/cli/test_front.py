@@ -177,6 +177,7 @@ def test_short_names_of_dtypes(flexattn, arguments, problem):
         (["render", "causal", "--show", "sources"], "did you mean source?"),
         (["render", "causal", "--tanh", "exac"], "did you mean exact?"),
         (["render", "causal", "--backend", "gluo"], "did you mean GLUON?"),
+        (["render", "alibi", "--rules-off", "row_slop"], "did you mean row_slope?"),
         (["render", "causal", "--device", "h20"], "did you mean h200?"),
         (["render", "flexattn.catalogue:softcp"], "did you mean softcap?"),
         (["build", "causal", "--effort", "quik"], "did you mean quick?"),
