@@ -9,7 +9,7 @@ PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
 # The Python that may own a torch with a GPU, and then lends it to the environment.
 GPU_PYTHON := $(or $(PYTHON),python3)
 # Another index for torch's wheel, for instance the one of its CPU builds.
-TORCH_INDEX :=
+TORCH_INDEX ?=
 JOBS := 2
 
 VENV := .venv

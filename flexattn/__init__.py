@@ -18,26 +18,13 @@ are torch's own. Everything else, each module that is not named here among it, m
 release: configs, records' schema, templates and what `explain` prints.
 """
 
-from torch.nn.attention.flex_attention import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    FlexKernelOptions,
-    and_masks,
-    create_mask,
-    noop_mask,
-    or_masks,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from flexattn.block_mask.create import create_block_mask
-from flexattn.block_mask.visual import visualize
-from flexattn.deploy.warm import warm
-from flexattn.frontend.attention import flex_attention
-from flexattn.frontend.explain import Explanation, explain
-from flexattn.frontend.install import install, uninstall
-from flexattn.frontend.nested import Packed, pack
-from flexattn.mods import register_op
-from flexattn.mods.signatures import MaskMod, ScoreMod
+from flexattn import settings  # first: it reads FLEXATTN_INTERPRET before triton is imported
+
+if TYPE_CHECKING:
+    from flexattn.public import *
 
 __version__ = "0.2.0"
 
@@ -64,3 +51,23 @@ __all__ = [
     "visualize",
     "warm",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """A public name or a folder, imported when it is first asked for.
+
+    So the command line says --help without torch, which takes seconds to import.
+    """
+    if name in __all__:
+        globals()[name] = found = getattr(import_module("flexattn.public"), name)
+        return found
+    try:
+        return import_module(f"flexattn.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"flexattn.{name}":
+            raise
+    raise AttributeError(f"module 'flexattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from flexattn.cli import (
-    bench,
-    build,
-    demo,
-    devices,
-    doctor,
-    export,
-    merge,
-    render,
-    replay_study,
-    report,
-    show,
-    tune,
-    why,
-)
-from flexattn.cli.terminal import say_text
+import flexattn
+from flexattn.cli import options
+from flexattn.cli.terminal import say, say_text
 from flexattn.errors import FlexAttnError
 from flexattn.settings import current
+
+VERBS: dict[str, type] = {
+    "tune": options.Tune,
+    "build": options.Build,
+    "show": options.Show,
+    "why": options.Why,
+    "merge": options.Merge,
+    "export": options.Export,
+    "report": options.Report,
+    "replay-study": options.ReplayStudy,
+    "bench": options.Bench,
+    "doctor": options.Doctor,
+    "render": options.Render,
+    "devices": options.Devices,
+    "demo": options.Demo,
+}
+COMPLETION = (
+    "Words complete with TAB after `flexattn --install-completion` and a new shell; "
+    "`--show-completion` prints the script instead. Verbs, options and their choices complete."
+)
 
 
 class _Group(TyperGroup):
@@ -51,23 +62,51 @@ class _Group(TyperGroup):
 app = typer.Typer(
     cls=_Group,
     help="Attention from two Python callables, tuned for the device at hand.",
+    epilog=COMPLETION,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich takes longer to import than all else that help needs
 )
-for verb in (
-    tune.tune,
-    build.build,
-    show.show,
-    why.why,
-    merge.merge,
-    export.export,
-    report.report,
-    replay_study.replay_study,
-    bench.bench,
-    doctor.doctor,
-    render.render,
-    devices.devices,
-    demo.demo,
-):
-    app.command()(verb)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"flexattn {flexattn.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _front(verb: str, asked: type) -> Callable[..., None]:
+    """A verb as typer reads one: what it asks for, and its module imported when it is called."""
+    name = verb.replace("-", "_")
+
+    def called(**given: Any) -> None:
+        run = getattr(import_module(f"flexattn.cli.{name}"), name)
+        run(asked(**given))
+
+    hints = get_type_hints(asked, include_extras=True)
+    fields = inspect.signature(asked).parameters.values()
+    spelled = [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default,
+                  annotation=hints[each.name])
+        for each in fields
+    ]  # fmt: skip
+    called.__signature__ = Signature(spelled)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in spelled}
+    return called
+
+
+for _verb, _asked in VERBS.items():
+    _paragraphs = [" ".join(p.split()) for p in (inspect.getdoc(_asked) or "").split("\n\n")]
+    app.command(_verb, help="\n\n".join(_paragraphs), short_help=_paragraphs[0])(
+        _front(_verb, _asked)
+    )

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import typer
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.block_mask.create import create_block_mask
-from flexattn.cli import arguments
+from flexattn.cli import options
 from flexattn.cli.selection import rows_of
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
@@ -59,25 +58,9 @@ class Benched:
     note: str = ""
 
 
-def bench(
-    workloads: Annotated[
-        list[Path] | None, typer.Argument(help="Workload files, TOML or YAML.")
-    ] = None,
-    preset: arguments.Presets = None,
-    only: arguments.Only = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20,
-    min_ms: Annotated[float, typer.Option(help="Milliseconds that each value fills.")] = 5.0,
-    rivals: Annotated[
-        bool, typer.Option("--torch/--no-torch", help="Compile and time torch's kernel too.")
-    ] = True,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
-
-    Above 1 a ratio says that flexattn is faster. The status is 1 if an accuracy gate is red.
-    Gradients are left out: python -m bench.backward times those.
-    """
-    rows = rows_of(workloads or (), preset or (), only, backward=False)
+def bench(asked: options.Bench) -> None:
+    """As `flexattn bench` is asked."""
+    rows = rows_of(asked.workloads or (), asked.preset or (), asked.only, backward=False)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "torch sees no GPU here",
@@ -88,8 +71,9 @@ def bench(
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         tell(console, f"{number}/{len(rows)} {row.title}")
-        done.append(run(row, here, rounds, min_ms, "tuned" if rivals else "none"))
-    if as_json:
+        rival: Rival = "tuned" if asked.rivals else "none"
+        done.append(run(row, here, asked.rounds, asked.min_ms, rival))
+    if asked.as_json:
         told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
         say_json(told)
     else:

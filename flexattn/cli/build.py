@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli import arguments
-from flexattn.cli.selection import EFFORTS, effort_of
-from flexattn.cli.terminal import cell, say_json, tell
+from flexattn.cli import options
+from flexattn.cli.called import problem_called
+from flexattn.cli.selection import device_of, effort_of, say_assumed
+from flexattn.cli.terminal import INTERRUPTED, cell, say_json, tell, wide_console
 from flexattn.cli.watch import Watch
-from flexattn.device import Device, named
+from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
@@ -50,37 +50,41 @@ class Report:
         return self.timed > 0 and ends <= {"resources"}
 
 
-@arguments.spread
-def build(
-    call: arguments.Call,
-    kv_len: Annotated[int, typer.Option(help="Key length.")] = arguments.LENGTH,
-    effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
-    jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0,
-    deadline: Annotated[
-        float, typer.Option(help="Seconds after which one config's compiler is killed.")
-    ] = DEADLINE,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Compile every config of a space, for a device that need not be here.
-
-    The status is 1 where the compiler failed on one, or nothing is left to time.
-    """
-    if jobs < 0 or deadline <= 0:
-        raise InputError(f"--jobs {jobs} --deadline {deadline:g}", "neither is below 0")
-    problem = call.problem(kv_len)
+def build(asked: options.Build) -> None:
+    """As `flexattn build` is asked."""
+    if asked.jobs < 0 or asked.deadline <= 0:
+        got = f"--jobs {asked.jobs} --deadline {asked.deadline:g}"
+        raise InputError(got, "neither is below 0")
+    effort, device = effort_of(asked.effort), device_of(asked.device, compiled=True)
+    problem, counted, done = problem_called(asked, asked.kv_len), 0, 0
+    say_assumed(asked.device, device)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.problem(problem.describe())
-        found = report_of(
-            problem,
-            named(call.device),
-            effort_of(effort),
-            jobs,
-            deadline,
-            begin=lambda count: lane.stage("build", count),
-            say=lambda built: lane.step(short(built.config)),
-        )
-    if as_json:
+
+        def begin(count: int) -> None:
+            nonlocal counted
+            counted = count
+            lane.stage("build", count)
+
+        def tell_of(built: Built) -> None:
+            nonlocal done
+            done += 1
+            lane.step(short(built.config))
+            if not watch.bars:
+                watch.say(f"{done}/{counted} {_line(built)}")
+
+        try:
+            found = report_of(
+                problem, device, effort, asked.jobs, asked.deadline, begin=begin, say=tell_of
+            )
+        except KeyboardInterrupt:
+            watch.say(
+                f"interrupted with {done} of {counted} configs compiled; Triton's cache keeps "
+                "those, and the same command goes on from there"
+            )
+            raise typer.Exit(INTERRUPTED) from None
+    if asked.as_json:
         say_json(_data(found))
     else:
         print_report(found)
@@ -107,9 +111,19 @@ def report_of(
     )
 
 
+def _line(built: Built) -> str:
+    """One config in a line of its own, where nobody watches a table."""
+    if built.failed is not None:
+        return f"{short(built.config)}: {built.failed.stage}: {built.failed.error}"
+    return (
+        f"{short(built.config)}: {built.registers} registers, {built.spills} spills, "
+        f"{built.shared_memory} bytes shared, {built.seconds:.1f} s"
+    )
+
+
 def print_report(report: Report) -> None:
     """The table of configs with what each takes, and below it what was not built, by rule."""
-    console = Console()
+    console = wide_console()
     table = Table(title=f"{report.problem}\n{report.device}, effort {report.effort}")
     table.add_column("config", no_wrap=True)
     for name in ("regs", "spills", "shared", "matrix", "s"):

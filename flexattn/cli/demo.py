@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import torch
 import typer
 from rich.console import Console
 
-from flexattn.cli import demo_cpu, demo_gpu, parts
+from flexattn.cli import demo_cpu, demo_gpu, options, parts
 from flexattn.cli.terminal import say
 from flexattn.errors import InputError
 from flexattn.settings import current
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo-out"),
-    part: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Llama-3 and Gemma-2 attention beside torch's, checked against a float64 oracle.
-
-    Without a GPU the kernels run in Triton's interpreter and are compiled for an H200.
-    """
-    if part is not None:
-        say(_part(part))
+def demo(asked: options.Demo) -> None:
+    """As `flexattn demo` is asked."""
+    if asked.part is not None:
+        say(_part(asked.part))
         return
     console = Console()
     on_gpu = torch.cuda.is_available() and not current().interpret
-    passed = demo_gpu.show(console, out) if on_gpu else demo_cpu.show(console, out)
+    passed = demo_gpu.show(console, asked.out) if on_gpu else demo_cpu.show(console, asked.out)
     if not passed:
         console.print("[red]The demo failed: see above.")
         raise typer.Exit(1)

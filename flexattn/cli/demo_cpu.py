@@ -9,18 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import parts, picture, verdicts
-from flexattn.cli.parts import Compiled
+from flexattn.cli.parts import Compiled, Parts
 from flexattn.cli.terminal import tell
 from flexattn.cli.workloads import FULL, SMALL
 
-MISSING = "Not done: torch sees no GPU here, so no kernel, ours or torch's, was timed."
+MISSING = (
+    "Torch sees no GPU here, so no kernel, ours or torch's, was timed; on a machine with one the "
+    "same command times both."
+)
 
 
 def show(console: Console, out: Path) -> bool:
-    """Run both parts, print their tables, draw the pictures; whether all went well."""
+    """Run both parts, print their tables, a picture and what was shown; whether all went well."""
     with console.status("interpreting small shapes, compiling the full ones"):
         found = parts.run_both()
-        drawn = [picture.window_blocks(FULL, "cpu", out / "mask.png")]
     table = verdicts.table("Run by Triton's interpreter: float16, small shapes")
     for trial in found.trials:
         seen = (trial.workload, trial.shape, trial.error, trial.budget, trial.passed)
@@ -33,25 +35,36 @@ def show(console: Console, out: Path) -> bool:
             tell(console, f"{each.workload}, {each.config}: {each.note}")
     for failure in found.failures:
         tell(console, failure, "red")
-    registers = {
-        workload.name: {
-            each.config: float(each.registers)
-            for each in found.compiled
-            if each.workload == workload.name and not each.note
-        }
-        for workload in FULL
-    }
-    drawn += picture.bars(registers, "registers of a thread", out / "resources.png")
-    tell(console, "Pictures: " + ", ".join(map(str, drawn)))
-    console.print(MISSING)
+    drawn = picture.window(FULL)
+    tell(console, str(drawn))
+    tell(console, f"Picture: {drawn.save(out / 'mask.png')}")
     complete = not found.failures and len(found.trials) == len(SMALL)
-    return complete and all(trial.passed for trial in found.trials)
+    passed = complete and all(trial.passed for trial in found.trials)
+    if passed:
+        for sentence in sentences(found):
+            tell(console, sentence)
+    return passed
+
+
+def sentences(found: Parts) -> tuple[str, str, str]:
+    """What somebody may repeat: how exact, what compiles, and what nobody has timed."""
+    used = max(trial.error / trial.budget for trial in found.trials)
+    built = [each for each in found.compiled if not each.note]
+    spills = sum(each.spills for each in built)
+    return (
+        "1. The attention of Llama-3 and Gemma-2, whose masks and softcap are a few lines of "
+        f"Python, ran in Triton's interpreter: its error is at most {used:.0%} of the budget, by "
+        "float64.",
+        f"2. {len(built)} kernels for it compiled for an NVIDIA H200, which is not here, with "
+        f"{spills or 'no'} register spills.",
+        f"3. {MISSING}",
+    )
 
 
 def _built(compiled: Sequence[Compiled]) -> Table:
     table = Table(title=f"Compiled for {parts.DEVICE}, without one: bfloat16, full shapes")
     table.add_column("workload", no_wrap=True)
-    table.add_column("config", no_wrap=True)
+    table.add_column("config", overflow="fold")
     for name in ("registers", "spills", "shared KiB", "mma"):
         table.add_column(name, justify="right")
     for each in compiled:

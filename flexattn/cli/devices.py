@@ -5,12 +5,13 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from flexattn.cli import options
 from flexattn.device import KNOWN
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
-def devices() -> None:
-    """List what --device takes: GPUs, and Neuron's chips for `tune` and `render`."""
+def devices(asked: options.Devices) -> None:
+    """As `flexattn devices` is asked."""
     console = Console()
     table = Table()
     table.add_column("device", no_wrap=True)

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from subprocess import SubprocessError
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
 from flexattn import __version__
-from flexattn.cli import arguments
+from flexattn.cli import options
 from flexattn.cli.places import places
-from flexattn.cli.selection import device_here, device_of
+from flexattn.cli.selection import device_here, device_of, say_assumed
 from flexattn.cli.terminal import say, say_json
-from flexattn.device import Device
+from flexattn.device import INTERPRETER, Device
 from flexattn.errors import CacheError, FlexAttnError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import templates_folder
@@ -59,17 +59,11 @@ class Health:
     strays: int
 
 
-def doctor(
-    device: arguments.DeviceHere = None,
-    clear_outcomes: Annotated[
-        bool,
-        typer.Option("--clear-outcomes", help="Forget what was refused."),
-    ] = False,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Look at the installation, the GPU and the caches; the status is 1 if something is broken."""
-    target = device_of(device, "nvidia-h200")
-    cleared = memory().clear() if clear_outcomes else 0
+def doctor(asked: options.Doctor) -> None:
+    """As `flexattn doctor` is asked."""
+    target = device_of(asked.device)
+    say_assumed(asked.device, target)
+    cleared = memory().clear() if asked.clear_outcomes else 0
     health = [_health(layer, target) for layer in places()]
     faults = [fault for each in health for fault in each.invalid]
     told: dict[str, Any] = {
@@ -89,7 +83,8 @@ def doctor(
         "neuron": [asdict(rung) for rung in rungs()],
         "faults": faults,
     }
-    if as_json:
+    told["verdict"] = _verdict(told)
+    if asked.as_json:
         say_json(told)
     else:
         _print(told)
@@ -112,7 +107,7 @@ def _versions() -> dict[str, str | None]:
     found["torch"] = torch.__version__
     found["triton"] = str(importlib.import_module("triton").__version__)
     found["cuda"] = torch.version.cuda or torch.version.hip
-    found["driver"] = environment("prefill", device_here() or device_of("interpreter")).driver
+    found["driver"] = environment("prefill", device_here() or INTERPRETER).driver
     return found
 
 
@@ -234,6 +229,26 @@ def _print_untuned(listed: list[dict[str, str]]) -> None:
         say(f"{'':<12}and {len(listed) - SHOWN} more: --json lists all")
 
 
+def _verdict(told: dict[str, Any]) -> str:
+    """What works here, in a sentence or two."""
+    if told["faults"]:
+        count = len(told["faults"])
+        return f"broken: {count} fault{'s' * (count > 1)}, above; mend or remove what they name"
+    if not told["gpus"]:
+        return (
+            "the installation is sound, and torch sees no GPU: calls on CPU tensors are computed "
+            "by torch; render, build, why and tune --dry-run work for any device"
+        )
+    here = sum(layer["here"] for layer in told["layers"])
+    served = (
+        f"{here} tuned records hold exactly here"
+        if here
+        else "no record was made in this environment, so those of others are hints, and the "
+        "static defaults serve the rest; `flexattn tune` makes records"
+    )
+    return f"sound: kernels run on {told['device']['name']}; {served}"
+
+
 def _print(told: dict[str, Any]) -> None:
     for name, version in told["versions"].items():
         say(f"{name:<12}{version or 'not installed'}")
@@ -244,7 +259,7 @@ def _print(told: dict[str, Any]) -> None:
         say(f"{'setting':<12}{name} = {value}")
     say(f"{'templates':<12}{told['templates']}")
     for name, path in told["tools"].items():
-        say(f"{name:<12}{path or 'missing'}")
+        say(f"{name:<16}{path or 'missing'}")
     say(f"{'compiler':<12}{told['compiler']}")
     cache = told["triton_cache"]
     say(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
@@ -262,3 +277,4 @@ def _print(told: dict[str, Any]) -> None:
         say(f"{'neuron':<12}{rung['name']}: {words}")
     for fault in told["faults"]:
         say(f"{'FAULT':<12}{fault}")
+    say(f"{'verdict':<12}{told['verdict']}")

@@ -7,11 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli.neuron import effort_there
-from flexattn.cli.terminal import cell, tell
+from flexattn.cli.terminal import cell, tell, wide_console
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.family import Effort
@@ -83,9 +82,18 @@ def _space(
     return found.configs, dict(found.rejected)
 
 
+COLUMNS = (
+    ("key", "the sizes under which a record is filed: each rounded up to a power of two"),
+    ("mask class", "of the mask's blocks: how many are kept (d1/8: an eighth), how uneven the "
+     "rows are (i1: even), and whether a row's blocks are runs or have gaps"),
+    ("configs", "variants of kernels that would be compiled, checked and raced"),
+    ("rejected", "variants that cannot run or are never fast; the last line counts them by rule"),
+)  # fmt: skip
+
+
 def print_plan(plan: dict[str, Any]) -> None:
-    """The plan as a table, and below it what was rejected over all problems."""
-    console = Console()
+    """The plan as a table, and below it what its columns are and what was rejected."""
+    console = wide_console()
     title = f"{plan['device']}, effort {plan['effort']}: nothing is built or timed"
     table = Table(title=title, box=SIMPLE_HEAD)
     for name in ("problem", "key", "mask class"):
@@ -113,6 +121,8 @@ def print_plan(plan: dict[str, Any]) -> None:
             tell(console, text)
     for title, kept in plan["same_key"].items():
         tell(console, f"{title}: same key as {kept}")
+    for name, meaning in COLUMNS:
+        tell(console, f"{name}: {meaning}", "dim")
     total = sum(each["configs"] for each in plan["problems"])
     said = ", ".join(f"{count} {name}" for name, count in sorted(rejected.items()))
     count = len(plan["problems"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from flexattn.cli import arguments
+from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.selection import device_of, rows_of
 from flexattn.cli.terminal import say, say_json
@@ -36,53 +36,36 @@ class Shipped:
     missing: tuple[str, ...]
 
 
-def export(
-    out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")],
-    workload: arguments.WorkloadFiles = None,
-    preset: arguments.Presets = None,
-    only: arguments.Only = None,
-    source: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="A directory of records; every layer by default."),
-    ] = None,
-    device: arguments.DeviceHere = None,
-    with_binaries: Annotated[
-        bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
-    ] = False,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Collect a device's tuned records in a directory for FLEXATTN_CACHE, each one checked.
-
-    With a workload or a preset, only its problems; those without a record are named, and the
-    status is 1.
-    """
-    target = device_of(device)
+def export(asked: options.Export) -> None:
+    """As `flexattn export` is asked."""
+    target = device_of(asked.device, assumed=False)
     chosen: list[Task] | None = None
     mods: list[tuple[Callable[..., Any], str]] = []
-    if workload or preset:
-        rows = rows_of(workload or (), preset or (), only)
+    if asked.workload or asked.preset:
+        rows = rows_of(asked.workload or (), asked.preset or (), asked.only)
         chosen, _ = distinct(tasks(rows, target))
-        if with_binaries:
+        if asked.with_binaries:
             pairs = (zip(mods_of(row), ("score", "mask"), strict=True) for row in rows)
             mods = [(fn, kind) for pair in pairs for fn, kind in pair if fn is not None]
-    elif with_binaries or only:
+    elif asked.with_binaries or asked.only:
         raise InputError(
             "--with-binaries or --only without a workload",
             "a record does not hold the mods that a kernel is compiled from",
             "name it: --preset llama3-8b, or --workload FILE",
         )
-    done = collect(places(source or ()), Store(out), target, chosen)
+    done = collect(places(asked.source or ()), Store(asked.out), target, chosen)
     built = None
-    if with_binaries and chosen is not None:
+    if asked.with_binaries and chosen is not None:
         with Watch(len(chosen)) as watch:
             served = [task for task in chosen if task.kind != "backward"]
-            built = binaries.export(served, target, out, Store(out), mods, progress=watch.lane())
-    if as_json:
-        told = {"directory": str(out), **asdict(done)}
+            into = asked.out, Store(asked.out)
+            built = binaries.export(served, target, *into, mods, progress=watch.lane())
+    if asked.as_json:
+        told = {"directory": str(asked.out), **asdict(done)}
         told["binaries"] = None if built is None else asdict(built)
         say_json(told)
     else:
-        _print(out, done, built)
+        _print(asked.out, done, built)
     if done.missing:
         raise typer.Exit(1)
 

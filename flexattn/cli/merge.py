@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import options
 from flexattn.cli.places import places, users
 from flexattn.cli.terminal import say, say_json
 from flexattn.kernels.base.config import describe
@@ -15,18 +12,12 @@ from flexattn.records.merge import Conflict
 from flexattn.records.merge import merge as merged
 
 
-def merge(
-    sources: Annotated[list[Path], typer.Argument(help="Directories of records.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Where they go; the user's own records by default.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Merge directories of records: of two for one key the better one stays, and it is said."""
-    roots = [layer.store.root for layer in places(sources)]
-    target = out or users()
-    done = merged(roots, target, lambda text: None if as_json else say(text, err=True))
-    if as_json:
+def merge(asked: options.Merge) -> None:
+    """As `flexattn merge` is asked."""
+    roots = [layer.store.root for layer in places(asked.sources)]
+    target = asked.out or users()
+    done = merged(roots, target, lambda text: None if asked.as_json else say(text, err=True))
+    if asked.as_json:
         told = {
             "directory": str(target),
             "written": done.written,

@@ -1,9 +1,8 @@
-"""The MOD of the command line: a name of the catalogue, or package.module:function."""
+"""The MOD of the command line: a name of the catalogue, or a function by its import path."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 
 from flexattn.catalogue import CASES
+from flexattn.cli.choices import ROLES, choice
 from flexattn.errors import InputError
 from flexattn.mods.path import load, role_of
 from flexattn.problem import DTYPES, Shape
+from flexattn.util.near import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ def resolve(
     shape, dtype: of the call, whose lengths and dtype a case's captured tensors have. Raises
     InputError that says what exists.
     """
-    if role not in (None, "score", "mask"):
-        raise InputError(f"--as {role}", "it is score or mask")
+    if role is not None:
+        role = choice("--as", role, ROLES)
     if ":" in name:
         return _imported(name, arguments, role)
     if arguments:
@@ -45,11 +46,12 @@ def resolve(
     found = next((case for case in CASES if case.name == name), None)
     if found is None:
         names = [case.name for case in CASES]
-        close = difflib.get_close_matches(name, names)
+        near = did_you_mean(name, names)
         raise InputError(
-            f"no mod is called {name!r}" + (f": did you mean {close[0]}?" if close else ""),
+            f"no mod is called {name!r}" + (f": {near}" if near else ""),
             f"the catalogue has {', '.join(names)}",
-            "name one of them, or a function of yours as package.module:function",
+            "name one of them, or a function of yours as package.module:function or "
+            "./file.py:function",
         )
     s = shape
     known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)

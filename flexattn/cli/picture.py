@@ -6,60 +6,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from flexattn.block_mask.classify import block_kinds
+from flexattn.block_mask.visual import visualize
+from flexattn.block_mask.visual.picture import Picture
 from flexattn.cli.workloads import Workload
-from flexattn.mods import bind
 
-BLOCK = 128
-EMPTY, PARTIAL, FULL = "#f2f2f2", "#f0a848", "#3b6ea5"
+RIVAL, OURS = "#f0a848", "#3b6ea5"
+# Cells of a mask on a terminal, and characters of its longest bar.
+CELLS, LONGEST = 64, 40
 
 
-def window_blocks(workloads: Sequence[Workload], device: str, path: Path) -> Path:
-    """Draw the blocks of the first sliding window among the workloads."""
+def window(workloads: Sequence[Workload]) -> Picture:
+    """The blocks of the first sliding window among the workloads."""
     workload = next(each for each in workloads if each.window)
-    bound = bind(workload.mask_mod(), "mask")
-    assert bound is not None
-    sizes = (1, 1, workload.q_len, workload.kv_len)
-    where = torch.empty(0, device=device).device  # "cuda" with its index
-    kinds = block_kinds(bound, sizes, (BLOCK, BLOCK), where)
-    title = f"{workload.name}: {workload.q_len} tokens, window {workload.window}"
-    return mask_blocks(kinds[0, 0], BLOCK, title, path)
+    mask = workload.mask_mod()
+    assert mask is not None
+    return visualize(mask, workload.q_len, workload.kv_len, cells=CELLS)
 
 
-def mask_blocks(kinds: Tensor, block: int, title: str, path: Path) -> Path:
-    """Draw kinds int8 [q blocks, kv blocks]: 0 empty, 1 partial, 2 full."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    figure, axes = _figure(6.4, 6.0)
-    shown = kinds.cpu().numpy()
-    axes.imshow(shown, cmap=ListedColormap([EMPTY, PARTIAL, FULL]), vmin=0, vmax=2)
-    axes.set(title=title, xlabel=f"keys / {block}", ylabel=f"queries / {block}")
-    total = shown.size
-    handles = [
-        Patch(
-            facecolor=color, edgecolor="grey", label=f"{name} {(shown == kind).sum() / total:.0%}"
-        )
-        for kind, (name, color) in enumerate(
-            (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
-        )
-    ]
-    axes.legend(handles=handles, loc="upper right")
-    return _save(figure, path)
+def text_bars(groups: Mapping[str, Mapping[str, float]], unit: str) -> str:
+    """The same as `bars` in characters, the longest bar of each group equally long."""
+    lines = []
+    for title, values in groups.items():
+        lines.append(title)
+        width = max(map(len, values), default=0)
+        for label, value in values.items():
+            drawn = "█" * max(1, round(LONGEST * value / max(values.values())))
+            lines.append(f"  {label:<{width}}  {drawn} {value:.4g} {unit}")
+    return "\n".join(lines)
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> list[Path]:
-    """One panel a group, one bar a label; torch's bar has another color. Nothing for no value."""
+    """A file: a panel a group, a bar a label, torch's in another color; [] where no value is."""
     groups = {title: values for title, values in groups.items() if values}
     if not groups:
         return []
     figure, panels = _figure(7.2, 1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
     for axes, (title, values) in zip(panels, groups.items(), strict=True):
         labels = list(values)
-        colors = [PARTIAL if label.startswith("torch") else FULL for label in labels]
+        colors = [RIVAL if label.startswith("torch") else OURS for label in labels]
         drawn = axes.barh(labels, list(values.values()), color=colors)
         axes.bar_label(drawn, fmt="%.4g", padding=3)
         axes.margins(x=0.15)
@@ -68,12 +52,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     return [_save(figure, path)]
 
 
-def _figure(width: float, height: float, groups: Mapping[str, Any] | None = None) -> Any:
+def _figure(width: float, height: float, groups: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    if groups is None:
-        return figure, figure.subplots()
     ratios = [2 + len(values) for values in groups.values()]
     return figure, figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from flexattn.cli import arguments
+from flexattn.cli import options as asking
+from flexattn.cli.arguments import LENGTH
+from flexattn.cli.called import problem_called
+from flexattn.cli.choices import BACKENDS, PARTS, TANHS, choice
 from flexattn.cli.neuron import kernels
 from flexattn.cli.offline import compiled
 from flexattn.cli.rewritten import Rewrite, rewrites
-from flexattn.cli.terminal import say, say_json, say_text
-from flexattn.device import NEURON, Device, named
+from flexattn.cli.selection import device_of, say_assumed
+from flexattn.cli.terminal import indented, say, say_json, say_text
+from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose import options
@@ -28,15 +30,6 @@ from flexattn.runtime.dispatch import Choice, candidates_of
 from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.resources import resources
-
-
-class Show(str, Enum):
-    """What render prints; ptx and resources compile the kernel first."""
-
-    expr = "expr"
-    source = "source"
-    ptx = "ptx"
-    resources = "resources"
 
 
 @dataclass(frozen=True)
@@ -57,62 +50,37 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
-@arguments.spread
-def render(
-    call: arguments.Call,
-    kv_len: Annotated[
-        int | None,
-        typer.Option(help=f"Key length; a prefill's query length, else {arguments.LENGTH}."),
-    ] = None,
-    block_m: Annotated[int | None, typer.Option(help="Force BLOCK_M.")] = None,
-    block_n: Annotated[int | None, typer.Option(help="Force BLOCK_N.")] = None,
-    num_warps: Annotated[int | None, typer.Option(help="Force num_warps.")] = None,
-    num_stages: Annotated[int | None, typer.Option(help="Force num_stages.")] = None,
-    split_kv: Annotated[int | None, typer.Option(help="Force SPLIT_KV.")] = None,
-    use_tma: Annotated[bool | None, typer.Option(help="Force USE_TMA.")] = None,
-    backend: Annotated[
-        str | None, typer.Option(help="Force a prefill's template: TRITON, or Hopper's GLUON.")
-    ] = None,
-    show: Annotated[
-        list[Show] | None, typer.Option(help="Repeatable; by default expr and source.")
-    ] = None,
-    explain: Annotated[
-        bool, typer.Option(help="Print the rules that rewrote the score_mod, and its terms.")
-    ] = False,
-    rules_off: Annotated[
-        str | None, typer.Option(help='Rules to leave out, separated by commas, or "all".')
-    ] = None,
-    tanh: Annotated[str | None, typer.Option(help="auto, fast or exact.")] = None,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
+def render(asked: asking.Render) -> None:
+    """As `flexattn render` is asked."""
     forced = {
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-        "SPLIT_KV": split_kv,
-        "USE_TMA": use_tma,
-        "BACKEND": backend,
-        "RULES_OFF": rules_off,
-        "TANH": tanh,
+        "BLOCK_M": asked.block_m,
+        "BLOCK_N": asked.block_n,
+        "num_warps": asked.num_warps,
+        "num_stages": asked.num_stages,
+        "SPLIT_KV": asked.split_kv,
+        "USE_TMA": asked.use_tma,
+        "BACKEND": asked.backend and choice("--backend", asked.backend, BACKENDS),
+        "RULES_OFF": asked.rules_off,
+        "TANH": asked.tanh and choice("--tanh", asked.tanh, TANHS),
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = kv_len or (None if call.kind == "decode" else call.q_len) or arguments.LENGTH
-    problem = call.problem(keys)
+    keys = asked.kv_len or (None if asked.kind == "decode" else asked.q_len) or LENGTH
+    problem = problem_called(asked, keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)
         problem = replace(problem, structure=spelled)
-    wanted = set(show or ((Show.expr,) if explain else (Show.expr, Show.source)))
-    target = NEURON.get(call.device) or named(call.device)
+    shown = asked.show or (("expr",) if asked.explain else ("expr", "source"))
+    wanted = {choice("--show", each, PARTS) for each in shown}
+    target = device_of(asked.device, neuron=True, compiled=True)
+    say_assumed(asked.device, target)
     if target.backend == "neuron":
         forced_here = chosen != options.NONE
-        found = _rendered_nki(problem, target, forced_here, explain, wanted)
+        found = _rendered_nki(problem, target, forced_here, asked.explain, wanted)
     else:
         found = _rendered(problem, target, chosen, wanted)
-        if explain:
+        if asked.explain:
             found = replace(found, rewrites=rewrites(problem.structure))
-    if as_json:
+    if asked.as_json:
         say_json(asdict(found))
     else:
         _print(found)
@@ -130,18 +98,18 @@ def _expected(problem: Problem, device: Device, chosen: options.Options) -> Choi
 
 
 def _rendered(
-    problem: Problem, device: Device, chosen: options.Options, wanted: set[Show]
+    problem: Problem, device: Device, chosen: options.Options, wanted: set[str]
 ) -> Rendered:
     ptx, taken = None, None
-    if wanted & {Show.ptx, Show.resources}:
+    if wanted & {"ptx", "resources"}:
         choice, kernel = compiled(problem, device, chosen)
-        if Show.ptx in wanted:
+        if "ptx" in wanted:
             ptx = _assembly(choice, kernel, device)
-        if Show.resources in wanted:
+        if "resources" in wanted:
             taken = asdict(resources(kernel, device))
     else:
         choice = _expected(problem, device, chosen)
-    structure, expr = problem.structure, Show.expr in wanted
+    structure, expr = problem.structure, "expr" in wanted
     return Rendered(
         problem.describe(),
         f"{device.name} ({device.arch})",
@@ -151,16 +119,16 @@ def _rendered(
         None if choice.combine is None else str(build.path_of(choice.combine)),
         _expression(structure.score) if expr else None,
         _expression(structure.mask) if expr else None,
-        choice.source.text if Show.source in wanted else None,
+        choice.source.text if "source" in wanted else None,
         ptx,
         taken,
     )
 
 
 def _rendered_nki(
-    problem: Problem, device: Device, forced: bool, explain: bool, wanted: set[Show]
+    problem: Problem, device: Device, forced: bool, explain: bool, wanted: set[str]
 ) -> Rendered:
-    if forced or explain or wanted & {Show.ptx, Show.resources}:
+    if forced or explain or wanted & {"ptx", "resources"}:
         raise InputError(
             f"kernel options, --explain, ptx or resources for {device.name}",
             "an NKI kernel has none of Triton's options, and no compiler of it is here",
@@ -169,7 +137,7 @@ def _rendered_nki(
     if problem.structure.kind == "backward":
         raise InputError(f"--kind backward for {device.name}", "gradients run on GPUs")
     config, source, combine = kernels(problem, device.name)
-    structure, expr = problem.structure, Show.expr in wanted
+    structure, expr = problem.structure, "expr" in wanted
     return Rendered(
         problem.describe(),
         f"{device.name} (NKI)",
@@ -179,7 +147,7 @@ def _rendered_nki(
         None if combine is None else str(path_of(combine)),
         _expression(structure.score) if expr else None,
         _expression(structure.mask) if expr else None,
-        source.text if Show.source in wanted else None,
+        source.text if "source" in wanted else None,
     )
 
 
@@ -198,7 +166,7 @@ def _print(found: Rendered) -> None:
     console = Console()
     for name in ("score_mod", "mask_mod"):
         if (expression := getattr(found, name)) is not None:
-            say_text(f"{name:<10}" + expression.replace("\n", "\n" + " " * 10))
+            say_text(indented(f"{name:<10}", expression))
     say(f"{'problem':<10}{found.problem}")
     say(f"{'device':<10}{found.device}")
     say(f"{'config':<10}{found.config}")

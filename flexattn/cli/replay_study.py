@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
 from flexattn.errors import CacheError, InputError
@@ -35,20 +34,13 @@ class Replayed:
     winner: str
 
 
-def replay_study(
-    paths: Annotated[
-        list[Path], typer.Argument(help="Record files, studies, or directories of records.")
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Recompute decisions from their samples; the status is 1 if one comes out differently.
-
-    A study is tuned again, with times drawn from it.
-    """
-    found = [each for path in paths for each in _replayed(path)]
+def replay_study(asked: options.ReplayStudy) -> None:
+    """As `flexattn replay-study` is asked."""
+    found = [each for path in asked.paths for each in _replayed(path)]
     if not found:
-        raise InputError("no record and no study", f"there is one in {', '.join(map(str, paths))}")
-    if as_json:
+        listed = ", ".join(map(str, asked.paths))
+        raise InputError("no record and no study", f"there is one in {listed}")
+    if asked.as_json:
         say_json({"decisions": [asdict(each) for each in found]})
     else:
         for each in found:

@@ -1,50 +1,40 @@
-"""`flexattn report`: tuned records as one page that opens anywhere, and its pictures."""
+"""`flexattn report`: tuned records as one page that opens anywhere."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.terminal import say, say_json
+from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
 from flexattn.report.collect import from_files, from_stores
 from flexattn.report.page import Written, write
 from flexattn.report.rivals import read
 
 
-def report(
-    records: Annotated[
-        list[Path] | None, typer.Argument(help="Record files, or folders of them.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page and the PNGs.")] = Path("report"),
-    cache: Annotated[
-        list[Path] | None,
-        typer.Option(help="A directory of records, all of them shown; repeatable."),
-    ] = None,
-    bench: Annotated[
-        list[Path] | None, typer.Option(help="JSON of a bench: ours beside torch; repeatable.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write one HTML page about tuned records: spaces, what mattered, limits, why winners won."""
-    if records and cache:
+def report(asked: options.Report) -> None:
+    """As `flexattn report` is asked."""
+    if asked.records and asked.cache:
         raise InputError("record files and --cache", "the page shows one or the other")
-    benches = [read(path) for path in bench or ()]
+    benches = [read(path) for path in asked.bench or ()]
     faults: tuple[str, ...] = ()
-    if records:
-        found = from_files(records)
-    elif cache or not benches:
-        found, faults = from_stores(layer.store for layer in places(cache or ()))
+    if asked.records:
+        found = from_files(asked.records)
+    elif asked.cache or not benches:
+        found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
     else:
         found = ()
-    written = write(found, out, benches)
-    if as_json:
+    with Watch(1) as watch:
+        lane = watch.lane()
+        lane.stage("report", len(found))
+        if not watch.bars:
+            watch.say(f"reporting on {len(found)} problems")
+        written = write(found, asked.out, benches, as_png=asked.png, say=lane.step)
+    if asked.as_json:
         say_json(_facts(written, faults))
     else:
         _print(written, faults)
@@ -70,9 +60,10 @@ def _plain(value: Any) -> Any:
 
 def _print(written: Written, faults: tuple[str, ...]) -> None:
     for each in written.summaries:
-        gain = f"{each.speedup:.3f}x {each.winner.config}" if each.speedup else each.winner.config
-        word = gain if each.changed else f"default {each.default.config}"
-        say(f"{each.title}: {word}")
+        gain = f"{each.speedup:.3f}" if each.changed and each.speedup else "default"
+        say(f"{gain:>7}  {each.title}: {each.winner.config}")
     for fault in faults:
         say(f"left out: {fault}")
-    say(f"{written.page} and {len(written.pictures)} pictures")
+    pictures = f", {len(written.pictures)} pictures beside it" if written.pictures else ""
+    size = written.page.stat().st_size / 1e6
+    say(f"{written.page}: {len(written.summaries)} problems, {size:.1f} MB{pictures}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import cast
 
 import torch
 
+from flexattn.cli import choices
+from flexattn.cli.arguments import OFFLINE
+from flexattn.cli.choices import choice, device_name
+from flexattn.cli.terminal import say
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
@@ -18,10 +21,9 @@ from flexattn.problem import Kind
 from flexattn.records.renderers import RecordKind
 from flexattn.settings import current
 from flexattn.tune.workload import Row, Workload, read
+from flexattn.util.near import did_you_mean
 
 ALL = "all"
-EFFORTS: tuple[Effort, ...] = get_args(Effort)
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def presets(names: Sequence[str]) -> list[Workload]:
@@ -30,11 +32,10 @@ def presets(names: Sequence[str]) -> list[Workload]:
     chosen: list[str] = []
     for name in names:
         if name != ALL and name not in known:
-            close = difflib.get_close_matches(name, known)
             raise InputError(
                 f"no preset is called {name!r}",
                 f"there are {', '.join(known)}",
-                f"did you mean {close[0]}?" if close else "--preset all takes every one",
+                did_you_mean(name, known) or "--preset all takes every one",
             )
         chosen += list(known) if name == ALL else [name]
     return [read(known[name]) for name in dict.fromkeys(chosen)]
@@ -80,23 +81,22 @@ def rows_of(
 
 def effort_of(name: str) -> Effort:
     """An effort by name; raises InputError that lists them."""
-    for each in EFFORTS:
-        if name == each:
-            return each
-    raise InputError(f"--effort {name}", f"it is one of {', '.join(EFFORTS)}")
+    return cast(Effort, choice("--effort", name, choices.EFFORTS))
 
 
 def kind_of(name: str) -> Kind:
     """A kind by name; raises InputError for another."""
-    for each in KINDS:
-        if name == each:
-            return each
-    raise InputError(f"--kind {name}", f"it is {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    return cast(Kind, choice("--kind", name, choices.KINDS))
 
 
 def recorded_kind(name: str) -> RecordKind:
     """A kind of records by name; raises InputError for another."""
-    return "serving" if name == "serving" else kind_of(name)
+    return cast(RecordKind, choice("--kind", name, choices.RECORDED))
+
+
+def dtype_of(name: str) -> str:
+    """A dtype by its name or a short form of it; raises InputError for another."""
+    return choice("--dtype", name, choices.DTYPES, choices.DTYPE_NAMES)
 
 
 def device_here() -> Device | None:
@@ -112,22 +112,39 @@ def gpus_like(device: Device) -> list[int]:
     return [gpu for gpu in every if detect(torch.device("cuda", gpu)).name == device.name]
 
 
-def device_of(name: str | None, fallback: str | None = None, *, neuron: bool = False) -> Device:
-    """The device that is named, else the one that is here, else the fallback.
+def device_of(
+    name: str | None, *, assumed: bool = True, neuron: bool = False, compiled: bool = False
+) -> Device:
+    """The device that is named, else the one that is here, else an H200 (see `say_assumed`).
 
-    neuron: those of AWS Neuron are among the names.
+    assumed: without it, no device is an error. neuron: those of AWS Neuron are among the names.
+    compiled: kernels are compiled for it, so the interpreter is none.
     """
-    if neuron and name in NEURON:
-        return NEURON[name]
-    if name == INTERPRETER.name:
-        return INTERPRETER
     here = device_here()
+    if compiled and here == INTERPRETER:
+        here = None
     if name is None:
         if here is not None:
             return here
-        if fallback is not None:
-            return named(fallback)
-        raise InputError(
-            "no --device, and torch sees no GPU", "a device is here or named", "name one"
-        )
-    return here if here is not None and here.name == name else named(name)
+        if not assumed:
+            raise InputError(
+                "no --device, and torch sees no GPU",
+                "a device is here or named",
+                f"name one: {', '.join(choices.DEVICES)}",
+            )
+        return named(OFFLINE)
+    if here is not None and here.name == name:
+        return here
+    known = device_name(name)
+    if neuron and known in NEURON:
+        return NEURON[known]
+    if known == INTERPRETER.name and not compiled:
+        return INTERPRETER
+    return here if here is not None and here.name == known else named(known)
+
+
+def say_assumed(name: str | None, target: Device) -> None:
+    """Say on stderr that a device is neither named nor here."""
+    here = device_here()
+    if name is None and (here is None or here.name != target.name):
+        say(f"device: {target.name}, assumed: no GPU is here; --device names another", err=True)

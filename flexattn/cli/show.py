@@ -6,21 +6,22 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli.arguments import AsJson
+from flexattn.cli import options
 from flexattn.cli.places import places
 from flexattn.cli.selection import recorded_kind
-from flexattn.cli.terminal import cell, say, say_json
+from flexattn.cli.terminal import cell, say, say_json, wide_console
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.registry import short
 from flexattn.records.layers import Layer
 from flexattn.records.record import Answer
+
+# Columns of a screen that has room for all of a record.
+WIDE = 120
 
 
 @dataclass(frozen=True)
@@ -46,35 +47,26 @@ class Shown:
     path: str
 
 
-def show(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(help="prefill, decode, backward or serving.")] = None,
-    device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A regular expression that titles match.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List tuned records: sizes, winner, speedup over the static default, and how sure it is."""
-    which = None if kind is None else recorded_kind(kind)
+def show(asked: options.Show) -> None:
+    """As `flexattn show` is asked."""
+    which = None if asked.kind is None else recorded_kind(asked.kind)
     try:
-        title = re.compile(model or "")
+        title = re.compile(asked.model or "")
     except re.error as error:
-        raise InputError(f"--model {model!r}: {error}", "it is a regular expression") from error
+        got = f"--model {asked.model!r}: {error}"
+        raise InputError(got, "it is a regular expression") from error
     found: list[Shown] = []
     broken: list[str] = []
-    for layer, path, each in entries(places(folders or ())):
+    for layer, path, each in entries(places(asked.folders or ())):
         if isinstance(each, CacheError):
             broken.append(each.line)
         elif (
             which in (None, each.key.kind)
-            and (device or "") in each.environment.device
+            and (asked.device or "") in each.environment.device
             and title.search(each.title)
         ):
             found.append(shown(each, layer.name, path))
-    if as_json:
+    if asked.as_json:
         answer = {"records": [asdict(each) for each in found], "invalid": broken}
         say_json(answer)
     else:
@@ -110,7 +102,7 @@ def shown(answer: Answer, layer: str, path: Path) -> Shown:
 
 
 def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
-    console = Console()
+    console = wide_console()
     groups: dict[tuple[str, str], list[Shown]] = {}
     for each in found:
         groups.setdefault((each.layer, Path(each.path).parent.parent.name), []).append(each)
@@ -121,21 +113,27 @@ def _print(found: Sequence[Shown], broken: Sequence[str]) -> None:
             f"driver {here['driver'] or '-'}, {'graphs' if here['graph'] else 'eager'}, "
             f"{'cold' if here['cold_l2'] else 'warm'} L2"
         )
-        table = Table(box=SIMPLE_HEAD)
-        for name in ("title", "key", "winner"):
-            table.add_column(name, no_wrap=True)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        # On a narrow screen the texts wrap, and the numbers stay.
         for name in ("speedup", "p"):
-            table.add_column(name, justify="right", min_width=7)
-        table.add_column("made by", no_wrap=True)
+            table.add_column(name, justify="right", min_width=7, no_wrap=True)
+        for name in ("title", "winner"):
+            table.add_column(name, overflow="fold")
+        if console.width >= WIDE:
+            table.add_column("key", no_wrap=True)
+            table.add_column("made by", no_wrap=True)
         for each in sorted(group, key=lambda shown: shown.title):
             key = each.key
-            table.add_row(
-                cell(each.title),
+            more = (
                 f"B{key['B']} {key['q_len']}x{key['kv_len']}",
-                cell(each.short),
+                f"{each.provenance} {each.made}",
+            )
+            table.add_row(
                 "default" if each.default else f"{each.speedup:.3f}",
                 "" if each.default or each.provenance == "model" else f"{each.p_value:.1g}",
-                cell(f"{each.provenance} {each.made}"),
+                cell(each.title),
+                cell(each.short),
+                *(map(cell, more) if console.width >= WIDE else ()),
             )
         console.print(table)
     say(f"{len(found)} records")

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import shutil
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from flexattn.util.printable import one_line, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# The status of a verb that Ctrl-C ended, as shells have it.
+INTERRUPTED = 130
+# Columns of a table that goes into a file or a pipe, where no screen is too narrow for it.
+PIPED = 160
 
 
 def say(line: str, *, err: bool = False) -> None:
@@ -22,9 +30,21 @@ def say_text(text: str, *, err: bool = False, color: str | None = None, nl: bool
     typer.secho(printable(text), fg=color, err=err, nl=nl)
 
 
+def indented(name: str, text: str) -> str:
+    """Text behind a name, its further lines below its first one."""
+    return name + text.replace("\n", "\n" + " " * len(name))
+
+
 def say_json(data: Any) -> None:
     """Print JSON, whose strings escape all that is not ASCII."""
     typer.echo(json.dumps(data, indent=1))
+
+
+def wide_console() -> Console:
+    """A console as wide as COLUMNS or the screen; in a pipe so wide that no cell is cut."""
+    from rich.console import Console
+
+    return Console(width=shutil.get_terminal_size((PIPED, 0)).columns)
 
 
 def tell(console: Console, text: str, style: str = "") -> None:
@@ -34,4 +54,6 @@ def tell(console: Console, text: str, style: str = "") -> None:
 
 def cell(text: str) -> Text:
     """Text for a cell of a table, as it is: brackets in it are no markup."""
+    from rich.text import Text
+
     return Text(one_line(text))

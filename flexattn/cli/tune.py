@@ -8,20 +8,19 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexattn.cli import arguments
+from flexattn.cli import options
 from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
-from flexattn.cli.selection import EFFORTS, device_here, device_of, effort_of, rows_of
-from flexattn.cli.terminal import cell, say, say_json, say_text
+from flexattn.cli.selection import device_here, device_of, effort_of, rows_of, say_assumed
+from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text
 from flexattn.cli.tuning import rank, run
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
@@ -35,82 +34,27 @@ from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
 
-INTERRUPTED = 130
-OFFLINE = "nvidia-h200"
 
-
-def tune(
-    workloads: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Workload files, TOML or YAML; lists with --from-untuned."),
-    ] = None,
-    preset: arguments.Presets = None,
-    list_presets: Annotated[
-        bool, typer.Option("--list-presets", help="List the presets and stop.")
-    ] = False,
-    only: arguments.Only = None,
-    from_untuned: Annotated[
-        bool,
-        typer.Option("--from-untuned", help="Tune what dispatch listed in untuned.jsonl."),
-    ] = False,
-    effort: Annotated[str, typer.Option(help=f"{', '.join(EFFORTS)}.")] = "full",
-    budget: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
-    ] = None,
-    time: Annotated[
-        float | None,
-        typer.Option("--time", min=0.0, help="Seconds after which no further problem begins."),
-    ] = None,
-    device: arguments.DeviceHere = None,
-    storage: Annotated[
-        str | None, typer.Option(help="An Optuna storage URL that many machines share.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0 for all cores.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the records; the user's own by default.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List problems and spaces; needs no GPU.")
-    ] = False,
-    prune: Annotated[
-        bool,
-        typer.Option(
-            "--prune",
-            help="Each new record replaces older ones of its problem that the same Triton made.",
-        ),
-    ] = False,
-    again: Annotated[
-        bool,
-        typer.Option(
-            "--again",
-            help="Tune what has a record already too; in --storage, what was finished.",
-        ),
-    ] = False,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Tune a workload's problems; each record is kept as soon as its problem is done.
-
-    Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
-    a cost model ranks the configs, on any machine; on a Neuron instance its best ones are built
-    and measured.
-    """
-    if list_presets:
-        _list_presets(as_json)
+def tune(asked: options.Tune) -> None:
+    """As `flexattn tune` is asked."""
+    if asked.list_presets:
+        _list_presets(asked.as_json)
         return
-    which = effort_of(effort)
-    target = device_of(device, OFFLINE, neuron=True)
+    which = effort_of(asked.effort)
+    target = device_of(asked.device, neuron=True)
     where: Where = environment_of
     if target.backend == "neuron":
-        check_measuring(target, which, budget, storage)
+        check_measuring(target, which, asked.budget, asked.storage)
         where = environment_there
-    lists = workloads or [untuned_path()] if from_untuned else []
-    if from_untuned and preset:
+    lists = asked.workloads or [untuned_path()] if asked.from_untuned else []
+    if asked.from_untuned and asked.preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
     gpu = target.backend != "neuron"
     rows = []
-    if not from_untuned:
-        rows = rows_of(workloads or (), preset or (), only, plans=gpu, backward=gpu)
-    if not dry_run and where is environment_of:
+    if not asked.from_untuned:
+        named = asked.workloads or (), asked.preset or ()
+        rows = rows_of(*named, asked.only, plans=gpu, backward=gpu)
+    if not asked.dry_run and where is environment_of:
         _can_time(target)
     found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
     found += [
@@ -118,19 +62,22 @@ def tune(
         for row in rows
     ]
     chosen, others = distinct(found)
-    store = Store(out or users())
-    if dry_run:
-        plan = plan_of(chosen, others, store, which, again, where)
-        say_json(plan) if as_json else print_plan(plan)
+    store = Store(asked.out or users())
+    if asked.dry_run:
+        say_assumed(asked.device, target)
+        plan = plan_of(chosen, others, store, which, asked.again, where)
+        say_json(plan) if asked.as_json else print_plan(plan)
         return
-    method = method_for(which, budget)
-    if from_untuned:
+    method = method_for(which, asked.budget)
+    if asked.from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
     if target.backend == "neuron":
-        ran = rank(chosen, store, which, method, again)
+        ran = rank(chosen, store, which, method, asked.again)
     else:
-        seconds = math.inf if time is None else time
-        ran = run(chosen, store, method, jobs, again, storage, seconds, prune)
+        seconds = math.inf if asked.time is None else asked.time
+        ran = run(
+            chosen, store, method, asked.jobs, asked.again, asked.storage, seconds, asked.prune
+        )
     told = {
         "directory": str(store.root),
         "problems": [_told(outcome, store) for outcome in ran.outcomes],
@@ -139,7 +86,7 @@ def tune(
         "lost": list(ran.lost),
         "interrupted": ran.interrupted,
     }
-    if as_json:
+    if asked.as_json:
         say_json(told)
     else:
         for words in ran.lost:

@@ -34,6 +34,11 @@ class Watch(Closing):
         self._bars.start()
         self._problems = self._bars.add_task("problems", total=problems, text="")
 
+    @property
+    def bars(self) -> bool:
+        """Whether somebody watches: without a terminal there are lines alone."""
+        return self._console.is_terminal
+
     def close(self) -> None:
         """Take the bars away; the lines stay."""
         self._bars.stop()

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
-from flexattn.cli import arguments
+from flexattn.cli import options
 from flexattn.cli.mods import resolve
-from flexattn.cli.selection import device_of, kind_of, rows_of
-from flexattn.cli.terminal import say, say_json
+from flexattn.cli.recorded_mods import expression_of
+from flexattn.cli.selection import device_of, dtype_of, kind_of, rows_of, say_assumed
+from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
 from flexattn.measure.task import Task
-from flexattn.problem import Shape
+from flexattn.mods.expr import pretty
+from flexattn.problem import Captures, Shape
+from flexattn.records.key import Sizes
+from flexattn.records.layers import origin
+from flexattn.records.record import Answer
 from flexattn.records.why import Closest, Difference, Explanation
 from flexattn.records.why import why as explained
 from flexattn.runtime.dispatch import candidates_of
@@ -30,63 +34,37 @@ from flexattn.tune.workload import Row
 CPU = torch.device("cpu")
 
 
-def why(
-    mod: Annotated[
-        str | None,
-        typer.Argument(help="A name of the catalogue, or package.module:function."),
-    ] = None,
-    arg: arguments.ModArguments = None,
-    role: arguments.Role = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(help="prefill, decode or backward; the lengths decide by default."),
-    ] = None,
-    batch: arguments.Batch = 1,
-    hq: arguments.QueryHeads = 32,
-    hkv: arguments.KeyHeads = 8,
-    q_len: Annotated[int, typer.Option(help="Queries.")] = arguments.LENGTH,
-    kv_len: Annotated[int | None, typer.Option(help="Keys; as many as queries.")] = None,
-    head_dim: arguments.HeadDim = 128,
-    head_dim_v: arguments.HeadDimV = None,
-    dtype: arguments.Dtype = "bfloat16",
-    block_size: arguments.BlockSize = 128,
-    workload: arguments.WorkloadFiles = None,
-    preset: arguments.Presets = None,
-    only: arguments.Only = None,
-    device: arguments.DeviceHere = None,
-    as_json: arguments.AsJson = False,
-) -> None:
-    """Say whether a problem's config is a hit, a hint, the nearest or the default, and why.
-
-    The problem is that of MOD, or those of a workload or a preset.
-    """
-    target = device_of(device, "nvidia-h200")
-    if workload or preset:
-        if mod is not None:
-            raise InputError(f"{mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(rows_of(workload or (), preset or (), only), target))
+def why(asked: options.Why) -> None:
+    """As `flexattn why` is asked."""
+    target = device_of(asked.device)
+    if asked.workload or asked.preset:
+        if asked.mod is not None:
+            raise InputError(f"{asked.mod} with a workload", "a problem is named by one of them")
+        found = list(tasks(rows_of(asked.workload or (), asked.preset or (), asked.only), target))
     else:
-        keys = q_len if kv_len is None else kv_len
-        v_dim = head_dim if head_dim_v is None else head_dim_v
+        keys = asked.q_len if asked.kv_len is None else asked.kv_len
+        v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
+        shape = Shape(asked.batch, asked.hq, asked.hkv, asked.q_len, keys, asked.head_dim, v_dim)
         row = Row(
-            title=mod or "no mods",
-            kind=None if kind is None else kind_of(kind),
-            dtype=dtype,
-            shape=Shape(batch, hq, hkv, q_len, keys, head_dim, v_dim),
+            title=asked.mod or "no mods",
+            kind=None if asked.kind is None else kind_of(asked.kind),
+            dtype=dtype_of(asked.dtype),
+            shape=shape,
             score=None,
             mask=None,
-            block_size=(block_size, block_size),
+            block_size=(asked.block_size, asked.block_size),
             scale=None,
             policy=(),
         )
-        mods = resolve(mod or "noop", arg or (), role, row.shape, dtype)
+        mods = resolve(asked.mod or "noop", asked.arg or (), asked.role, shape, row.dtype)
         found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
+    say_assumed(asked.device, target)
     kept = memory().entries(target)
     answers = [
         (task, explained(task.problem, target), _tried(task, target) if kept else [])
         for task in found
     ]
-    if as_json:
+    if asked.as_json:
         say_json({"problems": [_told(*each) for each in answers]})
     else:
         _print(answers)
@@ -123,30 +101,54 @@ def _compared(closest: Closest) -> dict[str, Any]:
         "config": asdict(closest.answer.config),
         "key": [asdict(each) for each in closest.key],
         "environment": [asdict(each) for each in closest.environment],
+        "untaken": closest.untaken,
     }
 
 
 def _print(answers: Sequence[tuple[Task, Explanation, Sequence[Attempt]]]) -> None:
     for task, found, tried in answers:
+        structure = task.problem.structure
+        mods = {"score": structure.score, "mask": structure.mask}
         say(f"{task.title}: {found.how}")
         say(f"  problem   {found.problem}")
+        for name, captures in mods.items():
+            if captures is not None:
+                say_text(indented(f"  {name}_mod".ljust(12), pretty(captures.mod.expr)))
         say(f"  config    {describe(found.config)}")
         if found.found is not None:
-            say(f"            {found.found.origin}")
+            stored = found.found.stored
+            say(f"            {origin(stored, found.key.sizes, repr(stored.answer.title))}")
         for attempt in tried:
             say(f"  candidate {attempt}")
-        for layer, path in found.expected:
-            say(f"  expected  {layer}: {path}")
+        looked = (f"{layer} ({path.parents[3]})" for layer, path in found.expected)
+        say(f"  looked in {', '.join(looked)}")
         for passed in found.passed:
             say(f"  passed    {passed.path}: {'; '.join(passed.reasons)}")
+        if not found.closest:
+            say(f"  closest   none: no record of this kind was made on {found.environment.device}")
         for each in found.closest:
-            say(f"  closest   {each.layer}: {each.path}")
-            for name, differences in (("key", each.key), ("environment", each.environment)):
-                for difference in differences:
-                    say(f"            {name}: {_difference(difference)}")
+            _print_closest(each, mods)
         for path, error in found.broken:
             say(f"  no record {path}: {error}")
 
 
-def _difference(each: Difference) -> str:
-    return f"{each.field} is {each.asked!r}, the record's {each.stored!r}"
+def _print_closest(each: Closest, asked: dict[str, Captures | None]) -> None:
+    answer = each.answer
+    made = f" of {answer.made[:10]}" if answer.made else ""
+    say(f"  closest   {each.layer} record {answer.title!r}{made}, {Sizes(*answer.sizes)}")
+    say(f"            {f'not taken: {each.untaken}' if each.untaken else 'taken'}")
+    for difference in (*each.key, *each.environment):
+        say_text(indented(" " * 12, _difference(difference, answer, asked)))
+
+
+def _difference(each: Difference, answer: Answer, asked: dict[str, Captures | None]) -> str:
+    """One field in which a record differs; mods as expressions, where they are known."""
+    if each.field in asked:
+        mine = asked[each.field]
+        ours = "none" if mine is None else pretty(mine.mod.expr)
+        theirs = expression_of(answer, each.field)
+        return f"{each.field}_mod is {ours}, the record's is {theirs}"
+    if each.field == "template":
+        return "the kernels' source is not what it was when the record was made"
+    ours, theirs = (str(value) or "none" for value in (each.asked, each.stored))
+    return f"{each.field} is {ours}, the record's {theirs}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from flexattn.device.limits import Limits
 from flexattn.device.neuroncore import CORES
 from flexattn.errors import InputError, PlaceError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch  # its import takes seconds, and the command line's help needs the table alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ def usable(device: torch.device | str) -> torch.device:
 
     Raises PlaceError for what is no device, and UnsupportedError for a GPU where there is none.
     """
+    import torch
+
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -166,8 +170,7 @@ def detect(device: torch.device) -> Device:
     if device.type == "cpu":
         return INTERPRETER
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return _detect_gpu(index)
+        return _detect_gpu(_current_gpu() if device.index is None else device.index)
     raise UnsupportedError(
         f"tensors on {device}",
         "kernels run on cuda and hip devices, and in the interpreter on cpu",
@@ -175,8 +178,16 @@ def detect(device: torch.device) -> Device:
     )
 
 
+def _current_gpu() -> int:
+    import torch
+
+    return torch.cuda.current_device()
+
+
 @lru_cache(maxsize=64)
 def _detect_gpu(index: int) -> Device:
+    import torch
+
     properties = torch.cuda.get_device_properties(index)
     name = properties.name.lower().replace(" ", "-")
     if torch.version.hip:

@@ -1,9 +1,9 @@
-"""A mod by its import path, package.module:function, called where it is a factory."""
+"""A mod by its import path, package.module:function or file.py:function, called if a factory."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexattn.errors import InputError
+from flexattn.util.near import did_you_mean
 
 
 def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
@@ -18,12 +19,15 @@ def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
 
     Modules of the current folder are found too. Raises InputError that says what is missing.
     """
-    module, _, attribute = path.partition(":")
-    if not attribute:
+    module, _, attribute = path.rpartition(":")
+    if not module:
         raise InputError(
-            f"{path!r} has no ':'", "a mod is named package.module:function", "name its module"
+            f"{path!r} has no ':'",
+            "a mod is named package.module:function or ./file.py:function",
+            "name its module",
         )
-    value = _attribute(_module(module), attribute, path)
+    where = _file(Path(module)) if module.endswith(".py") else _module(module)
+    value = _attribute(where, attribute, path)
     if arguments:
         try:
             value = value(*arguments)
@@ -53,6 +57,24 @@ def role_of(path: str, value: Callable[..., Any], hint: str = "") -> str:
     return roles[0]
 
 
+def _file(path: Path) -> Any:
+    """The module of a file, which may import those beside it."""
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file", "the part before ':' is a Python file or a module"
+        )
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # inspect finds a function's source by its module.
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _module(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
@@ -72,11 +94,10 @@ def _attribute(module: Any, attribute: str, path: str) -> Any:
     for part in attribute.split("."):
         if not hasattr(value, part):
             public = [each for each in dir(value) if not each.startswith("_")]
-            close = difflib.get_close_matches(part, public)
             raise InputError(
                 f"{path}: no {part!r} there",
                 "the part after ':' is a name in that module",
-                f"did you mean {close[0]}?" if close else "",
+                did_you_mean(part, public),
             )
         value = getattr(value, part)
     return value

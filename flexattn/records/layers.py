@@ -221,11 +221,15 @@ def transferred(config: Config, sizes: Sizes, problem: Problem, device: Device) 
     return found
 
 
-def origin(stored: Stored, wanted: Sizes) -> str:
-    """Where a record comes from, and what it promises at the sizes asked for, in words."""
+def origin(stored: Stored, wanted: Sizes, named: str = "") -> str:
+    """Where a record comes from, and what it promises at the sizes asked for, in words.
+
+    named: what the record is called; its file without one.
+    """
     answer = stored.answer
     gain = f"{answer.decision.speedup:.2f}x the static default"
-    kept = f"{stored.layer.name} record {answer.key.family()}/{answer.key.sizes}.json"
+    file = f"{answer.key.family()}/{answer.key.sizes}.json"
+    kept = f"{stored.layer.name} record {named or file}"
     if answer.made:
         kept += f" of {answer.made[:10]}"
     elsewhere = f"other {', '.join(stored.differing)}" if stored.differing else ""

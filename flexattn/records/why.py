@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +15,18 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.problem import Problem
 from flexattn.records.environment import environment
 from flexattn.records.key import SIZES, Key, key_of
-from flexattn.records.layers import Found, find, infeasible, layers, ranked
+from flexattn.records.layers import (
+    MAX_DISTANCE,
+    Found,
+    Stored,
+    distance,
+    find,
+    infeasible,
+    layers,
+    ranked,
+)
 from flexattn.records.record import Answer, Environment
+from flexattn.records.store import REAL
 from flexattn.settings import current
 
 # Records of other families that are compared; a fleet's cache may hold tens of thousands.
@@ -34,13 +44,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Closest:
-    """A stored record with all its differences; none in the key and the environment is a hit."""
+    """A stored record with all its differences; none in the key and the environment is a hit.
+
+    untaken: why it does not serve; "" for the one that does.
+    """
 
     path: Path
     layer: str
     answer: Answer
     key: tuple[Difference, ...]
     environment: tuple[Difference, ...]
+    untaken: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,7 @@ class Explanation:
 def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
     """Explain a problem's config; reads every record of the device, so it takes its time.
 
-    most: how many of the closest records are compared.
+    most: how many of the closest records are compared, all of this kind on this device.
     """
     key, here = key_of(problem), environment(problem.structure.kind, device)
     places = layers(device)
@@ -91,10 +105,17 @@ def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
     for layer, path, entry in islice(_entries(places), MAX_COMPARED):
         if isinstance(entry, CacheError):
             broken.append((path, entry.line))
-        else:
+        elif (entry.key.kind, entry.environment.device) == (key.kind, here.device):
             others = _differences(here, entry.environment)
             closest.append(Closest(path, layer, entry, _differences(key, entry.key), others))
-    closest.sort(key=lambda each: (*_weight(each), str(each.path)))
+    served = None if found is None else found.stored
+    refused = {each.path: each.reasons for each in passed}
+    taken = None if served is None else served.path
+    closest.sort(key=lambda each: (each.path != taken, *_weight(each, key), str(each.path)))
+    told = [
+        replace(each, untaken=_untaken(each, key, served, refused.get(each.path, ()), off))
+        for each in closest[:most]
+    ]
     return Explanation(
         problem=problem.describe(),
         key=key,
@@ -104,7 +125,7 @@ def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
         found=found,
         expected=tuple((layer.name, layer.store.path(here, key)) for layer in places),
         passed=tuple(passed),
-        closest=tuple(closest[:most]),
+        closest=tuple(told),
         broken=tuple(broken),
     )
 
@@ -123,8 +144,32 @@ def _differences(asked: Any, stored: Any) -> tuple[Difference, ...]:
     return tuple(Difference(*each) for each in pairs if each[1] != each[2])
 
 
-def _weight(closest: Closest) -> tuple[bool, int, int, int]:
-    """Another device is furthest away, then other fields of the key, its sizes, environments."""
+def _weight(closest: Closest, key: Key) -> tuple[int, float, int]:
+    """Other fields of the key are furthest away, then its sizes, then the environment."""
     family = sum(each.field not in SIZES for each in closest.key)
-    other = any(each.field == "device" for each in closest.environment)
-    return other, family, len(closest.key) - family, len(closest.environment)
+    away = distance(closest.answer.key.sizes, key.sizes)
+    return family, away, len(closest.environment)
+
+
+def _untaken(
+    each: Closest, key: Key, served: Stored | None, reasons: tuple[str, ...], off: bool
+) -> str:
+    """Why a record does not serve a key, in the order in which dispatch asks."""
+    if served is not None and each.path == served.path:
+        return ""
+    if off:
+        return "FLEXATTN_MODE=off takes none"
+    if each.answer.provenance not in REAL:
+        return f"it was made by {each.answer.provenance}, and measured records alone serve"
+    other = [field.field for field in each.key if field.field not in SIZES]
+    if other:
+        return f"another problem: {', '.join(other)}; a winner is carried to other sizes alone"
+    away = distance(each.answer.key.sizes, key.sizes)
+    if away > MAX_DISTANCE:
+        return f"its sizes are {away:g} doublings away, and {MAX_DISTANCE:g} is the most"
+    if reasons:
+        return f"its config cannot run here: {'; '.join(reasons)}"
+    if served is None:
+        return "too many that are nearer could not be read"
+    nearer = "in its sizes" if served.distance < away else "in where it was made, or in its date"
+    return f"the one that serves is nearer {nearer}"

@@ -1,93 +1,152 @@
-"""How every picture of a report looks: colors, a figure, and its PNG."""
+"""What pictures of a report are made of: shapes in pixels, and scales that place values.
+
+A Picture is data: flexattn/report/svg.py writes it into the page, flexattn/report/png.py as a
+file where one is asked for.
+"""
 
 from __future__ import annotations
 
-import io
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 from flexattn.util.printable import one_line
 
-# Okabe and Ito's palette, told apart by people who see fewer colors; shapes differ too.
-WINNER, DEFAULT, RIVAL, OTHER = "#0072b2", "#d55e00", "#cc79a7", "#8a8f98"
-INK, FAINT = "#22262b", "#d9dce0"
-# Pixels of an inch in the file and on the page: sharp on dense screens too.
-DPI, SHOWN = 150, 100
+# What a shape stands for decides its color: of the page's style, or of COLORS in a file. Okabe and
+# Ito's palette, told apart by people who see fewer colors; shapes differ too.
+Role = Literal["ink", "soft", "faint", "card", "win", "def", "oth", "heat", "r0", "r1", "r2", "r3"]
+COLORS: dict[Role, str] = {
+    "ink": "#22262b", "soft": "#5b636d", "faint": "#d9dce0", "card": "#ffffff",
+    "win": "#0072b2", "def": "#d55e00", "oth": "#8a8f98", "heat": "#2a8a4a",
+    "r0": "#d55e00", "r1": "#cc79a7", "r2": "#009e73", "r3": "#e69f00",
+}  # fmt: skip
+RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
 # A scale is logarithmic once the largest value is this many times the least.
 LOG_SPAN = 4.0
+# Pixels of a letter of a label, about.
+LETTER = 6.0
 
-_STYLE: Any = {
-    "font.size": 9.0,
-    "axes.titlesize": 10.0,
-    "axes.labelsize": 9.0,
-    "axes.edgecolor": OTHER,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    # A `$` in a title is a character, not the start of a formula.
-    "text.parse_math": False,
-}
+Point: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points."""
+
+    points: tuple[Point, ...]
+    role: Role
+    width: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """Equal marks at points; `size` is their diameter."""
+
+    points: tuple[Point, ...]
+    role: Role
+    size: float = 4.0
+    mark: Literal["dot", "diamond", "star"] = "dot"
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle: filled with so much of its color, or framed."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    role: Role
+    opacity: float = 1.0
+    framed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text on a base line at y; anchor: which part of it is at x. turned: upwards."""
+
+    x: float
+    y: float
+    text: str
+    role: Role = "soft"
+    anchor: Literal["start", "middle", "end"] = "start"
+    turned: bool = False
+
+
+Shape: TypeAlias = Line | Dots | Box | Label
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A PNG with the name of its file, the words for who cannot see it, and its caption.
-
-    size: width and height on a page, in CSS pixels.
-    """
+    """Shapes on width x height pixels, the words for who cannot see them, and a caption."""
 
     name: str
-    data: bytes
-    size: tuple[int, int]
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
     alt: str
     caption: str
 
 
-def figure(width: float, height: float) -> Any:
-    """An empty figure of width x height inches in the report's style, without pyplot's state."""
-    from matplotlib.figure import Figure
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values from low to high on pixels from start to end, logarithmic where they span much."""
 
-    with style():
-        return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @property
+    def log(self) -> bool:
+        """Whether equal distances are equal factors."""
+        return self.low > 0 and self.high / self.low > LOG_SPAN
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        low, high, value = (
+            (math.log(each) for each in (self.low, self.high, value))
+            if self.log
+            else (self.low, self.high, value)
+        )
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """Round values on the scale, at most so many."""
+        if not self.high > self.low:
+            return [self.low]
+        if self.log:
+            subs = (1, 2, 5) if self.high / self.low < 200 else (1,)
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [sub * 10.0**power for power in powers for sub in subs]
+        else:
+            step = _step((self.high - self.low) / most)
+            first = math.ceil(self.low / step - 1e-9)
+            found = [step * (first + i) for i in range(int((self.high - self.low) / step) + 2)]
+        inside = [t for t in found if self.low * (1 - 1e-9) <= t <= self.high * (1 + 1e-9)]
+        return inside[:: -(-len(inside) // most)] if inside else [self.low]
 
 
-def picture(made: Any, name: str, alt: str, caption: str) -> Picture:
-    """The figure as a PNG, equal bytes for equal figures."""
-    buffer = io.BytesIO()
-    with style():
-        made.savefig(buffer, format="png", metadata={"Software": None})
-    width, height = (round(SHOWN * inches) for inches in made.get_size_inches())
-    return Picture(name, buffer.getvalue(), (width, height), alt, caption)
+def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[Shape]:
+    """Grid lines of a horizontal scale from top to bottom, ticks and a title below."""
+    shapes: list[Shape] = []
+    for tick in scale.ticks():
+        x = scale.at(tick)
+        shapes += [Line(((x, top), (x, bottom)), "faint")]
+        shapes += [Label(x, bottom + 13, number(tick), anchor="middle")]
+    middle = (scale.start + scale.end) / 2
+    return [*shapes, Label(middle, bottom + 28, title, anchor="middle")]
 
 
-def style() -> Any:
-    """A context in which axes and texts are made in the report's style."""
-    import matplotlib
-
-    return matplotlib.rc_context(_STYLE)
-
-
-def logarithmic(axes: Any, side: Literal["x", "y"], low: float, high: float) -> None:
-    """Make an axis logarithmic, its few ticks plain numbers; nothing where the span is small."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    if high / low <= LOG_SPAN:
-        return
-    axes.set(**{f"{side}scale": "log"})
-    axis = axes.xaxis if side == "x" else axes.yaxis
-    subs = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    axis.set_minor_formatter(NullFormatter())
+def axis_y(scale: Scale, left: float, right: float, title: str) -> list[Shape]:
+    """Grid lines of a vertical scale from left to right, ticks beside it and a title on top."""
+    shapes: list[Shape] = []
+    for tick in scale.ticks():
+        y = scale.at(tick)
+        shapes += [Line(((left, y), (right, y)), "faint")]
+        shapes += [Label(left - 4, y + 4, number(tick), anchor="end")]
+    return [*shapes, Label(0, scale.end - 8, title)] if title else shapes
 
 
 def clipped(text: str, length: int) -> str:
@@ -99,3 +158,9 @@ def clipped(text: str, length: int) -> str:
 def number(value: float) -> str:
     """Three figures, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _step(least: float) -> float:
+    """The next round number."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= least * (1 - 1e-9))

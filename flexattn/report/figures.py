@@ -1,207 +1,193 @@
-"""The pictures of one problem: its space from above, every config, what mattered, the roofline."""
+"""The pictures of one problem: its space from above, every config, what mattered, the roofline.
+
+Each is as wide as a phone's screen; a wide page sets them side by side.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Literal, NamedTuple
 
 from flexattn.records.record import Record
 from flexattn.report import numbers
 from flexattn.report.drawing import (
-    DEFAULT,
-    INK,
-    OTHER,
-    WINNER,
+    LETTER,
+    Box,
+    Dots,
+    Label,
+    Line,
     Picture,
+    Role,
+    Scale,
+    Shape,
+    axis_x,
+    axis_y,
     clipped,
-    figure,
-    logarithmic,
     number,
-    picture,
-    style,
 )
 from flexattn.report.importance import Importance
 from flexattn.report.limits import limits_of
 from flexattn.report.roofline import reach, tf32, work
 
-# Inches: two pictures stand side by side on a wide page. Small panels of a row.
-WIDTH, COLUMNS = 5.6, 4
-# Letters that the ticks of a small panel have room for.
-ACROSS = 10
+WIDTH = 340.0
+# Panels of a row in the picture of axes, the height of one, and what labels take below it.
+COLUMNS, PANEL, GAP = 3, 78.0, 52.0
+# Letters of a line of the width, about.
+LETTERS = 54
+
+
+class Mark(NamedTuple):
+    """How the default or the winner is marked."""
+
+    trial: int
+    role: Role
+    mark: Literal["diamond", "star"]
+    word: str
 
 
 def pictures(record: Record, mattered: Importance, name: str) -> tuple[Picture, ...]:
-    """All that can be drawn of a record; `name` starts the files' names."""
+    """All that can be drawn of a record; `name` begins the pictures' names."""
     if not numbers.timed(record):
         return ()
     made = []
     seen = numbers.landscape(record)
     if seen is not None:
-        made.append(map_of(record, seen, f"{name}-landscape.png"))
+        made.append(map_of(record, seen, f"{name}-landscape"))
     if limits_of(record.environment.device) is not None:
-        made.append(roofline(record, f"{name}-roofline.png"))
-    made.append(ranking(record, f"{name}-configs.png"))
+        made.append(roofline(record, f"{name}-roofline"))
+    made.append(ranking(record, f"{name}-configs"))
     if numbers.effects(record):
-        made.append(what_mattered(record, mattered, f"{name}-axes.png"))
+        made.append(what_mattered(record, mattered, f"{name}-axes"))
     return tuple(made)
 
 
 def map_of(record: Record, seen: numbers.Landscape, name: str) -> Picture:
     """Heat map of the best median over two axes, the default's and the winner's cells framed."""
-    from matplotlib.patches import Rectangle
-    from matplotlib.patheffects import withStroke
-
     best = min(us for row in seen.best for us in row if us is not None)
-    shown = [[math.nan if us is None else us / best for us in row] for row in seen.best]
-    worst = max(value for row in shown for value in row if not math.isnan(value))
-    height = max(2.6, 1.4 + 0.55 * len(seen.rows))
-    with style():
-        made = figure(max(WIDTH, 1.8 + 0.8 * len(seen.columns)), height)
-        axes = made.subplots()
-        axes.grid(visible=False)
-        image = axes.imshow(shown, cmap="Greens_r", vmin=1.0, vmax=max(worst, 1.05), aspect="auto")
-        for i, row in enumerate(seen.best):
-            for j, us in enumerate(row):
-                ratio = 0.0 if us is None else us / best
-                light = (ratio - 1) / max(worst - 1, 0.05) > 0.5
-                text = "no time" if us is None else f"{number(us)}\n×{ratio:.2f}"
-                color = OTHER if us is None else INK if light else "white"
-                axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
-        marks = ((record.decision.default, DEFAULT, 0.42), (record.decision.winner, WINNER, 0.47))
-        for index, color, half in marks:
-            config = record.trials[index].config
-            y, x = (numbers.on_axis(config, axis) for axis in (seen.row_axis, seen.column_axis))
-            if y not in seen.rows or x not in seen.columns:
-                continue  # its whole row or column has no time
-            i, j = seen.rows.index(y), seen.columns.index(x)
-            corner = (j - half, i - half)
-            frame = Rectangle(corner, 2 * half, 2 * half, fill=False, ec=color, lw=2.5)
-            frame.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
-            axes.add_patch(frame)
-        axes.set_xticks(range(len(seen.columns)), map(numbers.label, seen.columns))
-        axes.set_yticks(range(len(seen.rows)), map(numbers.label, seen.rows))
-        axes.set(xlabel=seen.column_axis, ylabel=seen.row_axis)
-        made.colorbar(image, ax=axes, label="time / best")
+    worst = max(us for row in seen.best for us in row if us is not None) / best
+    rows, columns = ([numbers.label(v) for v in axis] for axis in (seen.rows, seen.columns))
+    left = 8 + LETTER * max(map(len, rows))
+    width, height = (WIDTH - left) / len(columns), 34.0
+    turned = max(map(len, columns)) * LETTER > width
+    top = 20.0
+    shapes: list[Shape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
+    bottom = top + height * len(rows)
+    for i, row in enumerate(seen.best):
+        y = top + i * height
+        shapes.append(Label(left - 5, y + height / 2 + 4, rows[i], anchor="end"))
+        for j, us in enumerate(row):
+            shapes += _cell(left + j * width, y, (width, height), us, best, worst)
+    for mark in reversed(_marks(record)):
+        config = record.trials[mark.trial].config
+        if type(config) is not type(record.config):
+            continue  # another template: it is not on this map
+        y_of, x_of = (numbers.on_axis(config, axis) for axis in (seen.row_axis, seen.column_axis))
+        if y_of in seen.rows and x_of in seen.columns:
+            x, y = left + seen.columns.index(x_of) * width, top + seen.rows.index(y_of) * height
+            inset = 3.5 if mark.role == "def" else 1.5
+            sizes = width - 2 * inset, height - 2 * inset
+            shapes.append(Box(x + inset, y + inset, *sizes, mark.role, framed=True))
+    for j, text in enumerate(columns):
+        anchor: Literal["end", "middle"] = "end" if turned else "middle"
+        shapes.append(Label(left + (j + 0.5) * width, bottom + 14, text, "soft", anchor, turned))
+    deep = 20 + turned * LETTER * max(map(len, columns))
     caption = (
-        f"Best median over all other axes, in µs and as a multiple of the best ({number(best)} "
-        "µs). Blue frame: the winner's cell; orange: the static default's."
+        f"The best median over all other numbers, in µs and as a multiple of the best "
+        f"({number(best)} µs). Blue frame: the winner's cell; orange: the static default's."
     )
     alt = (
-        f"Heat map over {seen.row_axis} ({_list(seen.rows)}) and {seen.column_axis} "
-        f"({_list(seen.columns)}): the best cell takes {number(best)} microseconds, the worst "
+        f"Heat map over {seen.row_axis} ({', '.join(rows)}) and {seen.column_axis} "
+        f"({', '.join(columns)}): the best cell takes {number(best)} microseconds, the worst "
         f"{worst:.2f} times that."
     )
-    return picture(made, name, alt, caption)
+    return Picture(name, WIDTH, bottom + deep, tuple(shapes), alt, caption)
+
+
+def _cell(
+    x: float, y: float, size: tuple[float, float], us: float | None, best: float, worst: float
+) -> list[Shape]:
+    width, height = size
+    middle = x + width / 2
+    if us is None:
+        return [Label(middle, y + height / 2 + 4, "–", "oth", "middle")]
+    heat = 1 - 0.9 * (us / best - 1) / max(worst - 1, 0.05)
+    ink: Role = "card" if heat > 0.55 else "ink"
+    lines = [number(us), f"×{us / best:.2f}"] if width >= 34 else [number(us)]
+    first = y + height / 2 + (-2 if len(lines) == 2 else 4)
+    box = Box(x + 1, y + 1, width - 2, height - 2, "heat", heat)
+    return [box, *(Label(middle, first + 13 * n, t, ink, "middle") for n, t in enumerate(lines))]
 
 
 def ranking(record: Record, name: str) -> Picture:
-    """Every timed config by its median with quartile bars; below, the untimed ones by reason."""
-    times, untimed = numbers.timed(record), numbers.reasons(record)[:8]
-    with style():
-        below = 0.5 + 0.22 * len(untimed) if untimed else 0.0
-        made = figure(WIDTH, 3.3 + below)
-        ratios = [3.3, below] if untimed else [1.0]
-        panels = made.subplots(len(ratios), squeeze=False, height_ratios=ratios)[:, 0]
-        _dots(panels[0], record, times)
-        if untimed:
-            _bars(panels[1], untimed)
-    count = sum(each.count for each in untimed)
-    caption = (
-        "Each dot is a config: the median of its rounds, with a bar between the quartiles."
-        + (" Below: configs without a time, by the stage that stopped them." if untimed else "")
-    )
+    """Every timed config by its median, with a bar between the quartiles."""
+    times = numbers.timed(record)
+    y = Scale(min(t.low for t in times), max(t.high for t in times), 165, 30)
+    x = Scale(0, max(len(times) - 1, 1), 50, WIDTH - 10)
+    places = {each.trial: (x.at(rank), y.at(each.us)) for rank, each in enumerate(times)}
+    shapes: list[Shape] = axis_y(y, 42, WIDTH, "µs a call, configs from the fastest on")
+    for rank, each in enumerate(times):
+        shapes.append(Line(((x.at(rank), y.at(each.low)), (x.at(rank), y.at(each.high))), "oth"))
+    shapes.append(Dots(tuple(places.values()), "oth"))
+    lines = []
+    for mark in _marks(record):
+        if mark.trial in places:
+            shapes.append(Dots((places[mark.trial],), mark.role, 11, mark.mark))
+            told = f"{mark.word}: {numbers.short(record.trials[mark.trial].config)}"
+            lines.append((mark, clipped(told, LETTERS)))
+    shapes += _legend(lines, 185)
+    caption = "Each dot is a config: the median of its rounds, with a bar between the quartiles."
     alt = (
         f"{len(times)} configs from {number(times[0].us)} to {number(times[-1].us)} "
-        f"microseconds, the fastest first; {count} configs have no time."
+        "microseconds, the fastest first."
     )
-    return picture(made, name, alt, caption)
-
-
-def _dots(axes: Any, record: Record, times: tuple[numbers.Timed, ...]) -> None:
-    ranks = range(1, len(times) + 1)
-    us = [each.us for each in times]
-    spread = [[each.us - each.low for each in times], [each.high - each.us for each in times]]
-    axes.errorbar(ranks, us, spread, fmt="o", ms=3, color=OTHER, elinewidth=0.9, zorder=2)
-    for index, color, marker, word in _marked(record):
-        found = next(((r, t) for r, t in zip(ranks, times, strict=True) if t.trial == index), None)
-        if found is not None:
-            told = f"{word}: {numbers.short(found[1].config)}, {number(found[1].us)} µs"
-            axes.plot([found[0]], [found[1].us], marker, ms=9, color=color, label=told, zorder=3)
-    logarithmic(axes, "y", us[0], us[-1])
-    axes.set(xlabel="configs, fastest first", ylabel="µs a call")
-    axes.legend(loc="upper left")
-
-
-def _bars(axes: Any, untimed: tuple[numbers.Reason, ...]) -> None:
-    """A bar a reason, its words behind it, so that no label pushes the dots above aside."""
-    counts = [each.count for each in untimed]
-    words = [f"{each.count} {clipped(f'{each.stage}: {each.name}', 46)}" for each in untimed]
-    axes.bar_label(
-        axes.barh(range(len(counts)), counts, color=OTHER), words, padding=4, fontsize=8
-    )
-    axes.set_yticks([])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 2.2 * max(counts))
-    axes.grid(visible=False)
-    axes.spines["bottom"].set_visible(False)
-    axes.set_xticks([])
-    axes.set_title("configs without a time", loc="left", fontsize=9)
+    return Picture(name, WIDTH, 180 + 16 * len(lines), tuple(shapes), alt, caption)
 
 
 def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
-    """Optuna's importances, where there are any, beside the times at each value of each axis."""
-    found, times = numbers.effects(record), numbers.timed(record)
+    """Optuna's importances, where there are any, over the times at each value of each axis."""
+    found, times = numbers.effects(record), numbers.comparable(record)
     best = times[0].us
+    top = 0.0
+    shapes: list[Shape] = []
+    if mattered.shares:
+        shapes.append(Label(0, 12, "importance, %"))
+        for line, (axis, share) in enumerate(mattered.shares, 1):
+            base = 15.0 + 16 * line
+            shapes += [
+                Label(120, base, axis, anchor="end"),
+                Box(126, base - 9, max(170 * share, 1), 11, "win"),
+                Label(132 + 170 * share, base, f"{100 * share:.0f}"),
+            ]
+        top = 26.0 + 16 * len(mattered.shares)
+    across = (WIDTH - 34) / COLUMNS
     span = max(times[-1].us / best, 1.02)
-    with style():
-        wide = 2 * bool(mattered.shares)
-        lines = -(-(wide + len(found)) // COLUMNS)
-        made = figure(WIDTH, 0.3 + 1.9 * lines)
-        cells = made.add_gridspec(lines, COLUMNS)
-        if mattered.shares:
-            _shares(made.add_subplot(cells[0, :2]), mattered)
-        for place, effect in enumerate(found, wide):
-            axes = made.add_subplot(cells[place // COLUMNS, place % COLUMNS])
-            places = {value: at for at, (value, _, _) in enumerate(effect.values)}
-            at = [places[numbers.on_axis(each.config, effect.axis)] for each in times]
-            axes.plot(at, [each.us / best for each in times], "o", ms=2.5, color=OTHER, alpha=0.6)
-            lowest = [us / best for _, us, _ in effect.values]
-            axes.plot(range(len(lowest)), lowest, "-D", ms=4, color=WINNER)
-            told = [numbers.label(value) for value in places]
-            turned = 45 if len("".join(told)) > ACROSS else 0
-            axes.set_xticks(range(len(told)), told, fontsize=8, rotation=turned)
-            axes.margins(x=0.2)
-            axes.set_title(effect.axis, fontsize=9)
-            logarithmic(axes, "y", 1.0, span)
-            axes.set_ylim(span**-0.05, span**1.05)
-            first = place % COLUMNS == 0 or place == wide
-            axes.tick_params(labelleft=first)
-            if first:
-                axes.set_ylabel("time / best")
+    for place, effect in enumerate(found):
+        left = 34 + across * (place % COLUMNS)
+        high = top + 14 + (PANEL + GAP) * (place // COLUMNS)
+        y = Scale(1.0, span, high + PANEL, high + 6)
+        if place % COLUMNS == 0:
+            shapes += axis_y(y, 30, WIDTH, "")
+        title = clipped(effect.axis, int(across / LETTER))
+        shapes.append(Label(left + across / 2, high - 1, title, "ink", "middle"))
+        values = [value for value, _, _ in effect.values]
+        x = Scale(0, max(len(values) - 1, 1), left + 14, left + across - 10)
+        at = {value: x.at(number) for number, value in enumerate(values)}
+        dots = [(at[numbers.on_axis(t.config, effect.axis)], y.at(t.us / best)) for t in times]
+        lowest = tuple((at[value], y.at(us / best)) for value, us, _ in effect.values)
+        shapes += [Dots(tuple(dots), "oth", 3.5), Line(lowest, "win"), Dots(lowest, "win", 5)]
+        told = [clipped(numbers.label(value), 7) for value in values]
+        turned = len("".join(told)) * LETTER > across - 20
+        anchor: Literal["end", "middle"] = "end" if turned else "middle"
+        for value, text in zip(values, told, strict=True):
+            shapes.append(Label(at[value], high + PANEL + 14, text, "soft", anchor, turned))
     costs = ", ".join(f"{each.axis} {each.cost:.0%}" for each in found)
     caption = (
-        (
-            "Importance: what sets the best quarter apart, by Optuna's PED-ANOVA. "
-            if mattered.shares
-            else ""
-        )
-        + "Grey: every timed config; blue: the best at each value, other axes free. "
-        + f"Cost of an axis' worst value: {costs}."
-    )
+        "Time over the best at each value. Grey: every timed config; blue: the best at each "
+        f"value, other numbers free. What the worst value costs: {costs}."
+    ) + " Importance is Optuna's PED-ANOVA: what sets the best quarter apart." * bool(top)
     shares = ", ".join(f"{axis} {share:.0%}" for axis, share in mattered.shares)
-    alt = f"Importance of the axes: {shares or 'not computed'}. Cost of the worst value: {costs}."
-    return picture(made, name, alt, caption)
-
-
-def _shares(axes: Any, mattered: Importance) -> None:
-    names = [axis for axis, _ in mattered.shares]
-    bars = axes.barh(names, [100 * share for _, share in mattered.shares], color=WINNER)
-    axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.grid(visible=False, axis="y")
-    axes.set_title("importance, %", fontsize=9)
+    alt = f"Importance of the numbers: {shares or 'not computed'}. Cost of the worst: {costs}."
+    height = top + 14 + (PANEL + GAP) * -(-len(found) // COLUMNS)
+    return Picture(name, WIDTH, height, tuple(shapes), alt, caption)
 
 
 def roofline(record: Record, name: str) -> Picture:
@@ -211,36 +197,35 @@ def roofline(record: Record, name: str) -> Picture:
     done, times = work(record), numbers.timed(record)
     peak = limits.peak(record.key.dtype, tf32(record))
     ridge = limits.ridge(record.key.dtype, tf32(record))
-    x = (min(done.intensity, ridge) / 8, max(done.intensity, ridge) * 8)
-    rates = [reach(record, each.us).tflops for each in times]
-    with style():
-        made = figure(WIDTH, 3.4)
-        axes = made.subplots()
-        axes.plot([x[0], ridge, x[1]], [x[0] * limits.bandwidth, peak, peak], color=INK, lw=1.6)
-        axes.plot([done.intensity] * len(rates), rates, "o", ms=3, color=OTHER, alpha=0.6)
-        for index, color, marker, word in _marked(record):
-            us = next((each.us for each in times if each.trial == index), None)
-            if us is not None:
-                got = reach(record, us)
-                told = f"{word}: {got.share:.0%} of the limit"
-                axes.plot([done.intensity], [got.tflops], marker, ms=9, color=color, label=told)
-        y = (min(min(rates) / 2, x[0] * limits.bandwidth), peak * 3)
-        logarithmic(axes, "x", *x)
-        logarithmic(axes, "y", *y)
-        axes.set(xlim=x, ylim=y)
-        roof = f"{limits.bandwidth:g} TB/s, then {peak:g} TFLOP/s"
-        axes.set(xlabel="FLOP / byte", ylabel="TFLOP/s", title=f"roof: {roof}")
-        axes.legend(loc="lower right")
+    ends = (min(done.intensity, ridge) / 8, max(done.intensity, ridge) * 8)
+    rates = {each.trial: reach(record, each.us) for each in times}
+    floor = min(min(rate.tflops for rate in rates.values()) / 2, ends[0] * limits.bandwidth)
+    x, y = Scale(*ends, 42, WIDTH - 8), Scale(floor, peak * 2, 165, 30)
+    roof = ((ends[0], ends[0] * limits.bandwidth), (ridge, peak), (ends[1], peak))
+    told = f"{limits.bandwidth:g} TB/s, then {peak:g} TFLOP/s"
+    points = {trial: (x.at(done.intensity), y.at(rate.tflops)) for trial, rate in rates.items()}
+    shapes = [
+        *axis_y(y, 42, WIDTH, f"TFLOP/s, under a roof of {told}"),
+        *axis_x(x, 30, 165, "FLOP a byte"),
+        Line(tuple((x.at(a), y.at(b)) for a, b in roof), "ink", 1.6),
+        Dots(tuple(points.values()), "oth"),
+    ]
+    lines = []
+    for mark in _marks(record):
+        if mark.trial in points:
+            shapes.append(Dots((points[mark.trial],), mark.role, 11, mark.mark))
+            lines.append((mark, f"{mark.word}: {rates[mark.trial].share:.0%} of the limit"))
+    shapes += _legend(lines, 213)
     got = reach(record, times[0].us)
     caption = (
         f"At {number(done.intensity)} FLOP a byte the limit is {_BOUND[got.bound or 'compute']}. "
         "Work counts kept pairs; q, k, v and out move once." + _DENSITY[done.density]
     )
     alt = (
-        f"Roofline of {record.environment.device}: {roof}. The fastest config reaches "
+        f"Roofline of {record.environment.device}: {told}. The fastest config reaches "
         f"{got.tflops:.3g} TFLOP/s and {got.bandwidth:.3g} TB/s."
     )
-    return picture(made, name, alt, caption)
+    return Picture(name, WIDTH, 208 + 16 * len(lines), tuple(shapes), alt, caption)
 
 
 _DENSITY = {
@@ -251,13 +236,20 @@ _DENSITY = {
 _BOUND = {"compute": "arithmetic", "memory": "memory bandwidth"}
 
 
-def _marked(record: Record) -> list[tuple[int, str, str, str]]:
-    """Trial, color, marker and word of the default and the winner; one mark where they agree."""
+def _legend(lines: list[tuple[Mark, str]], top: float) -> list[Shape]:
+    shapes: list[Shape] = []
+    for place, (mark, text) in enumerate(lines):
+        y = top + 16 * place
+        shapes += [Dots(((6, y - 4),), mark.role, 9, mark.mark), Label(16, y, text)]
+    return shapes
+
+
+def _marks(record: Record) -> list[Mark]:
+    """The default's and the winner's mark; one where they agree."""
     decision = record.decision
     if decision.winner == decision.default:
-        return [(decision.winner, WINNER, "*", "winner, the default")]
-    return [(decision.default, DEFAULT, "D", "default"), (decision.winner, WINNER, "*", "winner")]
-
-
-def _list(values: tuple[numbers.Value, ...]) -> str:
-    return ", ".join(map(numbers.label, values))
+        return [Mark(decision.winner, "win", "star", "winner, the default")]
+    return [
+        Mark(decision.default, "def", "diamond", "default"),
+        Mark(decision.winner, "win", "star", "winner"),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.records.record import Record
-from flexattn.report.numbers import Timed, axes, on_axis, timed
+from flexattn.report.numbers import Timed, axes, comparable, on_axis
 
 # PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
 # agree in much by chance; with fewer configs than this, so would the quarter.
@@ -26,20 +26,21 @@ def importance(record: Record) -> Importance:
     It asks which axes set the best quarter of the configs apart from the rest, so it is about the
     winners and not about how bad the worst are. Empty without Optuna or with too few configs.
     """
-    times, names = timed(record), axes(record)
+    times, names = comparable(record), axes(record)
     if len(names) < 2 or len(times) < FEWEST:
         return Importance(
             (),
-            f"{len(times)} timed configs over {len(names)} varying axes: importances need "
-            f"{FEWEST} and 2, so the cost of each axis' worst value stands alone",
+            f"How much each number matters is ranked from {FEWEST} timed configs and two numbers "
+            f"that vary on; here are {len(times)} and {len(names)}, so what the worst value of "
+            "each costs stands alone.",
         )
     try:
         shares = _shares(times, names)
     except ModuleNotFoundError as error:
-        return Importance((), f"{error.name} is not installed: pip install 'flexattn[tune]'")
+        return Importance((), f"Importances need {error.name}: pip install 'flexattn[tune]'.")
     total = sum(shares.values())
     if not total > 0:
-        return Importance((), "no axis sets the best quarter apart from the rest")
+        return Importance((), "No number sets the best quarter of configs apart from the rest.")
     ranked = sorted(shares.items(), key=lambda item: -item[1])
     return Importance(tuple((name, share / total) for name, share in ranked), "")
 

@@ -84,20 +84,22 @@ def timed(record: Record) -> tuple[Timed, ...]:
     return tuple(sorted(found, key=lambda each: each.us))
 
 
+def comparable(record: Record) -> tuple[Timed, ...]:
+    """As `timed`, of the winner's template alone: others have other numbers."""
+    kind = type(record.config)
+    return tuple(each for each in timed(record) if type(each.config) is kind)
+
+
 def axes(record: Record) -> tuple[str, ...]:
-    """The numbers of a config that differ among the timed ones, in the config's order."""
-    configs = [each.config for each in timed(record)]
-    if not configs:
-        return ()
-    names = dict.fromkeys(field.name for config in configs for field in fields(config))
-    return tuple(n for n in ("template", *names) if len({on_axis(c, n) for c in configs}) > 1)
+    """The numbers in which comparable configs differ, in the config's order."""
+    configs = [each.config for each in comparable(record)]
+    names = [field.name for field in fields(record.config)]
+    return tuple(n for n in names if len({on_axis(c, n) for c in configs}) > 1)
 
 
 def on_axis(config: Config, axis: str) -> Value:
-    """A config's value; "none" where its template has no such number."""
-    if axis == "template":
-        return config.language
-    value: Value = getattr(config, axis, "none")
+    """A config's value."""
+    value: Value = getattr(config, axis)
     return value
 
 
@@ -108,7 +110,7 @@ def landscape(record: Record) -> Landscape | None:
         return None
     plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
     best: dict[tuple[Value, Value], float] = {}
-    for each in reversed(timed(record)):  # the fastest comes last and stays
+    for each in reversed(comparable(record)):  # the fastest comes last and stays
         best[on_axis(each.config, plane[0]), on_axis(each.config, plane[1])] = each.us
     rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
     return Landscape(
@@ -123,7 +125,7 @@ def landscape(record: Record) -> Landscape | None:
 def effects(record: Record) -> tuple[Effect, ...]:
     """The axes that vary, the dearest first."""
     found = []
-    times = timed(record)
+    times = comparable(record)
     for axis in axes(record):
         by_value: dict[Value, list[float]] = {}
         for each in times:
@@ -182,8 +184,8 @@ def short(config: Config) -> str:
 
 
 def label(value: Value) -> str:
-    """An axis' value in words: switches are on or off."""
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+    """An axis' value in words: switches are on or off, and an empty one is none."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value) or "none"
 
 
 def _source(record: Record, trial: Trial) -> Trial:

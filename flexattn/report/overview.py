@@ -1,117 +1,91 @@
-"""The pictures over all problems: gain and share of the limit, and ours beside its rivals."""
+"""Pictures over many problems: a bar for each speedup, and ours beside its rivals."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from flexattn.report.drawing import (
-    DEFAULT,
-    INK,
-    OTHER,
-    RIVAL,
-    WINNER,
+    LETTER,
+    RIVALS,
+    Box,
+    Dots,
+    Label,
+    Line,
     Picture,
+    Scale,
+    Shape,
+    axis_x,
     clipped,
-    figure,
-    logarithmic,
-    picture,
-    style,
 )
 from flexattn.report.rivals import Bench
 from flexattn.report.summary import Summary
 
-# Rows of a picture, and inches of each.
-MOST, ROW = 60, 0.26
-_MARKERS = "osD^vP*X"
+WIDTH, ROW = 360.0, 30.0
+# Letters of a line of the width, about.
+LETTERS = 58
+BAR = (70.0, 12.0)
 
 
-def gains(summaries: Sequence[Summary]) -> Picture | None:
-    """Speedup over the default with its interval, and the share of the device's limit."""
-    shown = [each for each in summaries if each.speedup is not None][:MOST]
-    if not shown:
+def bar(summary: Summary, most: float) -> Picture | None:
+    """A winner's speedup with its 95 % interval, from 1 to `most`; None for the default's."""
+    if not summary.changed or summary.speedup is None:
         return None
-    limited = any(_share(each.winner.reach) is not None for each in shown)
-    places = range(len(shown))
-    with style():
-        made = figure(10.0 if limited else 6.4, 1.5 + ROW * len(shown))
-        panels = made.subplots(1, 1 + limited, squeeze=False, sharey=True)[0]
-        for place, each in zip(places, shown, strict=True):
-            assert each.speedup is not None and each.low is not None and each.high is not None
-            color = WINNER if each.changed else DEFAULT
-            panels[0].plot([each.low, each.high], [place, place], color=color, lw=1.5)
-            panels[0].plot([each.speedup], [place], "*" if each.changed else "D", color=color)
-        panels[0].axvline(1.0, color=INK, lw=0.8)
-        panels[0].set_yticks(places, [clipped(each.title, 34) for each in shown])
-        panels[0].invert_yaxis()
-        panels[0].locator_params(axis="x", nbins=6)
-        panels[0].set(xlabel="default's time / winner's")
-        if limited:
-            for place, each in zip(places, shown, strict=True):
-                pair = _share(each.default.reach), _share(each.winner.reach)
-                values = [100 * share for share in pair if share is not None]
-                panels[1].plot(values, [place] * len(values), color=OTHER, lw=1.5, zorder=1)
-                for share, marker, color in zip(pair, "D*", (DEFAULT, WINNER), strict=True):
-                    if share is not None:
-                        size = 5 if marker == "D" else 8
-                        panels[1].plot([100 * share], [place], marker, ms=size, color=color)
-            panels[1].set(xlabel="% of the limit that binds (compute or bandwidth)")
-            panels[1].set_xlim(left=0)
-            panels[1].margins(x=0.08)
-    won = sum(each.changed for each in shown)
-    speedups = [each.speedup for each in shown if each.speedup is not None]
-    caption = (
-        "Left: speedup over the static default with its 95 % interval; orange: the default stayed."
-        + (" Right: orange the default, blue the winner." if limited else "")
+    assert summary.low is not None and summary.high is not None
+    width, height = BAR
+    scale = Scale(min(1.0, summary.low), max(most, summary.high), 3, width - 3)
+    middle = height / 2
+    low, one, value, high = (
+        scale.at(each) for each in (summary.low, 1.0, summary.speedup, summary.high)
     )
-    alt = (
-        f"{len(shown)} problems: {won} have a winner other than the default; speedups from "
-        f"{min(speedups):.2f} to {max(speedups):.2f}."
+    shapes = (
+        Line(((one, 0), (one, height)), "oth"),
+        Line(((one, middle), (value, middle)), "win", 5),
+        Line(((low, middle), (high, middle)), "ink"),
     )
-    return picture(made, "overview.png", alt, caption)
+    alt = f"{summary.speedup:.3f}, between {summary.low:.3f} and {summary.high:.3f}"
+    return Picture("speedup", width, height, shapes, alt, "")
 
 
 def beside(bench: Bench, name: str) -> Picture | None:
-    """Each rival's time over ours, a row of the bench a line; right of 1, ours is faster."""
-    rows = [row for row in bench.rows if any(_known(r.ratio.value) for r in row.rivals)][:MOST]
+    """Each rival's time over ours, every row of the bench a line; right of 1, ours is faster."""
+    rows = [row for row in bench.rows if any(_known(r.ratio.value) for r in row.rivals)]
     if not rows:
         return None
     names = bench.rivals
-    colors = dict(zip(names, (DEFAULT, RIVAL, "#009e73", "#e69f00", OTHER), strict=False))
-    values = []
-    with style():
-        made = figure(7.6, 1.6 + ROW * len(rows))
-        axes = made.subplots()
-        for number, rival in enumerate(names):
-            points = [
-                (each.ratio.value, place)
-                for place, row in enumerate(rows)
-                for each in row.rivals
-                if each.name == rival and _known(each.ratio.value)
-            ]
-            values += [value for value, _ in points]
-            marker = _MARKERS[number % len(_MARKERS)]
-            color = colors.get(rival, OTHER)
-            axes.plot(
-                *zip(*points, strict=True), marker, color=color, label=clipped(rival, 34), ms=6
-            )
-        axes.axvline(1.0, color=INK, lw=0.8)
-        axes.set_yticks(range(len(rows)), [clipped(row.name, 34) for row in rows])
-        axes.invert_yaxis()
-        logarithmic(axes, "x", min(values), max(values))
-        axes.set(xlabel="rival's time / ours")
-        made.legend(loc="outside upper center", ncols=min(len(names), 4))
-    caption = "Right of the line at 1, flexattn is faster. Ratios are medians of paired rounds."
+    roles = {rival: RIVALS[min(place, len(RIVALS) - 1)] for place, rival in enumerate(names)}
+    known = [r.ratio.value for row in rows for r in row.rivals if _known(r.ratio.value)]
+    scale = Scale(min(*known, 0.9), max(*known, 1.1), 8, WIDTH - 8)
+    top = 8.0 + 16 * len(names)
+    bottom = top + ROW * len(rows) + 6
+    shapes: list[Shape] = []
+    for place, rival in enumerate(names):
+        shapes += [Dots(((6, 10 + 16 * place),), roles[rival], 8)]
+        shapes += [Label(16, 14 + 16 * place, clipped(rival, LETTERS))]
+    shapes += axis_x(scale, top, bottom, "rival's time / ours")
+    shapes.append(Line(((scale.at(1), top), (scale.at(1), bottom)), "ink"))
+    for place, row in enumerate(rows):
+        y = top + ROW * place + 14
+        name = clipped(row.name, LETTERS)
+        shapes += [Box(0, y - 10, LETTER * len(name), 13, "card"), Label(0, y, name, "ink")]
+        for each in row.rivals:
+            if _known(each.ratio.value):
+                shapes.append(Dots(((scale.at(each.ratio.value), y + 9),), roles[each.name], 8))
+    caption = (
+        f"{_counted(len(rows), len(bench.rows))} Right of the line at 1, flexattn is faster. "
+        "Ratios are medians of paired rounds."
+    )
     alt = (
         f"{len(rows)} rows of the bench {bench.name}: rivals' time over ours, from "
-        f"{min(values):.2f} to {max(values):.2f}."
+        f"{min(known):.2f} to {max(known):.2f}."
     )
-    return picture(made, name, alt, caption)
+    return Picture(name, WIDTH, bottom + 34, tuple(shapes), alt, caption)
+
+
+def _counted(shown: int, there: int) -> str:
+    if shown == there:
+        return f"All {there} rows."
+    return f"{shown} of {there} rows; the others have no time beside ours."
 
 
 def _known(value: float) -> bool:
     return not math.isnan(value)
-
-
-def _share(reach: object) -> float | None:
-    return getattr(reach, "share", None)

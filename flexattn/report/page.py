@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything inside, and the PNGs beside it."""
+"""The page: one HTML file with everything inside, and PNGs beside it where they are asked for."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record
 from flexattn.report.drawing import Picture, number
 from flexattn.report.figures import pictures
-from flexattn.report.overview import beside, gains
+from flexattn.report.overview import bar, beside
+from flexattn.report.png import png
 from flexattn.report.rivals import Bench, geometric_mean
 from flexattn.report.summary import Summary, summarize
+from flexattn.report.svg import svg
 from flexattn.util.printable import printable
 
 PAGE = "index.html"
@@ -37,18 +41,42 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Model:
+    """The problems of one model. mean, best: of their speedups; None where none has one."""
+
+    name: str
+    anchor: str
+    entries: tuple[Entry, ...]
+    mean: float | None
+    best: float | None
+
+    @property
+    def changed(self) -> int:
+        """How many have a winner other than the static default."""
+        return sum(entry.summary.changed for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
 class Written:
-    """What `write` made."""
+    """What `write` made; pictures: files, where they were asked for."""
 
     page: Path
     pictures: tuple[Path, ...]
     summaries: tuple[Summary, ...]
 
 
-def write(records: Sequence[Record], out: Path, benches: Sequence[Bench] = ()) -> Written:
-    """Write index.html and its pictures as PNG files into a folder.
+def write(
+    records: Sequence[Record],
+    out: Path,
+    benches: Sequence[Bench] = (),
+    *,
+    as_png: bool = False,
+    say: Callable[[str], None] = lambda title: None,
+) -> Written:
+    """Write index.html into a folder; as_png: its pictures as files, too.
 
-    Raises InputError where there is neither a record nor a bench to show.
+    say: told each problem's title when it is drawn. Raises InputError where there is neither a
+    record nor a bench to show.
     """
     if not records and not benches:
         raise InputError(
@@ -56,40 +84,56 @@ def write(records: Sequence[Record], out: Path, benches: Sequence[Bench] = ()) -
             "a report shows what was tuned",
             "run `flexattn tune`, or name record files or a --cache that has some",
         )
-    entries = tuple(_entry(n, record, tuple(benches)) for n, record in enumerate(records, 1))
-    summaries = tuple(entry.summary for entry in entries)
-    overview = gains(summaries)
-    rivals = tuple((bench, beside(bench, f"{_slug(bench.name)}.png")) for bench in benches)
-    text = html(entries, overview, rivals)
-    drawn = [picture for _, picture in rivals if picture]
-    drawn = [overview, *drawn] if overview else drawn
-    drawn += [picture for entry in entries for picture in entry.pictures]
+    entries = []
+    for place, record in enumerate(records, 1):
+        entries.append(_entry(place, record, tuple(benches)))
+        say(entries[-1].summary.title)
+    rivals = tuple((bench, beside(bench, _slug(bench.name))) for bench in benches)
+    text = html(entries, rivals)
     out.mkdir(parents=True, exist_ok=True)
-    for picture in drawn:
-        (out / picture.name).write_bytes(picture.data)
     page = out / PAGE
     page.write_text(text, encoding="utf-8")
-    return Written(page, tuple(out / picture.name for picture in drawn), summaries)
+    drawn = [picture for _, picture in rivals if picture]
+    drawn += [picture for entry in entries for picture in entry.pictures]
+    files = []
+    for picture in drawn if as_png else ():
+        files.append(out / f"{picture.name}.png")
+        files[-1].write_bytes(png(picture))
+    return Written(page, tuple(files), tuple(entry.summary for entry in entries))
 
 
-def html(
-    entries: Sequence[Entry],
-    overview: Picture | None = None,
-    rivals: Sequence[tuple[Bench, Picture | None]] = (),
-) -> str:
+def html(entries: Sequence[Entry], rivals: Sequence[tuple[Bench, Picture | None]] = ()) -> str:
     """The page as text. Every value is escaped; nothing is fetched and no other script runs."""
     environment = _environment()
     script = environment.get_template("report/script.js.jinja").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    speedups = [e.summary.speedup for e in entries if e.summary.speedup]
+    most = max(speedups, default=1.0)
+    bars = {e.anchor: bar(e.summary, most) for e in entries}
     return environment.get_template("report/page.html.jinja").render(
-        entries=entries,
+        models=models(entries),
         summaries=[entry.summary for entry in entries],
-        overview=overview,
+        bars={anchor: Markup(svg(each)) for anchor, each in bars.items() if each},
         rivals=rivals,
         script=script,
         script_hash=f"sha256-{digest}",
-        mean_speedup=_mean([e.summary.speedup for e in entries if e.summary.speedup]),
+        mean_speedup=_mean(speedups),
     )
+
+
+def models(entries: Sequence[Entry]) -> tuple[Model, ...]:
+    """The entries by model, in the order of their names; within one as they came."""
+
+    def name(entry: Entry) -> str:
+        return entry.summary.model
+
+    found: list[Model] = []
+    for model, group in groupby(sorted(entries, key=name), name):
+        own = tuple(group)
+        speedups = [e.summary.speedup for e in own if e.summary.speedup]
+        best = max(speedups, default=None)
+        found.append(Model(model, f"m{len(found) + 1}", own, _mean(speedups), best))
+    return tuple(found)
 
 
 def _entry(place: int, record: Record, benches: tuple[Bench, ...]) -> Entry:
@@ -114,7 +158,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["percent"] = lambda x: "–" if x is None else f"{100 * x:.3g} %"
     environment.filters["kib"] = lambda x: "–" if x is None else f"{x / 1024:.3g}"
     environment.filters["count"] = lambda x: "–" if x is None else str(x)
-    environment.filters["uri"] = lambda data: base64.b64encode(data).decode()
+    environment.filters["svg"] = lambda picture: Markup(svg(picture))
     environment.globals["geometric_mean"] = geometric_mean
     return environment
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexattn.records.key import Key
 from flexattn.records.record import Record, Trial
 from flexattn.report.importance import Importance, importance
-from flexattn.report.numbers import Reason, effects, gain, reasons, short, timed
+from flexattn.report.limits import limits_of
+from flexattn.report.numbers import (
+    Reason,
+    comparable,
+    effects,
+    gain,
+    landscape,
+    reasons,
+    short,
+    timed,
+)
 from flexattn.report.occupancy import device_of, occupancy
 from flexattn.report.rivals import Bench, Row
 from flexattn.report.roofline import Density, Reach, reach, work
@@ -41,7 +52,8 @@ class Summary:
     """One problem's result. speedup, low, high: the default's time over the winner's, paired.
 
     speedup is None where the default has no time. torch: the best rival of the bench whose name
-    starts with torch, and its time over ours. transfer: measured regret at other keys.
+    starts with torch, and its time over ours. transfer: measured regret at other keys. missing:
+    sentences about what could not be computed. model: the first word of its title.
     """
 
     title: str
@@ -72,12 +84,19 @@ class Summary:
     transfer: tuple[tuple[str, float], ...]
     torch: tuple[str, float] | None
     note: str
+    triton: str
+    missing: tuple[str, ...]
+
+    @property
+    def model(self) -> str:
+        """What a workload's titles begin with: its name."""
+        return (self.title.split() or [self.title])[0]
 
 
 def summarize(record: Record, benches: tuple[Bench, ...] = ()) -> Summary:
     """Everything the page says about a record, but for the pictures."""
     decision, done = record.decision, work(record)
-    ratio, untimed = gain(record), reasons(record)
+    ratio, untimed, mattered = gain(record), reasons(record), importance(record)
     known = not math.isnan(ratio.value)
     return Summary(
         title=record.title or record.key.digest(),
@@ -102,13 +121,41 @@ def summarize(record: Record, benches: tuple[Bench, ...] = ()) -> Summary:
         intensity=done.intensity,
         timed=len(timed(record)),
         untimed=sum(reason.count for reason in untimed),
-        importance=importance(record),
+        importance=mattered,
         costs=tuple((effect.axis, effect.cost) for effect in effects(record)),
         reasons=untimed,
         transfer=record.transfer,
         torch=_best_torch(record, benches),
         note=record.note,
+        triton=record.environment.triton,
+        missing=tuple(_missing(record, known, mattered.note)),
     )
+
+
+def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
+    """What could not be computed, and why, a sentence each."""
+    device, times, same = record.environment.device, timed(record), comparable(record)
+    if not times:
+        yield "No config has a time, so there is nothing to draw."
+        return
+    if not known:
+        yield "The default and the winner share no round, so there is no speedup."
+    if len(times) == 1:
+        yield "One config was timed, so there is nothing to compare it with."
+    elif landscape(record) is None:
+        yield "Fewer than two numbers vary among the timed configs, so there is no map."
+    if others := len(times) - len(same):
+        which = f"{others} configs are" if others > 1 else "One config is"
+        yield (
+            f"{which} of another template than the winner's, which has other numbers: only the "
+            "list of all configs and the roofline show them."
+        )
+    if unranked:
+        yield unranked
+    if limits_of(device) is None:
+        yield f"The limits of {device} are not in the table of known devices, so no share of them."
+    if not record.trials[record.decision.winner].registers:
+        yield "The compiler's registers and shared memory were not recorded."
 
 
 def sizes(key: Key, measured: tuple[int, int, int]) -> str:

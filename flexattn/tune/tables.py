@@ -1,29 +1,31 @@
-"""Tables of a TOML or YAML file, read with errors that name the file, the table and the key."""
+"""Tables of a TOML, YAML or JSON file, read with errors that name file, table and key."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flexattn.errors import InputError, UnsupportedError
+from flexattn.util.near import did_you_mean
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """The mapping in a .toml, .yaml or .yml file.
+    """The mapping in a .toml, .yaml, .yml or .json file.
 
     Raises InputError where it cannot be read, UnsupportedError where its reader is not installed.
     """
-    if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise InputError(f"{path}: suffix {path.suffix!r}", "it is .toml, .yaml or .yml")
+    reader = _READERS.get(path.suffix)
+    if reader is None:
+        raise InputError(f"{path}: suffix {path.suffix!r}", f"it is one of {', '.join(_READERS)}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", "a workload is a readable file") from error
     try:
-        data = _toml(text) if path.suffix == ".toml" else _yaml(text)
+        data = reader(text)
     except ValueError as error:
         raise InputError(f"{path}: {error}", f"the file is valid {path.suffix[1:]}") from error
     if not isinstance(data, Mapping):
@@ -53,6 +55,11 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".toml": _toml, ".yaml": _yaml, ".yml": _yaml, ".json": json.loads,
+}  # fmt: skip
+
+
 class Table:
     """One table with its place in the file; each getter checks what it gives."""
 
@@ -63,11 +70,10 @@ class Table:
         self._data = data
         for key in data:
             if key not in keys:
-                close = difflib.get_close_matches(str(key), keys)
                 raise InputError(
                     f"{where}: {key!r}",
                     f"its keys are {', '.join(keys)}",
-                    f"did you mean {close[0]}?" if close else "",
+                    did_you_mean(str(key), keys),
                 )
 
     def __contains__(self, key: str) -> bool:

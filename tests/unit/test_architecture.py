@@ -54,11 +54,13 @@ EDGES = {
     "cli": {"report", "deploy", "frontend", "presets", "neuron"},
     # Another library's attention, made of calls that any user could write.
     "integrations": {"frontend", "serving"},
-    "__init__": {"frontend", "serving", "deploy"},
+    # What users import, at the first use of it.
+    "__init__": {"public"},
+    "public": {"frontend", "deploy"},
     "__main__": {"cli"},
 }
 # On top of the package; everything else is in a folder.
-LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py"}
+LOOSE = {"__init__.py", "__main__.py", "errors.py", "settings.py", "gluon_api.py", "public.py"}
 # Fronts that users and their type checkers read, and modules whose list the NKI interpreter reads.
 LISTED = {
     *("__init__.py", "catalogue/__init__.py", "serving/__init__.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import flexattn
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("typer", "rich", "matplotlib", "optuna", "hypothesis", "pytest", "pydantic")
@@ -111,3 +114,18 @@ def test_import_needs_no_extra():
     print(all(hasattr(flexattn, name) for name in flexattn.__all__))
     """
     assert python(code, ROOT) == "True"
+
+
+def test_the_version_stands_in_one_place(wheel):
+    assert flexattn.__version__ == "0.2.0" and wheel.name.startswith("flexattn-0.2.0-")
+    assert '__version__ = "0.2.0"' in (ROOT / "flexattn/__init__.py").read_text()
+    assert "0.2.0" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_hosted_check_is_the_one_that_runs_here():
+    """.ci/run installs both archives of a release away from the checkout (.ci/package)."""
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r"- run: (.*)", workflow) == [".ci/run"]
+    steps = re.findall(r'^step "[^"]+" \d+ (.+)$', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert {"make test", ".ci/package", "make test-compile"} <= set(steps)
+    assert os.access(ROOT / ".ci/package", os.X_OK)

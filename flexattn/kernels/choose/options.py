@@ -18,6 +18,7 @@ from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
 from flexattn.mods.rules import RULES
 from flexattn.problem import Tanh
 from flexattn.settings import current, log, say_once
+from flexattn.util.near import did_you_mean
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -233,6 +234,7 @@ def _rules(value: object) -> tuple[str, ...]:
         raise ConfigError(
             f"kernel_options['RULES_OFF']={value!r}",
             f"the rules are {', '.join(RULES)}, separated by commas, or all",
+            did_you_mean(min(found - RULES.keys()), RULES),
         )
     return tuple(sorted(found))
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flexattn.cli import demo_cpu, demo_gpu, picture
 from flexattn.cli.app import app
-from flexattn.cli.demo_cpu import MISSING
+from flexattn.cli.bench import Benched
+from flexattn.cli.parts import Compiled, Parts
 from flexattn.cli.trial import Trial, Variant
 from flexattn.cli.workloads import FULL, SMALL
 from flexattn.device import KNOWN
@@ -111,9 +113,9 @@ def test_render_compiles_for_a_device_that_is_not_here(flexattn):
         (["flexattn.catalogue:softcap"], ["takes 1 arguments", "--arg"]),
         (["flexattn.catalogue:softcap", "--arg", "1", "--arg", "2"], ["softcap(1, 2)"]),
         (["flexattn:__version__"], ["is a str", "can be called"]),
-        (["causal", "--device", "h200"], ["no device is called 'h200'", "nvidia-h200"]),
+        (["causal", "--device", "h20"], ["no device is called 'h20'", "did you mean h200?"]),
         (["causal", "--kind", "both"], ["--kind both", "prefill, decode or backward"]),
-        (["causal", "--dtype", "int8"], ["dtype 'int8'", "bfloat16"]),
+        (["causal", "--dtype", "int8"], ["--dtype int8", "bfloat16"]),
         (["causal", "--Hq", "7", "--Hkv", "2"], ["7 query heads and 2 key heads"]),
         (["causal", "--block-m", "24"], ["BLOCK_M is a power of two of at least 16"]),
     ],
@@ -153,7 +155,28 @@ def test_the_demo_runs_the_same_workloads_small_and_full():
     assert (gemma.softcap, gemma.window, gemma.D) == (50.0, 4096, 256)
     assert gemma.Hq == 2 * gemma.Hkv
     assert (decode.Hq, decode.Hkv, decode.D, decode.decodes) == (32, 8, 128, True)
-    assert "\n" not in MISSING
+
+
+def test_the_demo_ends_in_three_sentences():
+    trial = Trial("w", "s", (Variant("a", True),), 0.5, 2.0)
+    found = Parts((trial,), (Compiled("w", "a", 168), Compiled("w", "b", note="too large")), ())
+    first, second, third = demo_cpu.sentences(found)
+    assert "at most 25% of the budget" in first
+    assert (
+        second.startswith("2. 1 kernels for it compiled") and "with no register spills" in second
+    )
+    assert "no GPU" in third
+    row = Benched("prefill", "hit", "c", {}, {"torch": 2.5, "default": 1.1}, True, 1.0, 4.0)
+    first, second, third = demo_gpu.sentences([row], "NVIDIA H200")
+    assert first.startswith("1. On NVIDIA H200") and "2.50 times for prefill" in first
+    assert "at most 25% of the budget" in second and third.startswith("3. ")
+
+
+def test_the_demo_s_picture_is_characters_too():
+    shown = picture.text_bars({"prefill": {"torch": 200.0, "ours": 100.0}}, "µs").splitlines()
+    assert shown[0] == "prefill" and shown[1].endswith(" 200 µs")
+    assert shown[1].count("█") == 2 * shown[2].count("█") == picture.LONGEST
+    assert "blocks of 128 x 128" in str(picture.window(FULL))
 
 
 SMOKE = """

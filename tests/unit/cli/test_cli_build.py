@@ -1,7 +1,13 @@
 """`flexattn build`: a space compiled for a device that is not here, its table and its status."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,10 +18,11 @@ from flexattn.cli.build import Report
 from flexattn.kernels.choose.space import survey
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
-from flexattn.settings import override
+from flexattn.settings import child_environment, override
 from flexattn.tune.builds import Built, twins
 from tests.problems import problem
 
+ROOT = Path(__file__).parents[3]
 GOOD = Built(
     PrefillConfig(64, 64, 4, 2, True, "group"), 155, shared_memory=4096,
     matrix_instructions=12, code_hash="c" * 64, seconds=1.25,
@@ -85,6 +92,46 @@ def test_the_table_says_what_each_takes_and_why_not(flexattn, built):
     assert "4 configs, 1 worth timing; rejected: " in shown and "headroom" in shown
 
 
+def test_in_a_pipe_there_is_a_line_for_each_config(flexattn, built):
+    built += [GOOD, SPILLED, CRASHED]
+    lines = flexattn("causal", "--device", "h200", status=1).stderr.splitlines()
+    assert len(lines) == 3
+    assert re.match(r"1/\d+ 64x64 w4 s2 tma group: 155 registers, 0 spills", lines[0])
+    assert re.match(r"2/\d+ .*: resources: spills$", lines[1])
+    assert re.match(r"3/\d+ .*: crash: SIGSEGV$", lines[2])
+
+
+INTERRUPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+from flexattn.cli import main
+sys.argv = ["flexattn", "build", "causal", "--device", "h200", "--jobs", "1"]
+main()
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_ctrl_c_ends_a_build_in_words(tmp_path):
+    """It ended in the tracebacks of all processes, whose terminal it is as well."""
+    environment = child_environment(interpret=False)
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= {"FLEXATTN_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "t")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPT], env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    first = process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert re.match(r"1/\d+ ", first), first + stderr
+    assert process.returncode == 130 and stdout == "", stderr
+    last = stderr.splitlines()[-1]
+    assert re.match(r"interrupted with \d+ of \d+ configs compiled; ", last)
+    assert "goes on from there" in last and "Traceback" not in stderr
+
+
 def test_json_has_every_number(flexattn, built):
     built += [GOOD, TWIN]
     arguments = ("noop", "--kind", "decode", "--B", "4", "--kv-len", "777", "--effort", "quick")
@@ -100,8 +147,8 @@ def test_json_has_every_number(flexattn, built):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["causal", "--effort", "lazy"], ["--effort lazy", "quick, full, exhaustive"]),
-        (["causal", "--device", "h200"], ["no device is called 'h200'"]),
+        (["causal", "--effort", "lazy"], ["--effort lazy", "quick, full or exhaustive"]),
+        (["causal", "--device", "h20"], ["no device is called 'h20'"]),
         (["causal", "--jobs", "-1"], ["--jobs -1"]),
         (["casual"], ["did you mean causal?"]),
     ],

@@ -1,18 +1,23 @@
 """The verbs that read records: show, why, merge, export, replay-study, doctor, bench's refusal."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flexattn.cli import doctor
 from flexattn.cli.offline import problem_of
+from flexattn.cli.recorded_mods import expression_of
 from flexattn.device import named
 from flexattn.kernels.choose.options import NONE
+from flexattn.presets import files
 from flexattn.problem import Shape
 from flexattn.records import untuned
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.environment import environment
+from flexattn.records.key import key_of
 from flexattn.records.record import Failed
 from flexattn.records.store import Store
 from flexattn.runtime.dispatch import candidates_of
@@ -20,6 +25,8 @@ from flexattn.runtime.fallback.memory import memory
 from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
+from flexattn.tune.tasks import task_of
+from flexattn.tune.workload import read
 from tests import records
 from tests.problems import problem
 
@@ -78,7 +85,62 @@ def test_why_says_hit_nearest_and_default_with_the_fields_that_differ(flexattn, 
     assert near["closest"][0]["key"] == [{"field": "kv_len", "asked": 16384, "stored": 8192}]
     shown = flexattn(*DECODE, "--head-dim", "64").stdout
     assert ": default" in shown and "head_dim_qk is 64, the record's 128" in shown
-    assert "expected  user: " in shown
+    assert "looked in user (" in shown
+
+
+def test_why_shows_mods_as_expressions_and_why_a_record_was_not_taken(flexattn, user):
+    """It showed fingerprints, set a prefill's record beside a decode, and never said why not."""
+    shown = flexattn(*DECODE).stdout
+    assert "\n            taken\n" in shown and "record 'llama3-8b decode'" in shown
+    assert "llama3-8b prefill" not in shown
+    shown = flexattn("why", "softcap_50", "--kind", "prefill", "--device", "h200").stdout
+    assert "score_mod (tanh((score / 50.0)) * 50.0)" in shown
+    assert "score_mod is (tanh((score / 50.0)) * 50.0), the record's is none" in shown
+    assert "not taken: another problem: " in shown and "score" in shown
+    assert not re.search(r"\b[0-9a-f]{24,}\b", shown)
+    far = flexattn(*DECODE, "--kv-len", "1048576").stdout
+    assert "not taken: its sizes are 7 doublings away, and 4 is the most" in far
+    none = flexattn("why", "noop", "--kind", "backward", "--device", "h200").stdout
+    assert "closest   none: no record of this kind was made on nvidia-h200" in none
+    with override(mode="off"):
+        assert "not taken: FLEXATTN_MODE=off takes none" in flexattn(*DECODE).stdout
+
+
+def test_why_names_the_nearest_in_size_first(flexattn, user):
+    """Neighbours stood in the order of their files' names."""
+    here = environment("decode", H200)
+    for kv_len in (1024, 4096, 65536):
+        other = records.key("decode", (8, 1, kv_len))
+        record = records.decode_record(f"of {kv_len}", environment=here)
+        user.write(real(record, key=other, sizes=(8, 1, kv_len)))
+    found = json.loads(flexattn(*DECODE, "--kv-len", "32768", "--json").stdout)["problems"][0]
+    assert [each["title"] for each in found["closest"][:2]] == ["of 65536", "llama3-8b decode"]
+    assert found["closest"][0]["untaken"] == ""
+    assert found["closest"][1]["untaken"] == "the one that serves is nearer in its sizes"
+
+
+def test_a_record_of_a_preset_tells_its_mask(user):
+    """The store has a fingerprint; the preset's row of its title has the code."""
+    rows = {row.title: row for row in read(files()["gpt-oss"]).rows}
+    row = rows["gpt-oss local decode B8 8192"]
+    key = key_of(task_of(row, H200, torch.device("cpu")).problem)
+    record = records.decode_record(row.title, key=key)
+    assert "+ -128)) <= kv_idx) & (kv_idx < " in expression_of(record.answer, "mask")
+    assert expression_of(record.answer, "score") == "none"
+    other = replace(record.answer, title="somebody's")
+    assert expression_of(other, "mask") == 'another, that of "somebody\'s"'
+
+
+def test_show_keeps_the_speedup_on_80_columns(flexattn, user, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    title = "a-model-with-a-long-name-27b global prefill B128 131072x131072"
+    user.write(real(records.prefill_record(title), sizes=(2, 4000, 4000)), replace=True)
+    lines = flexattn("show").stdout.splitlines()
+    assert max(map(len, lines)) <= 80 or lines.pop(0)  # the first line names the environment
+    head = next(line for line in lines if "speedup" in line)
+    assert head.split()[:2] == ["speedup", "p"]
+    text = "".join(line.strip() for line in lines)
+    assert re.search(r"\b1\.\d{3}\b", text) and "…" not in text
 
 
 def test_why_of_a_preset_and_of_a_hint(flexattn, user):
@@ -95,7 +157,7 @@ def test_why_of_a_preset_and_of_a_hint(flexattn, user):
     )
     next(p for p in user.paths() if environment("decode", H200).folder in str(p)).unlink()
     hint = flexattn(*DECODE).stdout
-    assert "noop: hint" in hint and "environment: triton is" in hint
+    assert "noop: hint" in hint and "triton is 3." in hint and "the record's 3.1.4" in hint
     assert flexattn("why", "causal", "--preset", "sd21", status=2)
 
 
@@ -204,6 +266,18 @@ def test_doctor_counts_records_and_fails_on_broken_ones(flexattn, user):
     path = broken(user)
     result = flexattn("doctor", status=1)
     assert f"FAULT       {path}" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("verdict     broken: 1 fault, above")
+
+
+def test_doctor_ends_in_a_verdict(flexattn, user, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    last = flexattn("doctor").stdout.splitlines()[-1]
+    assert last.startswith("verdict     the installation is sound, and torch sees no GPU: ")
+    monkeypatch.setattr(doctor, "_gpus", lambda: [{"name": "x", "sms": 132, "gib": 141.0}])
+    last = flexattn("doctor", "--device", "h200").stdout.splitlines()[-1]
+    assert last == (
+        "verdict     sound: kernels run on nvidia-h200; 1 tuned records hold exactly here"
+    )
 
 
 def test_why_and_doctor_say_what_was_refused_and_doctor_forgets_it(flexattn, user, tmp_path):

@@ -60,7 +60,8 @@ def test_render_shows_what_a_call_gets(case, monkeypatch, tmp_path):
             "--kv-len": LENGTHS[1], "--head-dim": D,
         }  # fmt: skip
         flags = [str(each) for pair in numbers.items() for each in pair]
-        result = CliRunner().invoke(app, ["render", case.name, *flags, "--json"])
+        words = ["render", case.name, *flags, "--device", "h200", "--json"]
+        result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["source"] == wanted.source.text and found["origin"] == wanted.origin
@@ -70,3 +71,21 @@ def test_a_prefill_has_as_many_keys_as_queries_by_default(tmp_path):
     with override(cache_dir=tmp_path):
         result = CliRunner().invoke(app, ["render", "causal", "--q-len", "1031", "--show", "expr"])
     assert "q_len=1031 kv_len=1031" in result.output
+
+
+def test_a_mod_of_a_file_is_named_by_its_path(flexattn, tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "beside_of_test_cli.py").write_text("STEP = 3\n")
+    path = tmp_path / "deep" / "mods_of_test_cli.py"
+    path.write_text(
+        "from beside_of_test_cli import STEP\n"
+        "def strided(b, h, q_idx, kv_idx):\n    return (q_idx - kv_idx) % STEP == 0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name in ("./deep/mods_of_test_cli.py", str(path)):
+        shown = flexattn("render", f"{name}:strided", "--show", "expr").stdout
+        assert "mask_mod" in shown and "% 3" in shown
+    missing = flexattn("render", "./nowhere.py:f", status=2).stderr
+    assert "nowhere.py: no such file" in missing
+    near = flexattn("render", "./deep/mods_of_test_cli.py:stridd", status=2).stderr
+    assert "did you mean strided?" in near

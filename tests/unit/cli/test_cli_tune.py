@@ -79,6 +79,9 @@ def test_a_dry_run_of_some_rows_as_a_table(flexattn):
     shown = flexattn("tune", "--preset", "sd21", "--only", "level 3", "--dry-run").stdout
     assert "nvidia-h200, effort full: nothing is built or timed" in shown
     assert "sd21 level 3 B2 256x256" in shown and "level 1" not in shown
+    assert "key: the sizes under which a record is filed" in shown
+    for name in ("mask class", "configs", "rejected"):
+        assert f"\n{name}: " in shown
     assert re.search(r"2 problems, \d+ configs; rejected: \d+ \w+", shown)
 
 
@@ -100,8 +103,8 @@ def test_a_dry_run_for_another_device_and_effort(flexattn):
         (["--preset", "lama3-8b"], ["no preset is called", "did you mean llama3-8b?"]),
         (["--preset", "sd21", "--only", "["], ["regular expression"]),
         (["--preset", "sd21", "--only", "level 9"], ["finds none of 7 rows", "sd21 level 1"]),
-        (["--preset", "sd21", "--effort", "much"], ["quick, full, exhaustive"]),
-        (["--preset", "sd21", "--device", "h200"], ["no device is called 'h200'"]),
+        (["--preset", "sd21", "--effort", "much"], ["quick, full or exhaustive"]),
+        (["--preset", "sd21", "--device", "h20"], ["no device is called 'h20'"]),
         (["--preset", "sd21"], ["torch sees no GPU", "--dry-run", "flexattn build --device"]),
         (["--from-untuned", "--preset", "sd21", "--dry-run"], ["--from-untuned with --preset"]),
         (["missing.toml", "--dry-run"], ["missing.toml", "readable file"]),

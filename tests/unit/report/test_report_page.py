@@ -4,8 +4,10 @@ import json
 import re
 import statistics
 import struct
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,21 @@ from typer.testing import CliRunner
 from bench.results import load
 from bench.table import ratios
 from flexattn.cli.app import app
+from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.records.codec import encode_record
 from flexattn.records.record import Decision, Failed
-from flexattn.report.page import html, write
+from flexattn.records.store import Store
+from flexattn.report.collect import from_stores
+from flexattn.report.numbers import axes
+from flexattn.report.page import PAGE, html, write
 from flexattn.report.rivals import read
 from tests.browser import asked, needs_chromium, opened
 from tests.records import decode_record, prefill_record
 
 pytest.importorskip("matplotlib")
 
-BENCH = Path(__file__).parents[3] / "bench" / "results" / "h200-decode.json"
+ROOT = Path(__file__).parents[3]
+BENCH = ROOT / "bench" / "results" / "h200-decode.json"
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^2$ ${7*7} {{ 7*7 }}"
 
 
@@ -87,11 +94,17 @@ def test_text_from_records_is_escaped(written):
     assert Tags(text).text.count(HOSTILE) >= 4  # title, note, reason, message
 
 
-def test_every_picture_has_words_a_size_and_a_file(written):
+def test_every_picture_is_drawn_in_the_page_with_words(written):
     page = Tags(written.page.read_text())
-    images = [attributes for tag, attributes in page.tags if tag == "img"]
-    assert len(images) == len(written.pictures) == 14
-    assert all(len(image["alt"]) > 30 and int(image["width"]) > 300 for image in images)
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    drawn = [a for tag, a in page.tags if tag == "svg" and float(a["width"]) > 300]
+    assert len(drawn) == 13 and all(len(each["aria-label"]) > 30 for each in drawn)
+    assert written.pictures == () and [p.name for p in written.page.parent.iterdir()] == [PAGE]
+
+
+def test_pictures_are_files_where_that_is_asked_for(tmp_path):
+    written = write([prefill_record(HOSTILE)], tmp_path, [read(BENCH)], as_png=True)
+    assert len(written.pictures) == 5
     for path in written.pictures:
         assert re.fullmatch(r"[a-z0-9-]+\.png", path.name)
         data = path.read_bytes()
@@ -108,7 +121,7 @@ def bench_mean():
 def test_the_page_says_why_and_beside_what(written):
     text = " ".join(Tags(written.page.read_text()).text.split())
     for words in (
-        "4 problems on nvidia-h200",
+        "4 problems of 3 models on nvidia-h200, all of them below.",
         prefill_record().decision.why,
         "registers a thread",
         "blocks per SM",
@@ -116,7 +129,7 @@ def test_the_page_says_why_and_beside_what(written):
         bench_mean(),
         "out max 3.1e-2 > 2.2e-3",
         "b4-q1-k8192: 1.3 % slower",
-        "No config has a time",
+        "No config has a time, so there is nothing to draw.",
     ):
         assert words in text, words
 
@@ -170,25 +183,35 @@ def test_a_file_that_is_no_record_is_refused(flexattn, tmp_path):
     assert "no record to report" in flexattn("report", "--cache", tmp_path, status=2).stderr
 
 
-SEEN = """({
+# A page with all problems opened: how much is too wide, and which speedups are off the screen.
+SEEN = """(() => { for (const each of document.querySelectorAll("details")) each.open = true;
+return {
     width: innerWidth,
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    images: document.images.length,
-    broken: Array.from(document.images).filter((image) => !(image.naturalWidth > 0)).length,
+    pictures: document.querySelectorAll("figure svg").length,
+    cut: Array.from(document.querySelectorAll("figure svg")).filter((each) =>
+        each.getBoundingClientRect().right > innerWidth || each.clientWidth < 300).length,
+    hidden: Array.from(document.querySelectorAll(".problems .speedup")).filter((each) =>
+        !(each.getBoundingClientRect().right <= innerWidth)).length,
+    small: Array.from(document.querySelectorAll("figure svg text")).filter((each) =>
+        each.getBoundingClientRect().height < 9).length,
     filter: !document.getElementById("filter").hidden,
     ground: getComputedStyle(document.body).backgroundColor,
-})"""
+}; })()"""
 
 
 @needs_chromium
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [390, 1280, 1920])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_all_of_it(written, tmp_path, width, dark):
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     seen = asked(written.page, tmp_path, SEEN, scheme, width=width)
     ground = seen.pop("ground")
-    assert seen == {"width": width, "overflow": 0, "images": 14, "broken": 0, "filter": True}
+    assert seen == {
+        "width": width, "overflow": 0, "pictures": 13, "cut": 0, "hidden": 0, "small": 0,
+        "filter": True,
+    }  # fmt: skip
     assert (ground == "rgb(18, 20, 23)") == dark
 
 
@@ -206,9 +229,11 @@ def test_the_console_stays_empty(written, tmp_path):
 @pytest.mark.slow
 def test_tables_sort_and_filter(written, tmp_path):
     script = """(() => {
-        const rows = () => Array.from(document.querySelectorAll("#problems tbody tr"));
-        const order = () => rows().map((row) => row.cells[0].textContent.trim());
-        const header = document.querySelector("#problems thead").rows[0].cells[3];
+        const all = () => Array.from(document.querySelectorAll(".problems tbody tr"));
+        const table = document.querySelectorAll(".problems")[1];
+        const rows = () => Array.from(table.querySelectorAll("tbody tr"));
+        const order = () => rows().map((row) => row.cells[1].textContent.trim());
+        const header = table.tHead.rows[0].cells[4];
         header.querySelector("button").click();
         const up = order();
         header.querySelector("button").click();
@@ -216,6 +241,99 @@ def test_tables_sort_and_filter(written, tmp_path):
         const input = document.querySelector("#filter input");
         input.value = "Decode";
         input.dispatchEvent(new Event("input"));
-        return [up[0], down[0], header.ariaSort, rows().filter((row) => !row.hidden).length];
+        const left = all().filter((row) => !row.hidden).length;
+        const opened = Array.from(document.querySelectorAll("details"));
+        const models = Array.from(document.querySelectorAll(".model"));
+        const shown = (each) => each.filter((one) => !one.hidden).length;
+        return [up[0], down[0], header.ariaSort, left, shown(opened), shown(models)];
     })()"""
-    assert asked(written.page, tmp_path, script) == ["2", "4", "descending", 1]
+    first, second = "llama-3 decode", "llama-3 prefill"
+    assert asked(written.page, tmp_path, script) == [first, second, "descending", 1, 1, 1]
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_link_to_a_problem_opens_it(written, tmp_path):
+    script = """(() => {
+        const states = () => Array.from(document.querySelectorAll("details")).map((e) => e.open);
+        const before = states();
+        document.querySelectorAll(".problems a")[1].click();
+        return [before, states()];
+    })()"""
+    before, after = asked(written.page, tmp_path, script)
+    assert not any(before) and after.index(True) == 1 and sum(after) == 1
+
+
+def nothing_varies():
+    """A record of one config, whose device nobody knows."""
+    trial = next(t for t in prefill_record().trials if t.finals)
+    where = replace(prefill_record().environment, device="brand-new")
+    decision = Decision(0, 0, 1.0, 1.0, 1.02, 0.95, "nothing else was tried")
+    return prefill_record("one", trials=(trial,), decision=decision, environment=where)
+
+
+def of_two_templates():
+    """Hopper's configs, and one of Triton's."""
+    best = prefill_record().trials[-1]
+    found = [
+        replace(
+            best, config=HopperPrefillConfig(2, 128, stages, 240, lazy_rescale=lazy), finals=(us,)
+        )
+        for us, (stages, lazy) in enumerate(product((2, 3), (False, True)), 5)
+    ]
+    decision = Decision(0, 4, 1.1, 0.01, 1.02, 0.95, "it is faster")
+    return prefill_record("two", trials=(*found, best), decision=decision)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (nothing_timed, "No config has a time, so there is nothing to draw."),
+        (nothing_varies, "One config was timed, so there is nothing to compare it with."),
+        (nothing_varies, "The limits of brand-new are not in the table of known devices"),
+        (of_two_templates, "One config is of another template than the winner's"),
+        (of_two_templates, "ranked from 16 timed configs"),
+    ],
+)
+def test_what_is_not_computed_is_said_in_a_sentence(make, sentence, tmp_path):
+    text = " ".join(Tags(write([make()], tmp_path).page.read_text()).text.split())
+    assert sentence in text
+
+
+def test_no_axis_says_which_template_alone(tmp_path):
+    """A mixed space had an axis `template`, and one for each number that only one of them has."""
+    assert axes(of_two_templates()) == ("num_stages", "lazy_rescale")
+    labels = write([of_two_templates()], tmp_path).page.read_text()
+    assert ">template<" not in labels and ">none<" not in labels
+
+
+def test_plans_are_reported_too(tmp_path):
+    """Their configs have no template's language, which ended the report in a traceback."""
+    shipped, faults = from_stores([Store(ROOT / "configs" / "nvidia-h200")])
+    found = [record for record in shipped if record.key.kind == "serving"][:2]
+    assert len(found) == 2 and not faults
+    page = Tags(write(found, tmp_path).page.read_text())
+    assert len([a for tag, a in page.tags if tag == "svg" and float(a["width"]) > 300]) >= 4
+
+
+def test_problems_stand_by_model_with_the_speedup_first(written):
+    page = written.page.read_text()
+    models = re.findall(r'<section class="card model".*?<h2[^>]*>(.*?)</h2>', page, re.DOTALL)
+    assert models == sorted(models) and "llama-3" in models and "nothing" in models
+    head = re.search(r'<table class="sortable problems">.*?</thead>', page, re.DOTALL).group()
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", head)[:3] == ["speedup", "problem", "winner"]
+    assert "All 2 of its problems" in page
+
+
+@pytest.mark.slow
+def test_all_shipped_records_take_seconds_and_few_megabytes(flexattn, tmp_path):
+    """It took four minutes without a word, for 34 MB and 481 files."""
+    begin = time.process_time()
+    told = flexattn("report", "--cache", ROOT / "configs" / "nvidia-h200", "--out", tmp_path / "r")
+    spent = time.process_time() - begin
+    page = tmp_path / "r" / "index.html"
+    count = len(list(Store(ROOT / "configs" / "nvidia-h200").paths()))
+    assert f"reporting on {count} problems" in told.stderr
+    assert f"{count} problems of " in page.read_text()
+    assert spent < 20 and page.stat().st_size < 5e6
+    assert list(page.parent.iterdir()) == [page]

@@ -1,5 +1,6 @@
 """A workload file becomes rows, and rows the tasks and keys that dispatch would make."""
 
+import json
 import math
 import textwrap
 from dataclasses import replace
@@ -96,6 +97,14 @@ def test_policies_are_those_that_dispatch_looks_for():
     assert not policy_for("decode", INTERPRETER).graph
 
 
+def test_json_says_the_same(tmp_path):
+    rows = parsed(GOOD, tmp_path=tmp_path).rows
+    text = json.dumps(dict(read_file(tmp_path / "mine.toml")))
+    assert parsed(text, ".json", tmp_path).rows == rows
+    with pytest.raises(InputError, match="the file is valid json"):
+        parsed("{", ".json", tmp_path)
+
+
 def test_yaml_says_the_same(tmp_path):
     yaml = pytest.importorskip("yaml")
     rows = parsed(GOOD, tmp_path=tmp_path).rows
@@ -143,8 +152,8 @@ def test_errors_name_file_table_and_key(text, words, tmp_path):
 
 
 def test_files_that_are_no_workload(tmp_path):
-    with pytest.raises(InputError, match=r"suffix '\.json'"):
-        read(tmp_path / "mine.json")
+    with pytest.raises(InputError, match=r"suffix '\.ini'"):
+        read(tmp_path / "mine.ini")
     with pytest.raises(InputError, match="No such file"):
         read(tmp_path / "mine.toml")
 

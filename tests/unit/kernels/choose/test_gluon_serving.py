@@ -23,7 +23,7 @@ from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of, sizes_of
-from flexattn.report.numbers import axes, effects, on_axis
+from flexattn.report.numbers import axes, effects
 from flexattn.runtime.dispatch import choices
 from flexattn.runtime.launch import Lists, prepare
 from flexattn.tune.search import Axes
@@ -118,8 +118,8 @@ def test_records_with_both_languages_are_kept_and_read():
     with pytest.raises(CacheError):
         decode_record(text.replace('"order": "sections"', '"order": "sideways"').encode())
     names = axes(record)
-    assert names[0] == "template" and {"BLOCK_N", "num_warps", "consumers"} <= set(names)
-    assert on_axis(config, "use_tma") == "none" and on_axis(config, "template") == "gluon"
+    # Of the winner's template: an axis of the others would only say which template it is.
+    assert {"BLOCK_N", "num_warps"} <= set(names) and not {"template", "consumers"} & set(names)
     assert {effect.axis for effect in effects(record)} == set(names)
 
 
