@@ -11,7 +11,7 @@ from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import named
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
@@ -44,9 +44,13 @@ EVERY = [each for each in EVERY if each not in QUICK]
 
 
 def kept(wanted):
-    """The compiled default, and how many words each of its loops of products spills."""
+    """The compiled default, and how many words each of its loops of products spills.
+
+    Of calls with dropout the default of those that ask for Gluon.
+    """
+    asked = Options(language="gluon" if wanted.structure.dropout else None)
     with override(mode="off"):
-        choice, compiled = compiled_for(wanted, H200, NONE)
+        choice, compiled = compiled_for(wanted, H200, asked)
     taken = resources(compiled, H200)
     assert isinstance(choice.config, HopperBackwardConfig), choice.attempts
     assert not taken.serialised and taken.shared <= H200.shared_memory, (choice.config, taken)

@@ -55,7 +55,10 @@ def broken(store):
     return path
 
 
-def test_show_lists_filters_and_says_what_is_broken(flexattn, user):
+def test_show_lists_filters_and_says_what_is_broken(flexattn, user, monkeypatch):
+    monkeypatch.setenv(
+        "COLUMNS", "160"
+    )  # pytest's workers have 80, of which a title takes two lines
     shown = flexattn("show").stdout
     assert "llama3-8b decode" in shown and "B8 1x8192" in shown and "2 records" in shown
     found = json.loads(flexattn("show", "--json").stdout)
