@@ -29,7 +29,9 @@ def on(target, config):
 
 
 @each_kind
-@pytest.mark.parametrize(("target", "entry"), zip(cycle(TARGETS), CASES, strict=False), ids=str)
+@pytest.mark.parametrize(
+    ("target", "entry"), list(zip(cycle(TARGETS), CASES, strict=False)), ids=str
+)
 def test_the_catalogue(target, entry, kind):
     """Targets take turns over the cases, and fp32 and bf16 over the targets."""
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
