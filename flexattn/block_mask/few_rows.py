@@ -25,8 +25,8 @@ def few_rows(
 
     mask_mod(b, h, q_idx, kv_idx) -> bool is evaluated on positions int64 [B, 1, 1], [],
     [1, Q_LEN, 1] and [KV_LEN] at once; every block with an element that is kept is listed as a
-    partial one. Nothing is read back from the device, of which the class is not known either: it
-    is taken to be that of a row that keeps most blocks.
+    partial one. Nothing is read back from the device. So the mask's class, which chooses among
+    tuned configs, is not looked up: it is that of rows that keep most of their blocks.
     """
     blocks = -(-KV_LEN // _BLOCK)
     b, q_idx, kv_idx = (torch.arange(size, device=device) for size in (B, Q_LEN, KV_LEN))
@@ -36,12 +36,12 @@ def few_rows(
     some = pad(kept, (0, blocks * _BLOCK - KV_LEN)).view(-1, 1, blocks, _BLOCK).any(-1)
     listed = some.to(torch.int32)
     order = torch.sort(listed, descending=True, stable=True).indices.to(torch.int32)
-    mask = LazyBlockMask.of(
-        (listed.sum(-1, dtype=torch.int32).unsqueeze(-1), order.unsqueeze(-2)),
-        (_BLOCK, _BLOCK), mask_mod, (Q_LEN, KV_LEN),
-    )  # fmt: skip
+    counts = listed.sum(-1, dtype=torch.int32).unsqueeze(-1)
     # By key there is one block of rows, or none.
-    mask.q_num_blocks, mask.q_indices = listed, torch.zeros_like(listed).unsqueeze(-1)
-    mask.made()
+    by_key = listed, torch.zeros_like(listed).unsqueeze(-1)
+    mask = LazyBlockMask(
+        (Q_LEN, KV_LEN), counts, order.unsqueeze(-2), None, None, *by_key, None, None,
+        (_BLOCK, _BLOCK), mask_mod,
+    )  # fmt: skip
     keep_class(mask, _CLASS)
     return mask

@@ -69,10 +69,6 @@ class LazyBlockMask(BlockMask):
         """Whether its lists by key have yet to be made."""
         return bool(self.__dict__.get("_pending", False))
 
-    def made(self) -> None:
-        """Its lists by key were set: none is left to be made."""
-        self.__dict__["_pending"] = False
-
     def sparsity(self) -> float:
         """The percentage of blocks that are not computed; 0 where a length is 0."""
         return super().sparsity() if self.numel() else 0.0
@@ -87,4 +83,4 @@ class LazyBlockMask(BlockMask):
         for name, tensor in zip(_NAMES, found, strict=False):
             if self.__dict__["_" + name] is None:  # or somebody set it
                 self.__dict__["_" + name] = tensor
-        self.made()
+        self.__dict__["_pending"] = False
