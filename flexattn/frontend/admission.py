@@ -22,8 +22,8 @@ from flexattn.problem.mask_class import keeps_all
 from flexattn.settings import current
 from flexattn.util.lru import Lru
 
-# kernel_options that were read before, by their text.
-_options: Lru[str, options.Options] = Lru(256)
+# kernel_options that were read before, by the setting that they leave out and their text.
+_options: Lru[tuple[bool, str], options.Options] = Lru(256)
 
 
 def make_call(*arguments: Any, **more: Any) -> Call:
@@ -37,11 +37,11 @@ def admit(given: Call) -> Call:
     Tensors have autocast's dtype under autocast, and no negative bit (`is_neg`); sinks are
     contiguous, the scale is a float, and a mask that keeps everything is None. No seed is drawn.
     """
-    text = f"{current().batch_invariant:d}{given.kernel_options!r}"
-    chosen = _options.get(text)
+    asked = current().batch_invariant, repr(given.kernel_options)
+    chosen = _options.get(asked)
     if chosen is None:
         chosen = options.parse(given.kernel_options)
-        _options.put(text, chosen)
+        _options.put(asked, chosen)
     _check_statistics(given)
     q, k, v, sinks = given.q, given.k, given.v, given.sinks
     checks.check_dense(q, k, v)

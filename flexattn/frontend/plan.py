@@ -114,7 +114,7 @@ def _problem(
         tf32=checks.tf32_allowed(call.q, chosen.tf32),
         positive_scale=call.scale > 0,
         sinks="" if call.sinks is None else DTYPES[call.sinks.dtype],
-        rules_off=chosen.rules,
+        rules_off=chosen.all_rules_off,
         tanh=chosen.tanh,
         kv_dtype=(DTYPES | FP8)[k.dtype],
         dropout=call.dropout is not None,

@@ -63,8 +63,8 @@ class Options:
     batch_invariant: bool = False
 
     @property
-    def rules(self) -> tuple[str, ...]:
-        """Rules that are off: far keys are left out by norms of all queries and keys of a head."""
+    def all_rules_off(self) -> tuple[str, ...]:
+        """rules_off, and of a batch-invariant call decay_skip, which reads all keys of a head."""
         if not self.batch_invariant:
             return self.rules_off
         return tuple(sorted({*self.rules_off, "decay_skip"}))
