@@ -26,8 +26,7 @@ from bench.peers import OURS
 from bench.results import Report, RowResult, load
 from bench.table import ratios
 from flexattn.block_mask.visual import visualize
-from flexattn.catalogue import causal, document_ids
-from flexattn.catalogue import document as of_document
+from flexattn.catalogue import causal, document as of_document, document_ids
 
 __all__ = ["PICTURES", "VERBS", "main", "pages", "rewritten"]
 

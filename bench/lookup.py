@@ -28,8 +28,7 @@ from flexattn.device import Device, detect, named
 from flexattn.kernels.choose.space import space
 from flexattn.measure.timing import Samples
 from flexattn.problem import Problem
-from flexattn.records import key as keys
-from flexattn.records import layers
+from flexattn.records import key as keys, layers
 from flexattn.records.environment import environment
 from flexattn.records.key import key_of, sizes_of
 from flexattn.records.record import Decision, Environment, Gated, Policy, Record, Trial

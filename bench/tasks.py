@@ -13,8 +13,7 @@ from flexattn.device import Device
 from flexattn.measure.task import Task
 from flexattn.problem import Shape as Sizes
 from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import ModPath
-from flexattn.tune.workload import Row as Call
+from flexattn.tune.workload import ModPath, Row as Call
 
 __all__ = ["STUDIED", "call_of", "documents", "relative", "task"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from bench.environment import describe
 from bench.rows import Row
-from flexattn.kernels.base.config import Config
-from flexattn.kernels.base.config import describe as said
+from flexattn.kernels.base.config import Config, describe as said
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.records.record import Record
 from flexattn.tune.ledger import cost

@@ -5,8 +5,7 @@ import dataclasses
 import torch
 
 import flexattn
-from flexattn.block_mask import classify as block_kinds
-from flexattn.block_mask import kernels as block_kernels
+from flexattn.block_mask import classify as block_kinds, kernels as block_kernels
 from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.device import named
 from flexattn.frontend import plan

@@ -8,8 +8,7 @@ from flexattn.cli import options
 from flexattn.cli.places import places, users
 from flexattn.cli.terminal import say, say_json
 from flexattn.kernels.base.config import describe
-from flexattn.records.merge import Conflict
-from flexattn.records.merge import merge as merged
+from flexattn.records.merge import Conflict, merge as merged
 
 
 def merge(asked: options.Merge) -> None:

@@ -23,8 +23,7 @@ from flexattn.problem import Captures, Shape
 from flexattn.records.key import Sizes
 from flexattn.records.layers import origin
 from flexattn.records.record import Answer
-from flexattn.records.why import Closest, Difference, Explanation
-from flexattn.records.why import why as explained
+from flexattn.records.why import Closest, Difference, Explanation, why as explained
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback.chain import Attempt, told
 from flexattn.runtime.fallback.memory import memory

@@ -17,8 +17,7 @@ from flexattn.device import detect
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
-from flexattn.measure.backward import backward_call, make_saved
-from flexattn.measure.backward import judge_of as judge_gradients
+from flexattn.measure.backward import backward_call, judge_of as judge_gradients, make_saved
 from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict

@@ -29,8 +29,7 @@ from flexattn.problem.dropout import Dropout
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
-from flexattn.runtime.decay_skip import DecaySkip, pays
-from flexattn.runtime.decay_skip import begin as begin_decay_skip
+from flexattn.runtime.decay_skip import DecaySkip, begin as begin_decay_skip, pays
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.transpose_v import TransposeV
 

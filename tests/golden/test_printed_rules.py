@@ -8,8 +8,10 @@ import sympy
 from flexattn.kernels.hopper import printed as printed_gluon
 from flexattn.kernels.hopper_backward import printed as printed_hopper_backward
 from flexattn.kernels.nki import printed as printed_nki
-from flexattn.kernels.paged_decode import printed as printed_serving
-from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
+from flexattn.kernels.paged_decode import (
+    printed as printed_serving,
+    printed_warps as printed_serving_warps,
+)
 from flexattn.kernels.stated import (
     gluon,
     hopper_backward,

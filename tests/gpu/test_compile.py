@@ -4,8 +4,7 @@ import random
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest
-from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention as torch_flex_attention
 
 import flexattn
 from flexattn.catalogue import causal

@@ -9,17 +9,19 @@ import torch
 from flexattn.block_mask import kernels as block_kernels
 from flexattn.catalogue import alibi, causal
 from flexattn.device import named
-from flexattn.frontend import guards as repeat
-from flexattn.frontend import plan
+from flexattn.frontend import guards as repeat, plan
 from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
 from flexattn.runtime import build, decay_skip, dispatch
 from flexattn.serving import ServingConfig, decode, merge
 from flexattn.util.lru import Lru
-from tests.interpreter import test_block_mask as block_masks
-from tests.interpreter import test_decay_skip, test_transpose_v
-from tests.interpreter import test_serving_calls as calls
-from tests.interpreter import test_serving_cascades as cascades
+from tests.interpreter import (
+    test_block_mask as block_masks,
+    test_decay_skip,
+    test_serving_calls as calls,
+    test_serving_cascades as cascades,
+    test_transpose_v,
+)
 from tests.support import KINDS, assert_accurate, block_mask, inputs, sinks
 
 pytestmark = pytest.mark.interpreter

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
 import flexattn

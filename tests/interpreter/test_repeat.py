@@ -14,8 +14,7 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask
 import flexattn
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError
-from flexattn.frontend import attention
-from flexattn.frontend import guards as repeat
+from flexattn.frontend import attention, guards as repeat
 from flexattn.frontend.call import Call
 from flexattn.settings import override
 from tests.support import KINDS, PREFILL, assert_accurate, block_mask, inputs

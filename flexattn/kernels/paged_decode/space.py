@@ -10,9 +10,7 @@ from typing import get_args
 from flexattn.device import Device
 from flexattn.kernels.base.config import padded
 from flexattn.kernels.base.rule import able, worded
-from flexattn.kernels.paged_decode import mla
-from flexattn.kernels.paged_decode import printed as printed_serving
-from flexattn.kernels.paged_decode import warps as serving_warps
+from flexattn.kernels.paged_decode import mla, printed as printed_serving, warps as serving_warps
 from flexattn.kernels.paged_decode.config import (
     Combine,
     ServingConfig,

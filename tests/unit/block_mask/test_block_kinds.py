@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from flexattn.block_mask import classify as module

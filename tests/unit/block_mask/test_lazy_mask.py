@@ -5,8 +5,11 @@ import pickle
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask as torch_block_mask,
+    flex_attention,
+)
 
 import flexattn
 from flexattn.block_mask import lazy as lazy_mask

@@ -2,8 +2,12 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, and_masks, or_masks
-from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    and_masks,
+    create_block_mask as torch_block_mask,
+    or_masks,
+)
 
 import flexattn
 from flexattn.block_mask import classify as block_kinds

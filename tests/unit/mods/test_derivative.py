@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexattn.errors import UnsupportedError
 from flexattn.mods import bind
@@ -12,8 +11,7 @@ from flexattn.mods.expr import pretty, walk
 from flexattn.mods.outside import buffer_of, evaluated
 from flexattn.mods.simplify import plug
 from flexattn.reference import at_points
-from tests.derivatives import as_function
-from tests.derivatives import points as points_of
+from tests.derivatives import as_function, points as points_of
 from tests.random_mods.mods import random_mod
 
 SIZES = {"b": 2, "h": 3, "q_idx": 45, "kv_idx": 61}

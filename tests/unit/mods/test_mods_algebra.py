@@ -4,8 +4,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind

@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind

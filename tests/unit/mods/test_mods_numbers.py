@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexattn.catalogue import dilated_window, natten_2d, sliding_tile_3d
 from flexattn.kernels.base.arguments import captured_arguments, captured_values

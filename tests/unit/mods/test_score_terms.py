@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexattn.catalogue import alibi, relative_bias, scaled, softcap
 from flexattn.kernels.printers.torch_printer import evaluate

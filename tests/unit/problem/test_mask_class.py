@@ -5,8 +5,11 @@ import pickle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask, _create_empty_block_mask
-from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    _create_empty_block_mask,
+    create_block_mask as torch_block_mask,
+)
 
 import flexattn
 from flexattn import create_block_mask

@@ -6,16 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexattn.errors import CacheError
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode_record
 from flexattn.records.key import rounded
 from flexattn.records.record import SCHEMA, Failed, Gated, Trial
-from tests.records import decode_record as split
-from tests.records import prefill_record as record
+from tests.records import decode_record as split, prefill_record as record
 
 RECORD = record(provenance="measured")
 FLOATS = st.floats(0, 1e12)

@@ -7,8 +7,7 @@ import pytest
 
 from flexattn.device import cuda_driver, named
 from flexattn.kernels.base.environment import templates_folder
-from flexattn.records import closure, renderers
-from flexattn.records import environment as module
+from flexattn.records import closure, environment as module, renderers
 from flexattn.records.environment import environment, serving_policy
 from flexattn.records.record import SCHEMA, Policy, slug
 from flexattn.records.renderers import RENDERERS, renderer_of, source_hash, unlisted

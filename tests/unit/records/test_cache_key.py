@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexattn import create_block_mask
 from flexattn.catalogue.masks import sliding_window

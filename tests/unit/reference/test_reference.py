@@ -10,8 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import flexattn
 from flexattn.catalogue import Built, causal, padding
 from flexattn.errors import InputError
-from flexattn.reference import Precision, attention
-from flexattn.reference import oracle as reference
+from flexattn.reference import Precision, attention, oracle as reference
 from flexattn.reference.rounding import Rounding
 from tests.cases import CASES, case
 

@@ -21,8 +21,7 @@ from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.mods import bind
 from flexattn.problem import Layout, fingerprint
 from flexattn.problem.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
-from flexattn.records import layers as layers_module
-from flexattn.records import untuned
+from flexattn.records import layers as layers_module, untuned
 from flexattn.records.environment import environment
 from flexattn.records.key import key_of, sizes_of
 from flexattn.records.layers import find

@@ -5,8 +5,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.record import Failed, Trial

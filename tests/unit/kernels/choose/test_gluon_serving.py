@@ -16,8 +16,7 @@ from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.choose.registry import family_of, short
 from flexattn.kernels.choose.space import space
-from flexattn.kernels.hopper import family as hopper
-from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper import family as hopper, space as gluon
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from flexattn.catalogue import alibi, causal, head_bias, softcap
 from flexattn.device import KNOWN, named

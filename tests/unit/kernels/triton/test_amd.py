@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import causal
-from flexattn.device import detect, is_rdna, named
-from flexattn.device import device as devices
+from flexattn.device import detect, device as devices, is_rdna, named
 from flexattn.kernels.base.config import Config, describe
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.registry import short

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from flexattn.catalogue import causal, relative_bias, softcap
 from flexattn.device import INTERPRETER, KNOWN, named

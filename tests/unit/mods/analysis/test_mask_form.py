@@ -4,8 +4,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import causal, document, prefix_lm, sliding_window

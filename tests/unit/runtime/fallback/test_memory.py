@@ -11,8 +11,7 @@ import pytest
 from flexattn.device import INTERPRETER, named
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.runtime.fallback import environment
-from flexattn.runtime.fallback import memory as memory_module
+from flexattn.runtime.fallback import environment, memory as memory_module
 from flexattn.runtime.fallback.chain import told
 from flexattn.runtime.fallback.memory import Memory, memory
 from flexattn.runtime.fallback.outcome import Outcome
