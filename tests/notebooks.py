@@ -20,8 +20,10 @@ from flexattn.settings import child_environment
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# What differs from run to run: hashes of kernels, places, objects. Floats depend on the processor.
+# What differs from run to run or with the sources: hashes, places, objects. Floats depend on the
+# processor.
 VOLATILE = [
+    (re.compile(r"\bnvidia-h200-[0-9a-f]{12}\b"), "environment"),
     (re.compile(r"\S*/kernels/kernel_\w+"), "kernel"),
     (re.compile(r"kernel_[0-9a-f]{24}"), "kernel"),
     (re.compile(r"/tmp/\S+"), "folder"),
