@@ -21,7 +21,6 @@ from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
-from flexattn.records.former import current
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
 
@@ -106,8 +105,7 @@ def decode_record(raw: bytes) -> Record:
 def decode(kind: Any, data: Any, where: str) -> Any:
     """JSON data as a value of a type: no field but its own, exactly their types, sane sizes.
 
-    A field that has a default may be missing, so a config that gained a knob still reads; one that
-    was renamed reads by its former name too.
+    A field that has a default may be missing, so a config that gained a knob still reads.
 
     kind: a dataclass, int, float, bool, str, a Literal, a tuple or a union of these. where: what
     an error calls it. Raises CacheError.
@@ -316,7 +314,6 @@ def _config(data: Any) -> Any:
     """A config: its class by name, its numbers in the ranges that any template could take."""
     name = data.get("type") if type(data) is dict else None
     given = {k: v for k, v in data.items() if k != "type"} if type(name) is str else {}
-    name, given = current(str(name), given)
     if name not in config_names():
         raise CacheError(" is no config", f"its type is one of {', '.join(config_names())}")
     config = _fields(config_class(name))(given)

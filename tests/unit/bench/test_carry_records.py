@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.carry_child import in_former_words
 from bench.carry_records import (
     CARRIED,
-    FORMER,
     FORMER_ARGUMENTS,
     THERE,
     carry,
@@ -102,12 +100,3 @@ def test_others_stay_where_they_are_and_are_named(root, old, new, words, capsys)
     assert carry(root, *found, dry=False) == {words: 2}
     assert list(Store(root).paths()) == before
     assert capsys.readouterr().out.count(words) == 2
-
-
-def test_an_older_tree_reads_records_by_its_own_names():
-    """Of a tree from before a field was renamed, every record was one that it did not render."""
-    for path in list(Store(SHIPPED).paths())[::9]:
-        raw = path.read_bytes()
-        older = in_former_words(raw, FORMER)
-        assert decode_record(older) == decode_record(raw)
-        assert not any(f'"{name}"'.encode() in older for name in FORMER)
