@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, identity
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
@@ -75,7 +75,7 @@ def check_gradients(call: Call) -> Asked:
     mask = call.block_mask
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
     key = (
-        call.facts(), _identity(call.score), _identity(call.mask), blocks, asked.slots,
+        call.facts(), identity(call.score), identity(call.mask), blocks, asked.slots,
         asked.options, detect(call.q.device), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if _checked.get(key) is None:
@@ -193,7 +193,7 @@ def plan_backward(
         shapes = [None if x is None else x.shape for each in lists for x in each]
         sizes = mask.BLOCK_SIZE, *shapes
     key = (
-        *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
+        *map(facts_of, (q, k, v, out, dout)), identity(asked.score), identity(asked.mask),
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
         asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
         torch.are_deterministic_algorithms_enabled(),
@@ -263,9 +263,3 @@ def _language(given: Options, problem: Problem, target: Device) -> Language | No
 def repeats_bits(given: Options) -> bool:
     """Whether gradients of the same bits in every run are asked for."""
     return given.deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _identity(bound: Bound | None) -> object:
-    if bound is None:
-        return None
-    return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])
