@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import judge
 from flexattn.measure.inputs import moved
-from flexattn.measure.oracle import Judge, mask_callable, score_callable
+from flexattn.measure.oracle import Judge
 from flexattn.measure.task import ServingTask
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
@@ -176,8 +177,7 @@ def _request(
     q = batch.q[start : start + q_len].transpose(0, 1)[None]
     k, v = (each[None] for each in batch.keys(task.problem.maxima, b, kv_len))
     score, mask = moved(task.score, q.device), moved(task.mask, q.device)
-    score_mod = None if score is None else score_callable(score)
-    mask_mod = None if mask is None else mask_callable(mask)
+    score_mod, mask_mod = score_callable(score), mask_callable(mask)
 
     def scored(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         if score_mod is not None:
