@@ -257,9 +257,9 @@ class Builder:
     the settings name.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
-        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
-        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
+    def __init__(self) -> None:
+        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
+        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(512)
         self._guard = threading.Lock()
         self.compiled = self.loaded = 0
 

@@ -178,9 +178,9 @@ def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[Order]:
         yield Order(config, source, combine, device, current().cache_dir)
 
 
-def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:
+def compilers(jobs: int = 0) -> Pool:
     """Processes for many calls of build_all; they start when there is work. 0 jobs: one a core."""
-    return Pool(compile_one, jobs or default_jobs(), deadline)
+    return Pool(compile_one, jobs or default_jobs(), DEADLINE)
 
 
 def compile_one(order: Order) -> Compiled:

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config, describe
-from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.measure.worker import Worker
 from flexattn.records.key import Sizes, key_of
@@ -78,9 +77,9 @@ class Crew(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
 
     compilers: processes that compile, for this crew and maybe others. journals: a folder that
-    keeps what an interrupted problem had finished. measurer: a Worker of this host's GPU if None.
-    storage: a database's URL; workers that name it tune each problem together. again_since: what
-    they had finished before this moment, in seconds of the clock, is measured again.
+    keeps what an interrupted problem had finished. gpu: of this host. storage: a database's URL;
+    workers that name it tune each problem together. again_since: what they had finished before
+    this moment, in seconds of the clock, is measured again.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Crew(Closing):
         compilers: Runs,
         journals: Path | None,
         progress: Lane,
-        measurer: Measurer | None = None,
         gpu: int = 0,
         storage: str | None = None,
         again_since: float | None = None,
@@ -98,7 +96,7 @@ class Crew(Closing):
         self._compilers = compilers
         self._progress, self._storage = progress, storage
         self._again_since = again_since
-        self._measurer = measurer or Worker(gpu=gpu, say=progress.note)
+        self._measurer = Worker(gpu=gpu, say=progress.note)
 
     def close(self) -> None:
         """End the worker."""

@@ -14,7 +14,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.family import PAGED_DECODE
 from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
@@ -69,10 +69,8 @@ def serving_sources(
     """Each config with its kernel, and the second one that merges where the config has it."""
     title = f"serving {form.dtype} keys {form.kv_dtype} page={form.page} for {device.arch}"
     for config in configs:
-        combine = None
-        if config.combine == "launch" and not form.prefix:
-            combine = render_serving_combine(form, config, device)
-        yield config, render_serving(form, config, device, title), combine
+        source = PAGED_DECODE.render(form, config, device, title)
+        yield config, source, PAGED_DECODE.combine(form, config, device)
 
 
 def serving_task(

@@ -148,10 +148,6 @@ def _block_mask(
     return from_kinds(kinds, mask_mod, row.block_size, lengths)
 
 
-def _on_cpu(score_mod: Any, mask_mod: Any) -> tuple[Bound | None, Bound | None]:
-    return moved(bind(score_mod, "score"), "cpu"), moved(bind(mask_mod, "mask"), "cpu")
-
-
 def _made(mod: ModPath | None, role: str, row: Row) -> Callable[..., Any] | None:
     if mod is None:
         return None

@@ -14,7 +14,7 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.environment import environment as environment_of
-from flexattn.records.record import Decision, Environment, Record, Trial
+from flexattn.records.record import Decision, Record, Trial
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
@@ -33,19 +33,18 @@ def tune(
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),
-    environment: Environment | None = None,
     journals: Path | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """Tune one problem.
 
     build: configs to what their builds tell. seeds: configs to look at first, such as the
-    neighbours' winners and the shipped ones. environment: the record's; this process's if None.
-    journals: a folder that keeps finished batches, so that the same call goes on after an
-    interrupt; whoever has written the record drops them with `flexattn.tune.journal.settle`.
+    neighbours' winners and the shipped ones. journals: a folder that keeps finished batches, so
+    that the same call goes on after an interrupt; whoever has written the record drops them with
+    `flexattn.tune.journal.settle`.
     Raises MeasureError where no config of the space runs.
     """
-    where = environment or environment_of(task.kind, task.device, task.policy)
+    where = environment_of(task.kind, task.device, task.policy)
     subject = subject_of(task, where, method.effort, seeds)
     journal = None if journals is None else Journal(journals, subject, method.provenance)
     measurer.start()

@@ -29,10 +29,10 @@ from flexattn.records.store import Store
 from flexattn.records.untuned import bound_of, note, read, untuned_path
 from flexattn.runtime import dispatch
 from flexattn.runtime.build import Kernel
-from flexattn.runtime.dispatch import Dispatcher, candidates_of, choices
+from flexattn.runtime.dispatch import Dispatcher, candidates_of
 from flexattn.runtime.launch import Lists
 from flexattn.settings import override, say_once
-from tests.problems import problem
+from tests.problems import choices, problem
 from tests.records import decode_record
 
 plan = importlib.import_module("flexattn.frontend.plan")

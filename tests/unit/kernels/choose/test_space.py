@@ -14,9 +14,8 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Layout
-from flexattn.runtime.dispatch import choices
 from tests.families import fit_to_mask, geometry
-from tests.problems import problem
+from tests.problems import choices, problem
 
 DEVICES = list(KNOWN)
 HEAD_DIMS = (16, 24, 64, 80, 96, 112, 128, 192, 256, 320, 512, 576)
