@@ -16,7 +16,7 @@ from flexattn.mods.derivative import derivatives
 from flexattn.problem import checks
 from flexattn.problem.facts import facts_of
 from flexattn.problem.mask_class import UNKNOWN, known_class
-from flexattn.problem.runs import lists_of, unwritten, versions
+from flexattn.problem.runs import query_lists, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.settings import current
 
@@ -124,4 +124,4 @@ class _Last(NamedTuple):
 def _parts(mask: BlockMask | None) -> tuple[Any, ...]:
     if mask is None:
         return ()
-    return (*lists_of(mask), mask.BLOCK_SIZE, mask.seq_lengths)
+    return (*query_lists(mask), mask.BLOCK_SIZE, mask.seq_lengths)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.problem.runs import keep_runs, lists_of, rows_of
+from flexattn.problem.runs import keep_runs, query_lists, rows_of
 
 UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
@@ -35,7 +35,7 @@ def mask_class(mask: BlockMask) -> str:
         return found
     if not _readable(mask.kv_num_blocks):
         return UNKNOWN
-    found, runs = look(lists_of(mask), -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
+    found, runs = look(query_lists(mask), -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
     keep_class(mask, found)
     if runs is not None:
         keep_runs(mask, runs)
@@ -71,7 +71,7 @@ def keeps_all(mask: BlockMask) -> bool:
 def look(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str, Tensor | None]:
     """The class of lists of blocks, and their runs where the blocks of each row join up.
 
-    lists: counts [..., rows], indices [..., rows, width], as `lists_of` has them. One read back.
+    lists: counts [..., rows], indices [..., rows, width], as `query_lists` has them. One read back.
     """
     num, idx, full_num, full_idx = lists
     assert num is not None and idx is not None

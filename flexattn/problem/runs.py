@@ -96,7 +96,7 @@ def keep_with(mask: BlockMask, attribute: str, found: Any) -> None:
     A tensor that was made in inference mode does not tell when it is written to: nothing is kept
     with such a mask. What a replayed CUDA graph writes into lists goes unseen.
     """
-    lists = lists_of(mask)
+    lists = query_lists(mask)
     given = [each for each in lists if each is not None]
     if not any(each.is_inference() for each in given):
         setattr(mask, attribute, _Kept(found, lists, versions(given)))
@@ -105,7 +105,7 @@ def keep_with(mask: BlockMask, attribute: str, found: Any) -> None:
 def kept_with(mask: BlockMask, attribute: str) -> Any:
     """What `keep_with` kept; None where there is nothing that still holds."""
     kept: _Kept | None = getattr(mask, attribute, None)
-    if kept is None or not all(map(is_, lists_of(mask), kept.lists)):
+    if kept is None or not all(map(is_, query_lists(mask), kept.lists)):
         return None
     return kept.found if unwritten(kept.versions) else None
 
@@ -128,7 +128,7 @@ def unwritten(seen: list[Any]) -> bool:
     return True
 
 
-def lists_of(mask: BlockMask) -> tuple[Tensor | None, ...]:
+def query_lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
     """A mask's lists by query: counts and indices of partial blocks, then of full ones."""
     return (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,

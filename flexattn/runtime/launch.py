@@ -26,7 +26,7 @@ from flexattn.mods import Bound
 from flexattn.problem import Problem, Sparsity, Structure, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
-from flexattn.problem.runs import known_runs, lists_of
+from flexattn.problem.runs import known_runs, query_lists
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
 from flexattn.runtime.decay_skip import DecaySkip, begin as begin_decay_skip, pays
@@ -56,7 +56,7 @@ class Lists(NamedTuple):
     @classmethod
     def of(cls, mask: BlockMask) -> Lists:
         """The lists of a BlockMask; views of them where they are as kernels read them."""
-        return cls.made(lists_of(mask), known_runs(mask))
+        return cls.made(query_lists(mask), known_runs(mask))
 
     @classmethod
     def made(cls, lists: Sequence[Tensor | None], runs: Tensor | None = None) -> Lists:

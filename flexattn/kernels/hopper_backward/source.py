@@ -24,7 +24,7 @@ from flexattn.kernels.hopper_backward.arguments import (
 )
 from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of
-from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_mods
+from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.problem import Structure
 
@@ -61,7 +61,7 @@ def render(
 ) -> Source:
     """The kernel of a structure with a config; title goes into its header."""
     traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
-    score, mask = print_mods(structure, traits)
+    score, mask = print_with_gradients(structure, traits)
     band = None if structure.mask is None else band_of(structure.mask.mod.expr)
     if band is not None:
         mask = None

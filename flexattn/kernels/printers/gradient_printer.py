@@ -113,7 +113,7 @@ def print_gradient(
     return PrintedGradient(hoisted, printed.early, printed.body, result, factor, scatters)
 
 
-def print_mods(
+def print_with_gradients(
     structure: Structure, traits: Traits, slots: tuple[int, ...] = (), diagonals: bool = False
 ) -> tuple[PrintedGradient | None, Printed | None]:
     """The score_mod with its derivatives and the mask_mod of a half; None where there is none.

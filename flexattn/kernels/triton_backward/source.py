@@ -19,7 +19,7 @@ from flexattn.kernels.printers.gradient_printer import (
     OVER_KEYS,
     OVER_ROWS,
     PrintedGradient,
-    print_mods,
+    print_with_gradients,
 )
 from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.printers.triton_printer import Printed
@@ -37,10 +37,10 @@ ELEMENTS = 4096
 def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
     """The backward kernel of a structure with a config; title goes into its header."""
     traits = traits_of(device, structure)
-    over_keys, mask_over_keys = print_mods(
+    over_keys, mask_over_keys = print_with_gradients(
         structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals
     )
-    over_rows, mask_over_rows = print_mods(structure, replace(traits, dialect=OVER_ROWS))
+    over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = dict(config.tiles)
