@@ -14,7 +14,7 @@ from bench.rows import Row
 from flexattn.kernels.base.config import Config, describe as said
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.records.record import Record
-from flexattn.tune.ledger import cost
+from flexattn.tune.trial_table import cost
 
 __all__ = [
     "TORCH",

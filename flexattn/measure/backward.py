@@ -1,4 +1,4 @@
-"""A backward in a lab: what its forward saved, a config's launches, and what judges gradients."""
+"""A backward in a runner: what its forward saved, a config's launches, and what judges them."""
 
 from __future__ import annotations
 

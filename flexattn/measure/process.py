@@ -32,19 +32,19 @@ class Died(Exception):
 
 
 class ChildProcess:
-    """A child that serves requests with a Lab on one GPU; not for two threads at once.
+    """A child that serves requests with a Runner on one GPU; not for two threads at once.
 
     Not multiprocessing's: that would import the caller's script a second time, and the GPU is
     chosen by an environment that must stand before anything is imported.
     """
 
-    def __init__(self, lab: str, gpu: int, patience: float) -> None:
-        """Start it, and wait until its lab is there. Raises MeasureError, or what the lab says."""
+    def __init__(self, runner: str, gpu: int, patience: float) -> None:
+        """Start it, and wait for its runner. Raises MeasureError, or what the runner says."""
         self._pipe: Connection[Any, Any]
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flexattn.measure.child", str(theirs.fileno()), lab],
+                [sys.executable, "-m", "flexattn.measure.child", str(theirs.fileno()), runner],
                 env=worker_environment(gpu),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -64,7 +64,7 @@ class ChildProcess:
             self.end()
             if hello.error is not None:
                 raise hello.error
-            raise MeasureError(f"{lab} did not start: {hello.failed.message}")
+            raise MeasureError(f"{runner} did not start: {hello.failed.message}")
         self.device: str = hello.value
 
     @property

@@ -1,4 +1,4 @@
-"""A serving task in a lab: a batch over a cache, a config's plan, and what judges its runs."""
+"""A serving task in a runner: a batch over a cache, a config's plan, and what judges its runs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def keeps_all(mask: BlockMask) -> bool:
 def look(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str, Tensor | None]:
     """The class of lists of blocks, and their runs where the blocks of each row join up.
 
-    lists: counts [..., rows], indices [..., rows, width], as `query_lists` has them. One read back.
+    lists: counts [..., rows], indices [..., rows, width], as of `query_lists`. One read back.
     """
     num, idx, full_num, full_idx = lists
     assert num is not None and idx is not None

@@ -15,12 +15,12 @@ from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.environment import environment as environment_of
 from flexattn.records.record import Decision, Record, Trial
+from flexattn.tune.evaluator import Build, Evaluator
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.search import Everything, Guided, Search
 from flexattn.tune.subject import Subject, subject_of
-from flexattn.tune.workbench import Build, Workbench
 
 NOT_TRIED = "not tried"
 USUAL = Method()
@@ -49,9 +49,9 @@ def tune(
     journal = None if journals is None else Journal(journals, subject, method.provenance)
     measurer.start()
     # Its clock starts before the oracle is made, which the budget pays for.
-    bench = Workbench(subject, measurer, build, method, progress)
+    evaluator = Evaluator(subject, measurer, build, method, progress)
     measurer.open(task)
-    return _tuned(bench, seeds, journal)
+    return _tuned(evaluator, seeds, journal)
 
 
 def tune_subject(
@@ -65,35 +65,35 @@ def tune_subject(
     progress: Progress = SILENT,
 ) -> Record:
     """As `tune`, for a subject whose task the measurer has open already."""
-    return _tuned(Workbench(subject, measurer, build, method, progress), seeds, journal)
+    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds, journal)
 
 
-def _tuned(bench: Workbench, seeds: Sequence[Config], journal: Journal | None) -> Record:
-    subject, method, progress = bench.subject, bench.method, bench.progress
+def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | None) -> Record:
+    subject, method, progress = evaluator.subject, evaluator.method, evaluator.progress
     search = _search(subject, method, seeds)
     for entries in journal.batches() if journal else ():
-        for index in bench.restore(entries):
-            search.known(index, bench.ledger.cost(index))
+        for index in evaluator.restore(entries):
+            search.known(index, evaluator.table.cost(index))
     whole = isinstance(search, Everything)
     if whole:
-        bench.build(range(len(subject.configs)))
+        evaluator.build(range(len(subject.configs)))
     progress.stage("measure", search.total)
-    while bench.left(FOR_SCREENING) > 0 or not bench.ledger.ranked():
+    while evaluator.left(FOR_SCREENING) > 0 or not evaluator.table.ranked():
         batch = search.ask(min(method.batch, search.batch))
         if not batch:
             break
-        screened = bench.screen(batch)
+        screened = evaluator.screen(batch)
         # Where nothing ran, as on a GPU that somebody else had filled, the next call tries again.
         if journal and any(entry.trial.screening for entry in screened):
             journal.append(screened)
         for index in batch:
-            search.tell(index, bench.ledger.cost(index))
+            search.tell(index, evaluator.table.cost(index))
     else:
         progress.note("the time budget ended the search")
-    if refused := bench.ledger.infeasible:
+    if refused := evaluator.table.infeasible:
         progress.note(f"{refused} of {len(subject.configs)} configs are infeasible: refused")
-    trials, decision, untried = bench.finals()
-    seconds = time.monotonic() - bench.begin
+    trials, decision, untried = evaluator.finals()
+    seconds = time.monotonic() - evaluator.begin
     return record_of(subject, method, trials, decision, untried, seconds)
 
 

@@ -1,15 +1,15 @@
-"""Labs of a real GPU whose configs do what a broken kernel does to it."""
+"""Runners of a real GPU whose configs do what a broken kernel does to it."""
 
 import torch
 import triton
 import triton.language as tl
 
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.measure.lab import DeviceLab
+from flexattn.measure.runner import DeviceRunner
 from flexattn.runtime.launch import Outputs
 
-LAB = f"{__name__}:FaultyLab"
-# Never launched as attention: FaultyLab knows them by their num_warps.
+RUNNER = f"{__name__}:FaultyRunner"
+# Never launched as attention: FaultyRunner knows them by their num_warps.
 BAD_ADDRESS, SPIN, MEMORY = (PrefillConfig(64, 64, warps, 1) for warps in (101, 102, 103))
 SPIN_CHUNKS, SPIN_CYCLES = 20, 2**31 - 1  # each about a second of an H200's clock
 
@@ -19,7 +19,7 @@ def write_at(address):
     tl.store(address.to(tl.pointer_type(tl.int32)), 1)
 
 
-class FaultyLab(DeviceLab):
+class FaultyRunner(DeviceRunner):
     def _call(self, config):
         fault = {101: self.write_far_away, 102: self.spin, 103: self.ask_for_too_much}
         return fault.get(config.num_warps) or super()._call(config)
@@ -35,7 +35,7 @@ class FaultyLab(DeviceLab):
         torch.empty(2**50, dtype=torch.int8, device="cuda")
 
 
-class ForgetfulLab(DeviceLab):
+class ForgetfulRunner(DeviceRunner):
     """Its kernels leave the last rows of the output as they were."""
 
     def _call(self, config):

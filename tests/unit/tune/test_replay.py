@@ -7,9 +7,9 @@ import pytest
 
 from bench.exhaustive import Plan, measured
 from flexattn.errors import CacheError
-from flexattn.tune.ledger import cost
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.studies import load, loads, save
+from flexattn.tune.trial_table import cost
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)

@@ -1,4 +1,4 @@
-"""A foundry compiles ahead of those who measure: each source once, what is waited for first."""
+"""A queue compiles ahead of those who measure: each source once, what is waited for first."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from flexattn.errors import MeasureError
-from flexattn.tune.foundry import Foundry
+from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import Lost, Pool
 from tests.build_doubles import Order, ordered
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def foundry(tmp_path):
-    with Foundry(Pool(ordered, jobs=1, deadline=20.0)) as made:
+def compiling(tmp_path):
+    with CompileQueue(Pool(ordered, jobs=1, deadline=20.0)) as made:
         yield made
 
 
@@ -27,19 +27,23 @@ def orders(tmp_path, *tags, kind="fine"):
     return [Order(tag, kind, str(tmp_path)) for tag in tags]
 
 
-def test_what_is_waited_for_comes_before_what_was_ordered_ahead(foundry, tmp_path):
-    foundry.ahead(orders(tmp_path, *range(1, 7)))
-    assert dict(foundry.run(orders(tmp_path, 6, 9))) == {0: 60, 1: 90}
+def test_what_is_waited_for_comes_before_what_was_ordered_ahead(compiling, tmp_path):
+    compiling.ahead(orders(tmp_path, *range(1, 7)))
+    assert dict(compiling.run(orders(tmp_path, 6, 9))) == {0: 60, 1: 90}
     done = ran(tmp_path)
     assert done.index(6) < 3 and done.index(9) < 4, "behind what ran, and one that followed"
-    assert dict(foundry.run(orders(tmp_path, *range(1, 7)))) == {i: 10 * (i + 1) for i in range(6)}
+    assert dict(compiling.run(orders(tmp_path, *range(1, 7)))) == {
+        i: 10 * (i + 1) for i in range(6)
+    }
     assert sorted(ran(tmp_path)) == [1, 2, 3, 4, 5, 6, 9], "each once"
 
 
-def test_threads_that_want_one_kernel_share_it(foundry, tmp_path):
+def test_threads_that_want_one_kernel_share_it(compiling, tmp_path):
     found = []
     threads = [
-        threading.Thread(target=lambda: found.append(dict(foundry.run(orders(tmp_path, 1, 2, 1)))))
+        threading.Thread(
+            target=lambda: found.append(dict(compiling.run(orders(tmp_path, 1, 2, 1))))
+        )
         for _ in range(3)
     ]
     for thread in threads:
@@ -50,32 +54,34 @@ def test_threads_that_want_one_kernel_share_it(foundry, tmp_path):
     assert sorted(ran(tmp_path)) == [1, 2]
 
 
-def test_a_process_that_dies_costs_its_order_and_the_next_who_asks_tries_again(foundry, tmp_path):
+def test_a_process_that_dies_costs_its_order_and_the_next_who_asks_tries_again(
+    compiling, tmp_path
+):
     troubled = orders(tmp_path, 4, kind="dies once")
-    (lost,) = dict(foundry.run(troubled)).values()
+    (lost,) = dict(compiling.run(troubled)).values()
     assert isinstance(lost, Lost) and lost.how == "crash"
-    assert dict(foundry.run(troubled)) == {0: 40}
+    assert dict(compiling.run(troubled)) == {0: 40}
 
 
-def test_who_waits_for_a_closed_foundry_is_told(foundry, tmp_path):
-    assert dict(foundry.run(orders(tmp_path, 50))) == {0: 500}
-    foundry.ahead(orders(tmp_path, *range(20)))
+def test_who_waits_for_a_closed_queue_is_told(compiling, tmp_path):
+    assert dict(compiling.run(orders(tmp_path, 50))) == {0: 500}
+    compiling.ahead(orders(tmp_path, *range(20)))
     errors = []
 
     def wait():
         with pytest.raises(MeasureError, match="compilers are closed") as caught:
-            dict(foundry.run(orders(tmp_path, *range(20, 40))))
+            dict(compiling.run(orders(tmp_path, *range(20, 40))))
         errors.append(caught)
 
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(0.3)
     begin = time.monotonic()
-    foundry.close()
+    compiling.close()
     thread.join(20)
     assert errors and time.monotonic() - begin < 5
     assert len(ran(tmp_path)) < 40
 
 
-def test_nothing_to_build_starts_nothing(foundry):
-    assert list(foundry.run([])) == []
+def test_nothing_to_build_starts_nothing(compiling):
+    assert list(compiling.run([])) == []

@@ -1,4 +1,4 @@
-"""Lab: where a worker's child runs candidates, with the launches that serve users."""
+"""Runner: where a worker's child runs candidates, with the launches that serve users."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flexattn.runtime.launch import Outputs, prepare
 from flexattn.settings import current
 
 
-class Lab(Protocol):
+class Runner(Protocol):
     """What a worker's child needs of the place where it measures; all methods may raise."""
 
     @property
@@ -54,7 +54,7 @@ class Lab(Protocol):
         """Free what a failed candidate left behind; whether the device still answers."""
 
 
-class DeviceLab:
+class DeviceRunner:
     """The process's first GPU; with FLEXATTN_INTERPRET=1 Triton's interpreter, on the CPU."""
 
     def __init__(self) -> None:
@@ -81,14 +81,14 @@ class DeviceLab:
 
     @property
     def device(self) -> str:
-        """As Lab.device: the GPU's own identity, whatever CUDA_VISIBLE_DEVICES calls it."""
+        """As Runner.device: the GPU's own identity, whatever CUDA_VISIBLE_DEVICES calls it."""
         if self._where.type == "cpu":
             return "cpu"
         properties = torch.cuda.get_device_properties(self._where)
         return f"gpu-{getattr(properties, 'uuid', properties.name)}"
 
     def open(self, task: AnyTask) -> None:
-        """As Lab.open."""
+        """As Runner.open."""
         self._calls.clear()
         self._clock = self._judge = self._build = None
         self._while_judged = nullcontext
@@ -155,7 +155,7 @@ class DeviceLab:
         self._build = build
 
     def gate(self, config: Config) -> Gated | Failed:
-        """As Lab.gate."""
+        """As Runner.gate."""
         assert self._judge is not None
         call = self._call(config)
         with _poisoned_memory(), self._while_judged():
@@ -166,13 +166,13 @@ class DeviceLab:
     def race(
         self, configs: Sequence[Config], rounds: int, min_ms: float, limit_us: float
     ) -> Iterator[Event]:
-        """As Lab.race."""
+        """As Runner.race."""
         assert self._clock is not None
         calls = _Calls(configs, self._call)
         return race(calls, rounds=rounds, min_ms=min_ms, clock=self._clock, limit_us=limit_us)
 
     def recover(self) -> bool:
-        """As Lab.recover."""
+        """As Runner.recover."""
         try:
             self._synchronize()
             self._free()

@@ -1,4 +1,4 @@
-"""A lab whose configs misbehave in every way a kernel can, for workers' tests without a GPU.
+"""A runner whose configs misbehave in every way a kernel can, for workers' tests without a GPU.
 
 `config("segfault")` does so at once; `config("segfault", at=9)` at its ninth call.
 """
@@ -35,7 +35,7 @@ KINDS = (
     "late_answer",
     "timeless",
 )
-LAB = f"{__name__}:FaultyLab"
+RUNNER = f"{__name__}:FaultyRunner"
 
 
 def config(kind="good", at=1, number=1):
@@ -55,7 +55,7 @@ class Backwards(CpuClock):
         return -us if KINDS[call.args[0].BLOCK_N] == "timeless" else us
 
 
-class FaultyLab:
+class FaultyRunner:
     device = ""
 
     def __init__(self):

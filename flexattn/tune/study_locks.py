@@ -1,4 +1,4 @@
-"""Claims: who measures which point, a table beside Optuna's whose primary key is the lock."""
+"""StudyLocks: who measures which point, a table beside Optuna's whose primary key is the lock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 TABLE = "flexattn_claims"
 
 
-class Claims:
+class StudyLocks:
     """The points of one study with the number of the trial that owns each.
 
     Whether an owner lives, and what it measured, is the trial's own state: nothing is said twice.

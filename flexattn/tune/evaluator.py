@@ -1,4 +1,4 @@
-"""Workbench: what is done to candidates one after the other: build, gate, screen, finals."""
+"""Evaluator: what is done to candidates one after the other: build, gate, screen, finals."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flexattn.measure.protocol import Measurer
 from flexattn.records.record import Decision, Failed, Trial
 from flexattn.tune.builds import Built
 from flexattn.tune.journal import Entry
-from flexattn.tune.ledger import Ledger
 from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method
 from flexattn.tune.progress import Progress
 from flexattn.tune.race import race, screen
 from flexattn.tune.subject import Subject
+from flexattn.tune.trial_table import TrialTable
 
 Build = Callable[[Sequence[Config]], Iterable[Built]]
 
 
 @dataclass
-class Workbench:
-    """One subject's ledger with the hands that fill it.
+class Evaluator:
+    """One subject's table of trials, and what fills it.
 
     Its clock stands while configs are built and while the default passes the gate.
     """
@@ -34,7 +34,7 @@ class Workbench:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.subject.configs, self.subject.default)
+        self.table = TrialTable(self.subject.configs, self.subject.default)
         self.begin = time.monotonic()
         self._uncounted = 0.0
         self._codes: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Workbench:
 
     def built(self, index: int) -> bool:
         """Whether the config was built, or is known to need no build."""
-        return index in self._code_of or self.ledger[index].failed is not None
+        return index in self._code_of or self.table[index].failed is not None
 
     def build(self, indices: Iterable[int]) -> None:
         """Build configs; note resources, failures, and who has whose machine code."""
@@ -56,72 +56,72 @@ class Workbench:
             return
         begin = time.monotonic()
         self.progress.stage("build", len(missing))
-        found = {b.config: b for b in self.builder([self.ledger[i].config for i in missing])}
+        found = {b.config: b for b in self.builder([self.table[i].config for i in missing])}
         for index in missing:
-            self._note(index, found.get(self.ledger[index].config))
+            self._note(index, found.get(self.table[index].config))
         self._uncounted += time.monotonic() - begin
 
     def _note(self, index: int, built: Built | None) -> None:
         if built is None:
-            self.ledger.fail(index, Failed("build", "Missing", "the builder gave no answer"))
+            self.table.fail(index, Failed("build", "Missing", "the builder gave no answer"))
             return
         trial = replace(
-            self.ledger[index],
+            self.table[index],
             registers=built.registers,
             spills=built.spills,
             shared_memory=built.shared_memory,
         )
-        self.ledger.put(index, trial)
+        self.table.put(index, trial)
         starved = built.failed is not None and built.failed.stage == "resources"
-        if built.failed is not None and not (starved and index == self.ledger.default):
+        if built.failed is not None and not (starved and index == self.table.default):
             # The default runs where nothing was tuned: it is timed whatever it spills.
-            self.ledger.fail(index, built.failed)
+            self.table.fail(index, built.failed)
         self._identify(index, built.code)
 
     def _identify(self, index: int, code: str) -> None:
         """Remember a config's machine code; one that is known already will not be timed twice."""
         self._code_of[index] = code
         first = self._codes.setdefault(code, index) if code else index
-        if first != index and self.ledger[index].failed is None:
-            self.ledger.put(index, replace(self.ledger[index], same_code_as=first))
+        if first != index and self.table[index].failed is None:
+            self.table.put(index, replace(self.table[index], same_code_as=first))
 
     def screen(self, batch: Sequence[int]) -> list[Entry]:
         """Build, gate and time a batch beside the default; returns what a journal keeps of it."""
-        ledger, default = self.ledger, self.subject.default
+        table, default = self.table, self.subject.default
         self.build(dict.fromkeys([default, *batch]))
         ready = [i for i in dict.fromkeys([default, *batch]) if self._passes(i)]
-        before = len(ledger[default].screening)
+        before = len(table[default].screening)
         rounds, min_ms = self.method.rounds, min(SCREENING_MS, self.subject.policy.min_ms)
         timed = [i for i in ready if i != default]
         if ready and (timed or not before):
-            screen(self.measurer, ledger, timed, rounds, min_ms)
+            screen(self.measurer, table, timed, rounds, min_ms)
         for index in batch:
-            self.progress.step(describe(ledger[index].config), ledger.best_us())
+            self.progress.step(describe(table[index].config), table.best_us())
         kept = [i for i in batch if i != default and self._touched(i)]
-        own = replace(ledger[default], screening=ledger[default].screening[before:])
+        own = replace(table[default], screening=table[default].screening[before:])
         return [Entry(own, self._code_of.get(default, "")), *map(self._entry, kept)]
 
     def _passes(self, index: int) -> bool:
         """Gate a config that needs it, if there is time; the default always has time."""
-        trial = self.ledger[index]
-        if not self.ledger.healthy(index):
+        trial = self.table[index]
+        if not self.table.healthy(index):
             return False
         if trial.gate is None and (index == self.subject.default or self.left(FOR_SCREENING) > 0):
             begin = time.monotonic()
-            self.ledger.gate(index, self.measurer.gate(trial.config))
+            self.table.gate(index, self.measurer.gate(trial.config))
             if index == self.subject.default:
                 # A worker's first run imports and loads what every later one finds there.
                 self._uncounted += time.monotonic() - begin
-        return self.ledger.healthy(index) and self.ledger[index].gate is not None
+        return self.table.healthy(index) and self.table[index].gate is not None
 
     def _touched(self, index: int) -> bool:
-        trial = self.ledger[index]
+        trial = self.table[index]
         if trial.same_code_as is not None:
             return self._touched(trial.same_code_as)
         return trial.failed is not None or bool(trial.screening)
 
     def _entry(self, index: int) -> Entry:
-        trial = replace(self.ledger[index], start=0, same_code_as=None)
+        trial = replace(self.table[index], start=0, same_code_as=None)
         return Entry(trial, self._code_of.get(index, ""))
 
     def restore(self, entries: Sequence[Entry]) -> list[int]:
@@ -131,7 +131,7 @@ class Workbench:
         """
         known = {config: index for index, config in enumerate(self.subject.configs)}
         default, restored = self.subject.default, []
-        there, here = entries[0].trial, self.ledger[default]
+        there, here = entries[0].trial, self.table[default]
         if there.config != here.config:
             return []
         if (there.failed and here.screening) or (here.failed and there.screening):
@@ -143,10 +143,10 @@ class Workbench:
                 continue
             samples = entry.trial.screening
             if index != default or not start:
-                self.ledger.put(index, replace(entry.trial, screening=(), start=0, finals=()))
+                self.table.put(index, replace(entry.trial, screening=(), start=0, finals=()))
                 self._identify(index, entry.code)
             if samples:
-                self.ledger.screened([index], [samples], start)
+                self.table.screened([index], [samples], start)
             restored.append(index)
         return restored
 
@@ -155,16 +155,14 @@ class Workbench:
         method, policy = self.method, self.subject.policy
         self.progress.stage("race", policy.rounds)
         race(
-            self.measurer, self.ledger, policy.rounds, policy.min_ms,
+            self.measurer, self.table, policy.rounds, policy.min_ms,
             method.margin, method.confidence,
             expired=lambda: self.left() <= 0,
-            said=lambda text: self.progress.step(text, self.ledger.best_us()),
+            said=lambda text: self.progress.step(text, self.table.best_us()),
         )  # fmt: skip
         return self.compacted()
 
     def compacted(self) -> tuple[tuple[Trial, ...], Decision, int]:
         """As `finals`, without a race."""
-        kept = [
-            i for i in range(len(self.ledger)) if i == self.subject.default or self._touched(i)
-        ]
-        return self.ledger.compact(kept, self.method.margin, self.method.confidence)
+        kept = [i for i in range(len(self.table)) if i == self.subject.default or self._touched(i)]
+        return self.table.compact(kept, self.method.margin, self.method.confidence)

@@ -1,4 +1,4 @@
-"""Crew: what one GPU needs to tune problem after problem: a worker, a builder, first guesses."""
+"""GpuTuner: what one GPU needs to tune problem after problem: a worker, first guesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexattn.records.record import Record
 from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.builds import Built, build_task, orders_of
 from flexattn.tune.campaign import environment_of
-from flexattn.tune.foundry import Foundry, Runs
+from flexattn.tune.compile_queue import CompileQueue, Runs
 from flexattn.tune.method import Method
 from flexattn.tune.progress import Progress
 from flexattn.tune.shared import tune_shared
@@ -45,7 +45,7 @@ def seeds(task: AnyTask) -> list[Config]:
     return list(dict.fromkeys(configs))
 
 
-def build_ahead(tasks: Sequence[AnyTask], method: Method, foundry: Foundry) -> None:
+def build_ahead(tasks: Sequence[AnyTask], method: Method, compile_queue: CompileQueue) -> None:
     """Order the kernels of tasks that will be measured whole, in the background.
 
     What is searched is built as the search asks for it: most of such a space is never measured.
@@ -58,7 +58,7 @@ def build_ahead(tasks: Sequence[AnyTask], method: Method, foundry: Foundry) -> N
             try:
                 subject = subject_of(task, environment_of(task), method.effort, seeds(task))
                 if len(subject.configs) <= method.all_up_to:
-                    foundry.ahead(orders_of(task, subject.configs))
+                    compile_queue.ahead(orders_of(task, subject.configs))
             except FlexAttnError:  # it is said when the task has its turn
                 continue
 
@@ -73,10 +73,10 @@ class Lane(Progress, Protocol):
         """The next problem begins."""
 
 
-class Crew(Closing):
+class GpuTuner(Closing):
     """Tunes tasks on one GPU, or in the interpreter; leaving it ends its worker.
 
-    compilers: processes that compile, for this crew and maybe others. journals: a folder that
+    compilers: processes that compile, for this tuner and maybe others. journals: a folder that
     keeps what an interrupted problem had finished. gpu: of this host. storage: a database's URL;
     workers that name it tune each problem together. again_since: what they had finished before
     this moment, in seconds of the clock, is measured again.

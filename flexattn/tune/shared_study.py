@@ -1,4 +1,4 @@
-"""Board: one study in a database, whose points any number of workers on any hosts share.
+"""SharedStudy: one study in a database, whose points any number of workers on any hosts share.
 
 A worker asks for a point, owns it by a claim, and beats for it until it has told the result. A
 trial whose heart stands still is failed, and its point is owned by the next worker that asks.
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.settings import log
-from flexattn.tune.claims import Claims
 from flexattn.tune.search import tell_cost
+from flexattn.tune.study_locks import StudyLocks
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class Heart:
                     log.warning("no heartbeat: %s", str(error).splitlines()[0])
 
 
-class Board:
+class SharedStudy:
     """One study: points are numbers, and each is measured by one worker at a time.
 
     params: of a point, as Optuna sees it. find: the point of params, None for one that cannot be.
@@ -182,7 +182,7 @@ class Board:
             )
         )
         self._id = storage.get_study_id_from_name(name)
-        self._claims = Claims(storage.engine, name)
+        self._locks = StudyLocks(storage.engine, name)
 
     def known(self) -> dict[int, str]:
         """The state of each point that has an owner: COMPLETE, RUNNING, or FAIL for a dead one.
@@ -191,13 +191,13 @@ class Board:
         """
         self._bury()
         # Owners first: a trial is made before its claim, so every owner is among the trials.
-        owners = patient(self._claims.owners)
+        owners = patient(self._locks.owners)
         states = {t.number: t.state.name for t in self._trials()}
         return {point: states[number] for point, number in owners.items()}
 
     def results(self) -> dict[int, str]:
         """What was told of each point that is complete."""
-        owners = patient(self._claims.owners)
+        owners = patient(self._locks.owners)
         told = {t.number: t.user_attrs for t in self._trials() if t.state.name == "COMPLETE"}
         return {p: told[n][RESULT] for p, n in owners.items() if n in told}
 
@@ -230,14 +230,14 @@ class Board:
             self._heart.release(trial_id)
             patient(lambda: tell_cost(self._study, trial, float("inf"), feasible=False))
             return None
-        if patient(lambda: self._claims.claim(point, trial.number)):
+        if patient(lambda: self._locks.claim(point, trial.number)):
             return held
-        owner = patient(self._claims.owners).get(point, -1)
+        owner = patient(self._locks.owners).get(point, -1)
         if owner == trial.number:
             return held  # the claim was made, and only its answer was lost
         states = {t.number: t.state.name for t in self._trials()}
         if states.get(owner) == "FAIL" and patient(
-            lambda: self._claims.take_over(point, owner, trial.number)
+            lambda: self._locks.take_over(point, owner, trial.number)
         ):
             return held
         self._drop(held)

@@ -1,4 +1,4 @@
-"""Foundry: kernels compiled ahead of need, each source once, while others are measured."""
+"""CompileQueue: kernels compiled ahead of need, each source once, while others are measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Order(Protocol):
 
 
 class Runs(Protocol):
-    """What does tasks: a Pool, or a Foundry over one."""
+    """What does tasks: a Pool, or a CompileQueue over one."""
 
     def run(self, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """As Pool.run."""
@@ -33,7 +33,7 @@ class Runs(Protocol):
         """As Pool.close."""
 
 
-class Foundry(Closing):
+class CompileQueue(Closing):
     """A pool that several threads share, and that works ahead of them.
 
     What somebody waits for comes first, then what was ordered ahead, in order. A result is kept

@@ -1,4 +1,4 @@
-"""Ledger: the trials of one problem while they grow, and what each costs beside the default."""
+"""TrialTable: one problem's trials while they grow, and what each costs beside the default."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _kept(got: Sampled) -> Sampled:
     return tuple(map(kept_us, got))
 
 
-class Ledger:
+class TrialTable:
     """Trials by index, the only thing of a tuning that changes."""
 
     def __init__(self, configs: Iterable[Config], default: int) -> None:
