@@ -16,8 +16,8 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.codec import decode, decode_record, encode, encode_record
-from flexattn.records.environment import environment as environment_of
 from flexattn.records.record import Record, slug
+from flexattn.tune.campaign import environment_of
 from flexattn.tune.evaluator import Build, Evaluator
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method
@@ -56,8 +56,7 @@ def tune_shared(
     (seconds of the clock) is left as it is and a new round of it begins, which all who ask so
     share. Raises InputError for a URL that is no database's.
     """
-    where = environment_of(task.kind, task.device, task.policy)
-    subject = subject_of(task, where, method.effort)
+    subject = subject_of(task, environment_of(task), method.effort)
     measurer.start()
     evaluator = Evaluator(subject, measurer, build, method, progress)
     measurer.open(task)

@@ -13,8 +13,8 @@ from flexattn.errors import MeasureError
 from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
-from flexattn.records.environment import environment as environment_of
 from flexattn.records.record import Decision, Record, Trial
+from flexattn.tune.campaign import environment_of
 from flexattn.tune.evaluator import Build, Evaluator
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
@@ -44,8 +44,7 @@ def tune(
     `flexattn.tune.journal.settle`.
     Raises MeasureError where no config of the space runs.
     """
-    where = environment_of(task.kind, task.device, task.policy)
-    subject = subject_of(task, where, method.effort, seeds)
+    subject = subject_of(task, environment_of(task), method.effort, seeds)
     journal = None if journals is None else Journal(journals, subject, method.provenance)
     measurer.start()
     # Its clock starts before the oracle is made, which the budget pays for.
