@@ -18,7 +18,7 @@ from flexattn.device import named
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
 from flexattn.presets import files
-from flexattn.records.codec import decode_record
+from flexattn.records.codec import decode_answer
 from flexattn.records.environment import environment
 from flexattn.records.key import key_of
 from flexattn.records.store import Store
@@ -38,7 +38,7 @@ def main(root: Path) -> dict[str, Any]:
     for path in Store(root).paths():
         name = path.relative_to(root).as_posix()
         try:
-            record = decode_record(path.read_bytes())
+            record = decode_answer(path.read_bytes())
             device = named(record.environment.device)
             where = record.title, device.name
             if where not in tasks:
