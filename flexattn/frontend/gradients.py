@@ -60,6 +60,10 @@ class Asked(NamedTuple):
             slots_of(call.score), call.dropout,
         )  # fmt: skip
 
+    def lists(self) -> BothLists | None:
+        """Those of the block mask, by query and by key."""
+        return None if self.block_mask is None else BothLists.of(self.block_mask)
+
 
 class BackwardPlan(NamedTuple):
     """A prepared launch, and what this call gives it beside q, k and v."""
@@ -79,14 +83,9 @@ def check_gradients(call: Call) -> Asked:
         asked.options, detect(call.q.device), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if _checked.get(key) is None:
-        _check(call, asked)
+        check_backward(asked, call.q, call.k, call.v, asked.lists(), detect(call.q.device))
         _checked.put(key, True)
     return asked
-
-
-def _check(call: Call, asked: Asked) -> None:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
-    check_backward(asked, call.q, call.k, call.v, lists, detect(call.q.device))
 
 
 def check_backward(
@@ -128,15 +127,11 @@ def check_order(asked: Asked) -> None:
 def choice_of(call: Call) -> tuple[Problem, Choice]:
     """What the backward of an admitted call runs; it is built, and nothing is launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
-    problem = _problem_of(call, Asked.of(call))
+    asked = Asked.of(call)
+    problem = _problem(asked, call.q, call.k, call.v, asked.lists())
     options = _options(call.options, problem, target)
     choice, _, _ = dispatcher().kernels(problem, target, index, options)
     return problem, choice
-
-
-def _problem_of(call: Call, asked: Asked) -> Problem:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
-    return _problem(asked, call.q, call.k, call.v, lists)
 
 
 def run_backward(
