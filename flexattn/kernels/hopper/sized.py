@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import best_first
@@ -27,21 +28,16 @@ def sized(
 
 
 def alternatives(problem: Problem) -> Iterator[HopperPrefillConfig]:
-    """What sizes may change: rows of a tile, whose tiles run together, and what pays in the long run.
+    """The first preference with one thing changed that sizes decide: four kernels at most.
 
-    A mask that makes tiles of all heads as long as each other has no order to gain from.
+    Fewer rows of a tile; each softmax rescaled at once, where keys are few; heads side by side
+    where a mask makes their tiles uneven, else tiles that end before the next one begins.
     """
-    structure = problem.structure
-    masked = structure.sparsity is not None
-    seen: set[int] = set()
-    for each in preferences(structure):
-        if each.consumers in seen:
-            continue
-        seen.add(each.consumers)
-        for lazy in {each.lazy_rescale, False}:
-            found = replace(each, lazy_rescale=lazy)
-            yield found
-            if masked:
-                yield replace(found, order="heads", l2_swizzle=8)
-            elif each.tile_scheduler != "grid":
-                yield replace(found, cross_tile_pipeline=not each.cross_tile_pipeline)
+    first, *others = preferences(problem.structure)
+    yield from islice((each for each in others if each.consumers < first.consumers), 1)
+    if first.lazy_rescale:
+        yield replace(first, lazy_rescale=False)
+    if problem.structure.sparsity is not None:
+        yield replace(first, order="heads", l2_swizzle=8)
+    elif first.cross_tile_pipeline and first.tile_scheduler != "grid":
+        yield replace(first, cross_tile_pipeline=False)
