@@ -52,7 +52,9 @@ MODELS = {
     "hopper": Model(
         "prefill", "HopperPrefillConfig", hopper.COSTS, hopper.expected,
         lambda problem, device: space.preferences(problem.structure),
-        lambda problem, first, device: sized.alternatives(problem), False,
+        lambda problem, first, device: sized.alternatives(
+            problem, list(space.preferences(problem.structure))
+        ), False,
     ),
     "decode": Model(
         "decode", "DecodeConfig", triton.COSTS, triton.expected,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -19,22 +19,25 @@ def sized(
     problem: Problem, device: Device, feasibility: Feasibility
 ) -> Iterator[HopperPrefillConfig]:
     """The preferences of a structure, and before them what the sizes are expected to want more."""
+    rules = list(preferences(problem.structure))
     return best_first(
-        preferences(problem.structure),
-        alternatives(problem),
+        rules,
+        alternatives(problem, rules),
         lambda config: expected(problem, config, device),
         lambda config: not feasibility.violated(config, problem.structure, device),
     )
 
 
-def alternatives(problem: Problem) -> Iterator[HopperPrefillConfig]:
+def alternatives(
+    problem: Problem, rules: Sequence[HopperPrefillConfig]
+) -> Iterator[HopperPrefillConfig]:
     """The first preference with one thing changed that sizes decide: four kernels at most.
 
     Fewer rows of a tile; each softmax rescaled at once, where keys are few; heads side by side
     where a mask makes their tiles uneven, else tiles that end before the next one begins.
     """
-    first, *others = preferences(problem.structure)
-    yield from islice((each for each in others if each.consumers < first.consumers), 1)
+    first = rules[0]
+    yield from islice((each for each in rules if each.consumers < first.consumers), 1)
     if first.lazy_rescale:
         yield replace(first, lazy_rescale=False)
     if problem.structure.sparsity is not None:

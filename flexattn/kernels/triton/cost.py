@@ -83,7 +83,7 @@ def other_splits(
     share, _ = kept(problem.mask_class if problem.structure.sparsity is not None else "")
     most = max(1, ceil(problem.kv_len * share / config.BLOCK_N))
     units = max(1, once.num_work_tiles)
-    found = {waves * device.num_sms // units for waves in (1, 2, 3, 4)} | {1, 2, 3, 4, 6, 8, most}
+    found = {waves * device.num_sms // units for waves in (1, 2, 3)} | {1, 2, 4, most}
     return [
         replace(config, num_splits=splits)
         for splits in sorted(found)

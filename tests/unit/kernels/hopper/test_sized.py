@@ -63,7 +63,8 @@ def test_every_size_has_a_default_that_can_run_and_an_estimate(D, B, heads, rows
     config = default(wanted, H200)
     assert not violated(config, wanted.structure, H200)
     assert default(wanted, H200) == config
-    assert len(list(alternatives(wanted))) <= 3
+    rules = list(space.preferences(wanted.structure))
+    assert len(list(alternatives(wanted, rules))) <= 3
     told = expected(wanted, config, H200)
     assert told.us > 0 and told.waves > 0
 
