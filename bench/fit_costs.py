@@ -1,4 +1,4 @@
-"""`python -m bench.fit_costs`: the costs that models of static defaults rest on, from what is measured.
+"""`python -m bench.fit_costs`: costs that models of static defaults rest on, from measurements.
 
 Each model is fitted to records and studies, then judged on what it was not fitted to: on each
 record after a fit without it, and on all records of a workload after a fit without these.
@@ -10,11 +10,11 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.measured import Measured, measured
+from bench.measured import Measured, measured, tiles_of
 from flexattn.device import Device
 from flexattn.kernels.base.estimate import Estimate, best_first
 from flexattn.kernels.choose.defaults import reasons
@@ -25,8 +25,6 @@ from flexattn.problem import Problem
 
 __all__ = ["MODELS", "Model", "Row", "fitted", "judged", "main", "rows_of"]
 
-# Fields that say how a config is compiled: who has no time takes the one that differs in these.
-COMPILED = {"ptxas": "", "merge_consumers": True}
 # In a fit, what a config counts that the model does not choose among.
 ASIDE = 0.2
 
@@ -65,30 +63,24 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A record of a model's kind: the times of its configs, and the first that the rules have.
+    """A record's times of a model's configs, and the first that the rules have for its problem.
 
     choices: of the timed ones the first and its alternatives, however they are compiled.
     """
 
-    title: str
-    triton: str
-    problem: Problem
-    device: Device
-    times: Mapping[Any, float]
+    of: Measured
     first: Any
     choices: frozenset[Any]
+
+    @property
+    def title(self) -> str:
+        """Of the record."""
+        return self.of.title
 
     @property
     def workload(self) -> str:
         """The preset, or the study: rows of one have heads and lengths in common."""
         return self.title.split()[0]
-
-    def time(self, config: Any) -> float | None:
-        """Of a config, or of one that is it but for how it is compiled; None without either."""
-        if config in self.times:
-            return self.times[config]
-        same = [us for each, us in self.times.items() if _tiles(each) == _tiles(config)]
-        return min(same, default=None)
 
 
 def rows_of(model: Model, found: Sequence[Measured]) -> list[Row]:
@@ -97,26 +89,24 @@ def rows_of(model: Model, found: Sequence[Measured]) -> list[Row]:
     for each in found:
         problem = each.problem
         study = "studies" in each.path.parts
-        if each.kind != model.kind or not isinstance(problem, Problem):
-            continue
-        if study and not model.studies:
-            continue
         times = {c: us for c, us in each.times.items() if type(c).__name__ == model.configs}
+        if each.kind != model.kind or not times or (study and not model.studies):
+            continue
+        assert isinstance(problem, Problem)
         able = (
             config
             for config in model.rules(problem, each.device)
             if not reasons(config, problem.structure, each.device)
         )
         first = next(able)
-        others = model.alternatives(problem, first, each.device)
-        among = {_tiles(config) for config in (first, *others)}
-        choices = frozenset(config for config in times if _tiles(config) in among)
-        rows.append(Row(each.title, each.triton, problem, each.device, times, first, choices))
+        among = {tiles_of(c) for c in (first, *model.alternatives(problem, first, each.device))}
+        choices = frozenset(config for config in times if tiles_of(config) in among)
+        rows.append(Row(replace(each, times=times), first, choices))
     return rows
 
 
 def loss(model: Model, costs: Any, rows: Iterable[Row]) -> float:
-    """How far ratios within a record are off, and by a tenth as much times: Huber of logarithms."""
+    """How far ratios within a record are off, and a tenth of how far times are (Huber)."""
     total = 0.0
     for row in rows:
         errors = _errors(model, costs, row)
@@ -149,28 +139,27 @@ def judged(model: Model, costs: Any, row: Row) -> tuple[float, float, Any]:
 
     Both NaN where the record has no time of the first. The model chooses among what has one.
     """
-    rules = row.time(row.first)
+    problem, device, time = row.of.problem, row.of.device, row.of.time
+    rules = time(row.first)
     if rules is None:
         return math.nan, math.nan, row.first
-    others = (
-        each
-        for each in model.alternatives(row.problem, row.first, row.device)
-        if row.time(each) is not None
-    )
+    others = model.alternatives(problem, row.first, device)  # type: ignore[arg-type]
     chosen = next(
         best_first(
-            [row.first], others, lambda c: model.expected(row.problem, c, row.device, costs)
+            [row.first],
+            [each for each in others if time(each) is not None],
+            lambda config: model.expected(problem, config, device, costs),
         )
     )
-    best = min(row.times.values())
-    return best / rules, best / (row.time(chosen) or rules), chosen
+    best = min(row.of.times.values())
+    return best / rules, best / (time(chosen) or rules), chosen
 
 
 def _errors(model: Model, costs: Any, row: Row) -> list[tuple[float, float]]:
     """Logarithms of expected over measured, each with its weight."""
     found = []
-    for config, us in row.times.items():
-        told = model.expected(row.problem, config, row.device, costs)
+    for config, us in row.of.times.items():
+        told = model.expected(row.of.problem, config, row.of.device, costs)
         assert told is not None
         found.append((math.log(told.us / us), 1.0 if config in row.choices else ASIDE))
     return found
@@ -179,11 +168,6 @@ def _errors(model: Model, costs: Any, row: Row) -> list[tuple[float, float]]:
 def _huber(error: float, edge: float = 0.1) -> float:
     size = abs(error)
     return size * size / 2 if size < edge else edge * (size - edge / 2)
-
-
-def _tiles(config: Any) -> Any:
-    changed = {name: value for name, value in COMPILED.items() if hasattr(config, name)}
-    return replace(config, **changed)
 
 
 def _told(name: str, pairs: Sequence[tuple[float, float]]) -> str:
@@ -197,6 +181,20 @@ def _told(name: str, pairs: Sequence[tuple[float, float]]) -> str:
     return f"| {name} | {len(kept)} | " + " | ".join(cells) + " |"
 
 
+def _off(model: Model, costs: Any, rows: Sequence[Row]) -> str:
+    """How far the model's times and ratios are off."""
+    times, ratios = [], []
+    for row in rows:
+        errors = _errors(model, costs, row)
+        middle = statistics.median(error for error, _ in errors)
+        times.append(abs(middle))
+        ratios += [abs(error - middle) for error, weight in errors if weight == 1]
+    return (
+        f"in the median of {len(rows)} records times are off by {statistics.median(times):.1%}, "
+        f"ratios of what it chooses among by {statistics.median(ratios):.1%}"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit and judge; prints costs to be written into the family's module, and the tables."""
     parser = argparse.ArgumentParser(prog="python -m bench.fit_costs", description=__doc__)
@@ -206,40 +204,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(measured())
     for name in asked.models:
         model = MODELS[name]
-        rows = [row for row in rows_of(model, found) if row.times]
+        rows = rows_of(model, found)
         costs = model.costs if asked.check else fitted(model, model.costs, rows)
-        print(f"\n{name}: {costs}")
-        errors = [_errors(model, costs, row) for row in rows]
-        middles = [statistics.median(e for e, _ in each) for each in errors]
-        within = [
-            abs(e - middle)
-            for each, middle in zip(errors, middles, strict=True)
-            for e, weight in each
-            if weight == 1
-        ]
-        print(
-            f"times are off by {statistics.median(map(abs, middles)):.1%} in the median of "
-            f"{len(rows)} records, ratios of those it chooses among by {statistics.median(within):.1%}"
-        )
-        print("| held out | records | rules: mean | worst | < 0.92 | model: mean | worst | < 0.92 |")
-        print("|---|---|---|---|---|---|---|---|")
+        print(f"\n{name}: {costs}\n{_off(model, costs, rows)}")
+        print("| held out | records | rules: mean | worst | < 0.92 | model: mean | worst | < 0.92")
+        print("|---|---|---|---|---|---|---|---")
         print(_told("nothing", [judged(model, costs, row)[:2] for row in rows]))
-        if not asked.check:
-            for what, part in (("workload", "workload"), ("record", "title")):
-                pairs = []
-                for held in sorted({getattr(row, part) for row in rows}):
-                    rest = [row for row in rows if getattr(row, part) != held]
-                    again = fitted(model, costs, rest, 0.1 if part == "workload" else 0.04)
-                    ours = (row for row in rows if getattr(row, part) == held)
-                    pairs += [judged(model, again, row)[:2] for row in ours]
-                print(_told(what, pairs))
+        for part in () if asked.check else ("workload", "title"):
+            pairs = []
+            for held in sorted({getattr(row, part) for row in rows}):
+                rest = [row for row in rows if getattr(row, part) != held]
+                again = fitted(model, costs, rest, 0.1 if part == "workload" else 0.04)
+                ours = (row for row in rows if getattr(row, part) == held)
+                pairs += [judged(model, again, row)[:2] for row in ours]
+            print(_told(part, pairs))
         for row in rows:
             rules, chosen, config = judged(model, costs, row)
             if config != row.first or rules < 0.92:
-                print(
-                    f"  {rules:.3f} -> {chosen:.3f} {row.title} [{row.triton}]: {short(row.first)}"
-                    f" -> {short(config)}"
-                )
+                where = f"{row.title} [{row.of.triton}]"
+                what = f"{short(row.first)} -> {short(config)}"
+                print(f"  {rules:.3f} -> {chosen:.3f} {where}: {what}")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""What was measured and kept: records and studies as problems, each with the times of its configs."""
+"""What was measured and kept: records and studies as problems, with the times of their configs."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from flexattn.tune.studies import load, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read
 
-__all__ = ["CONFIGS", "Measured", "measured", "times"]
+__all__ = ["CONFIGS", "Measured", "measured", "paired", "tiles_of", "times"]
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# Fields that say how a config is compiled: who has no time takes the one that differs in these.
+COMPILED = {"ptxas": "", "merge_consumers": True}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class Measured:
         """Of the problem: prefill, decode, backward, or serving."""
         problem = self.problem
         return problem.structure.kind if isinstance(problem, Problem) else "serving"
+
+    def time(self, config: Any) -> float | None:
+        """Of a config, or of one that is it but for how it is compiled; None without either."""
+        if config in self.times:
+            return self.times[config]
+        same = (us for each, us in self.times.items() if tiles_of(each) == tiles_of(config))
+        return min(same, default=None)
+
+
+def tiles_of(config: Any) -> Any:
+    """A config of any family without what says how it is compiled."""
+    changed = {name: value for name, value in COMPILED.items() if hasattr(config, name)}
+    return replace(config, **changed)
 
 
 def measured(root: Path = CONFIGS) -> Iterator[Measured]:
@@ -76,7 +91,16 @@ def times(trials: Sequence[Trial], beside: int) -> dict[Any, float]:
     """Microseconds by config: the median of `beside`, times the median ratio of common rounds."""
     base = trials[beside]
     unit = statistics.median(base.finals or base.screening)
-    found = {}
+    found = paired(trials, beside)
+    return {
+        config: unit * statistics.median(own / other for own, other in pairs)
+        for config, pairs in found.items()
+    }
+
+
+def paired(trials: Sequence[Trial], beside: int) -> dict[Any, list[tuple[float, float]]]:
+    """Times of each config that passed the gate, each with that of `beside` in the same round."""
+    base, found = trials[beside], {}
     for trial in trials:
         ran = trial if trial.same_code_as is None else trials[trial.same_code_as]
         if ran.failed is not None or (ran.gate is not None and not ran.gate.passed):
@@ -85,8 +109,7 @@ def times(trials: Sequence[Trial], beside: int) -> dict[Any, float]:
         if ran.finals and base.finals:
             own, rounds = ran.finals, base.finals
         if own:
-            ratios = (a / b for a, b in zip(own, rounds, strict=False))
-            found[trial.config] = unit * statistics.median(ratios)
+            found[trial.config] = list(zip(own, rounds, strict=False))
     return found
 
 

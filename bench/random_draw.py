@@ -8,8 +8,8 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from bench.rows import Mask, Row
-from bench.shapes import Shape
 from bench.serving_rows import ServingRow
+from bench.shapes import Shape
 
 __all__ = ["MODELS", "SEEDS", "Case", "Draw", "drawn"]
 
@@ -17,7 +17,7 @@ SEEDS = (101, 202, 303)
 Draw: TypeAlias = Literal["prefill", "cross", "chunk", "decode", "paged"]
 # Of ten shapes. A chunk is a part of a prompt over a long cache, which the mask keeps whole.
 KINDS: tuple[Draw, ...] = (
-    "prefill", "prefill", "prefill", "cross", "chunk", "decode", "decode", "paged", "paged", "paged",
+    *("prefill",) * 3, "cross", "chunk", *("decode",) * 2, *("paged",) * 3,
 )  # fmt: skip
 # Query heads, key heads and head dimension, as public configs have them.
 MODELS: tuple[tuple[str, int, int, int], ...] = (
@@ -38,8 +38,8 @@ PAGES = (1, 8, 16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "bfloat16", "float16")
 # Bytes of all inputs, and operations of a call: about 6 ms of an H200.
 MOST_BYTES, MOST_FLOPS = 4 * 2**30, 4e12
-# A float64 oracle holds the scores of a request.
-SHARES_OF_A_CHUNK = (16, 512)
+# Query rows of a chunk.
+CHUNK = (16, 512)
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ def _case(random: Random, seed: int, number: int, kind: Draw) -> Case:
         if bytes_ <= MOST_BYTES and flops <= MOST_FLOPS:
             break
     lengths = f"{shape.q_len}x{shape.kv_len}"
-    name = (
-        f"{seed}-{number}-{kind}-{found.model}-{dtype}-b{shape.batch}-{lengths}"
-        f"-{found.mask}"
-    )
+    name = f"{seed}-{number}-{kind}-{found.model}-{dtype}-b{shape.batch}-{lengths}-{found.mask}"
     if kind != "paged":
         return Case(seed, kind, dtype, Row(name, "models", shape, found.mask))
     row = ServingRow(
@@ -111,7 +108,7 @@ def _tried(random: Random, kind: Draw) -> _Tried:
         return replace(found, shape=replace(shape, q_len=rows, kv_len=keys))
     keys = _length(random, 512, 65536)
     if kind == "chunk":
-        rows = _length(random, *SHARES_OF_A_CHUNK)
+        rows = _length(random, *CHUNK)
         return replace(found, shape=replace(shape, q_len=rows, kv_len=max(rows, keys)))
     page = random.choice(PAGES) if kind == "paged" else 0
     return replace(found, shape=replace(shape, kv_len=keys), page=page)

@@ -1,7 +1,7 @@
-"""`python -m bench.random_shapes`: thirty random shapes against every rival, and defaults against tuning.
+"""`python -m bench.random_shapes`: thirty random shapes against rivals, defaults against tuning.
 
-Ten shapes from each of three seeds (bench/random_draw.py). In a race of a shape ours is called as a
-user calls it, behind the gate; then the static default is raced with what a quick tuning finds.
+Ten shapes from each of three seeds (bench/random_draw.py). In a race of a shape ours is called as
+a user calls it, behind the gate; then the static default is raced with what a quick tuning finds.
 The same command goes on where it ended: shapes that --out has are not run again.
 """
 
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from bench.environment import describe
-from bench.peers import OURS, PEERS, TEMPLATES
+from bench.measured import paired
+from bench.peers import OURS, PEERS, TEMPLATES, ours_with
 from bench.random_draw import SEEDS, Case, drawn
 from bench.results import Report, RowResult, load, merge, save
 from bench.runner import Method, run_row
@@ -43,10 +44,9 @@ from flexattn.measure.worker import Worker
 from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record
 from flexattn.settings import override
-from flexattn.tune.builds import build_task
+from flexattn.tune.builds import build_task, compilers
 from flexattn.tune.crew import build_ahead
 from flexattn.tune.foundry import Foundry, Runs
-from flexattn.tune.builds import compilers
 from flexattn.tune.method import Method as Tuning, method_for
 from flexattn.tune.tasks import plan_task
 from flexattn.tune.tuner import tune
@@ -60,8 +60,10 @@ DEFAULT, BEST, TUNED = "default", "best", "tuned"
 BARS = (0.97, 0.92)
 PREFILL = Method(rounds=15, min_ms=5.0)
 DECODE = Method(rounds=15, min_ms=3.0, flush_l2=True, graph=True)
-# No rivals: measures of the machine, and ours under a constraint.
-ASIDE = {EMPTY, STREAMING, INVARIANT, "bf16", *TEMPLATES}
+# Ours by template, named to be timed; decode's serves the few rows of a chunk too.
+OWN = {**TEMPLATES, f"{OURS}-split": ours_with({"BACKEND": "TRITON_DECODE"})}
+# No rivals: measures of the machine, and ours by template or under a constraint.
+ASIDE = {EMPTY, STREAMING, INVARIANT, "bf16", *OWN}
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,7 @@ def task_of_case(case: Case, device: Device, where: str) -> AnyTask:
         return task(row, device, where, case.dtype)
     sizes = Sizes(len(row.lens), row.hq, row.hkv, row.q_len, max(row.lens), row.d, row.dv)
     served = Served(row.page, "uniform")
-    call = Call(
-        row.name, None, row.dtype, sizes, None, None, (128, 128), None, (), served=served
-    )
+    call = Call(row.name, None, row.dtype, sizes, None, None, (128, 128), None, (), served=served)
     return plan_task(call, device)
 
 
@@ -108,7 +108,7 @@ def raced(case: Case, peers: Sequence[str], rounds: int) -> RowResult:
         known: Mapping[str, Any] = SERVING_PEERS
         method, run = DECODE, run_served
     else:
-        known = {**PEERS, **TEMPLATES}
+        known = {**PEERS, **OWN}
         method = DECODE if case.kind == "decode" else PREFILL
         run = run_row  # type: ignore[assignment]
     usual = [name for name in known if name not in ASIDE]
@@ -119,29 +119,16 @@ def raced(case: Case, peers: Sequence[str], rounds: int) -> RowResult:
 
 def tuned_row(case: Case, record: Record) -> RowResult:
     """A tuning as a row: samples of the default and of the fastest, from rounds that both ran."""
-    trials, default = record.trials, record.decision.default
-    base = trials[default]
-    timed = [
-        each if each.same_code_as is None else trials[each.same_code_as]
-        for each in trials
-        if each.failed is None and (each.gate is None or each.gate.passed)
-    ]
-    pairs = []
-    for each in timed:
-        own, beside = each.screening, base.screening[each.start :]
-        if each.finals and base.finals:
-            own, beside = each.finals, base.finals
-        both = list(zip(own, beside, strict=False))
-        if both:
-            pairs.append((statistics.median(a / b for a, b in both), both))
-    refused = {} if pairs else {DEFAULT: "the static default has no time"}
-    samples = {}
-    if pairs:
-        _, both = min(pairs, key=lambda pair: pair[0])
-        samples = {
-            BEST: Samples(tuple(a for a, _ in both), calls=1),
-            DEFAULT: Samples(tuple(b for _, b in both), calls=1),
-        }
+    found = paired(record.trials, record.decision.default)
+    both = min(
+        found.values(), key=lambda pairs: statistics.median(a / b for a, b in pairs), default=[]
+    )
+    refused = {} if both else {DEFAULT: "the static default has no time"}
+    samples = {
+        who: Samples(tuple(pair[index] for pair in both), calls=1)
+        for index, who in enumerate((BEST, DEFAULT))
+        if both
+    }
     return RowResult(f"{case.name} {TUNED}", TUNED, 0.0, 0, {}, samples, refused)
 
 
@@ -259,7 +246,8 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> Report:
                     case, _tuned(tasks[case.name], worker, foundry, tuning)
                 )
         # A shape's race and its tuning follow each other.
-        for name in sorted(parts, key=lambda each: [c.name for c in chosen].index(each.split()[0])):
+        order = {each.name: place for place, each in enumerate(chosen)}
+        for name in sorted(parts, key=lambda each: order[each.removesuffix(f" {TUNED}")]):
             if time.monotonic() > until:
                 break
             begin = time.monotonic()
@@ -296,7 +284,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=math.inf, help="after which nothing new begins")
     add("--jobs", type=int, default=0, help="processes that compile; 0 for all cores")
     add("--out", type=Path, metavar="FILE.json", help="write after each part; go on from there")
-    add("--merge", type=Path, nargs="+", metavar="FILE.json", help="run nothing; one table of these")
+    add("--merge", type=Path, nargs="+", metavar="FILE.json", help="run nothing; a table of these")
     return parser
 
 

@@ -68,9 +68,7 @@ def call_of(row: Row, dtype: str = "bfloat16") -> Call:
     )
 
 
-def task(
-    row: Row, device: Device, where: torch.device | str, dtype: str = "bfloat16"
-) -> Task:
+def task(row: Row, device: Device, where: torch.device | str, dtype: str = "bfloat16") -> Task:
     """The task that tunes a row; `where` finds the blocks of its mask."""
     return task_of(call_of(row, dtype), device, torch.device(where))
 

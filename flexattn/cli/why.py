@@ -16,8 +16,8 @@ from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.choose.registry import family_of
 from flexattn.measure.task import Task
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Shape

@@ -1,4 +1,4 @@
-"""What sizes change of Hopper's defaults compiles without spills that count; random shapes compile."""
+"""What sizes change of Hopper's defaults compiles without many spills; random shapes compile."""
 
 from dataclasses import replace
 
@@ -40,7 +40,8 @@ def test_what_sizes_change_keeps_to_its_registers(D, Dv, mods):
     wanted = problem("prefill", D, Dv, lse=False, **mods)
     rules = list(space.preferences(wanted.structure))
     for config in (rules[0], *alternatives(wanted, rules)):
-        found = resources(compile_source(render(wanted.structure, config, H200, "sized"), H200), H200)
+        source = render(wanted.structure, config, H200, "sized")
+        found = resources(compile_source(source, H200), H200)
         assert found.spills <= 16, (config, found)
 
 

@@ -1,4 +1,4 @@
-"""Estimate: what a family's model expects of a config, so that defaults fit sizes nobody measured."""
+"""Estimate: what a family's model expects of a config, for defaults of sizes nobody measured."""
 
 from __future__ import annotations
 

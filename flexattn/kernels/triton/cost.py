@@ -24,7 +24,9 @@ BANDWIDTH = 4.8e6
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Microseconds, fitted to 114 records and studies of an H200.
+    """Microseconds, fitted to 111 records and 4 studies of an H200.
+
+    In the median times are off by 4.4 %, ratios of numbers of splits by 2.4 %.
 
     launch: of a graph whose L2 is cold. step: of a tile of keys, and per_key of each key of 256
     columns that 16 rows meet. exposed: what a tile waits for its loads with fewer than three
@@ -75,9 +77,7 @@ def expected(
     return Estimate(us, bound, grid.programs / device.num_sms)  # type: ignore[arg-type]
 
 
-def other_splits(
-    problem: Problem, config: DecodeConfig, device: Device
-) -> list[DecodeConfig]:
+def other_splits(problem: Problem, config: DecodeConfig, device: Device) -> list[DecodeConfig]:
     """The config with other numbers of splits than fill the SMs once, each with a tile of keys."""
     once = decode_grid(problem, replace(config, num_splits=0), device)
     share, _ = kept(problem.mask_class if problem.structure.sparsity is not None else "")

@@ -101,9 +101,7 @@ class _Decode(_Family[DecodeConfig]):
 
         return decode_defaults(problem, device, can_run)
 
-    def expected(
-        self, problem: Problem, config: DecodeConfig, device: Device
-    ) -> Estimate | None:
+    def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
         return expected(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:

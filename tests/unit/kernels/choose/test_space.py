@@ -115,8 +115,8 @@ def test_a_forced_config_that_cannot_run_says_every_reason():
 def test_a_new_length_asks_for_one_of_few_kernels():
     """Splits are an argument of decode's; prefill has four kernels at most, and for long one."""
     device = named("nvidia-h200")
-    lengths = (1, 17, 100, 333, 600, 1000, 1500, 4096, 9000, 2**15, 2**20)
-    for kind, lengths in (("prefill", lengths), ("decode", (1, 2, 4))):
+    of_prefill = (1, 17, 100, 333, 600, 1000, 1500, 4096, 9000, 2**15, 2**20)
+    for kind, lengths in (("prefill", of_prefill), ("decode", (1, 2, 4))):
         asked = (problem(kind, mask_mod=causal, q_len=n, kv_len=1 + n * 7) for n in lengths)
         found = [default(each, device) for each in asked]
         kernels = {replace(each, num_splits=0) if kind == "decode" else each for each in found}
