@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from bench.serving_inputs import mods_of
+from bench.serving_inputs import DTYPES, mods_of
 from bench.serving_rows import ServingRow
 from flexattn.device import Device
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
@@ -39,9 +39,10 @@ def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
 
 
 def _compile(row: ServingRow, device: Device) -> None:
-    kv = torch.float8_e4m3fn if row.variant == "fp8" else torch.bfloat16
+    dtype = DTYPES[row.dtype]
+    kv = torch.float8_e4m3fn if row.variant == "fp8" else dtype
     maxima = Maxima(
-        len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, torch.bfloat16,
+        len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, dtype,
         kv, row.page, "NHD",
     )  # fmt: skip
     score, mask = mods_of(row, torch.tensor(row.lens, dtype=torch.int32), "cpu")

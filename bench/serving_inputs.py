@@ -16,8 +16,9 @@ from flexattn.catalogue.scores import ScoreMod, alibi, softcap
 from flexattn.measure.gate import Verdict, judge
 from flexattn.reference import Precision, Reference, attention
 
-__all__ = ["Served", "judge_requests", "make_served", "mods_of"]
+__all__ = ["DTYPES", "Served", "judge_requests", "make_served", "mods_of"]
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALE = 0.75  # of an eight-bit cache
 JUDGED = 4  # requests
 
@@ -58,10 +59,10 @@ class Served:
 def make_served(row: ServingRow, device: str = "cuda") -> Served:
     """Normal random tensors, the same for a row's name on every run of one device type."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(row.name.encode()))
-    eight = row.variant == "fp8"
+    eight, dtype = row.variant == "fp8", DTYPES[row.dtype]
 
     def normal(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return made.to(torch.float8_e4m3fn) if eight and len(shape) == 4 else made
 
     batch, table = len(row.lens), None
@@ -81,7 +82,7 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
     k = normal(*sizes, row.hkv, row.d)
     v = k[..., : row.dv] if row.variant == "mla" else normal(*sizes, row.hkv, row.dv)
     q = torch.randn(
-        (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=torch.bfloat16
+        (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=dtype
     )
     lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
     score_mod, mask_mod = mods_of(row, lens, device)

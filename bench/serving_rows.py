@@ -18,6 +18,7 @@ class ServingRow:
     """One line: a batch of `lens` keys each, q_len query positions, a page of 16 unless said.
 
     shared: keys of the prefix that all requests of a cascade share, part of each one's length.
+    dtype: of the queries, and of the cache where it has not eight bits.
     Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
     """
 
@@ -32,6 +33,7 @@ class ServingRow:
     hkv: int = 8
     d: int = 128
     dv: int = 128
+    dtype: str = "bfloat16"
 
     @property
     def uniform(self) -> bool:
