@@ -109,11 +109,11 @@ def extras(
 
     given: by the names that `run` has for it. batch: requests whose rows q has.
     """
-    k_scale, v_scale = given["k_scale"], given["v_scale"]
+    scaled = form.scaled or form.scales != ""
     for name, wanted in (
         ("sinks", form.sinks),
-        ("k_scale", form.scaled),
-        ("v_scale", form.scaled),
+        ("k_scale", scaled),
+        ("v_scale", scaled),
         ("kv_start", form.offset),
         ("row_lens", form.prefix),
     ):
@@ -134,16 +134,14 @@ def extras(
                     f"{name} has {each.shape[0]} elements for {batch} requests",
                     "it has one for each",
                 )
-    for name, sizes in (("sinks", (m.Hq,)), ("k_scale", (1, m.Hkv)), ("v_scale", (1, m.Hkv))):
-        if (each := given[name]) is None:
-            continue
-        if each.dtype != torch.float32 or not each.is_contiguous() or each.numel() not in sizes:
-            raise InputError(
-                f"{name} is {each.dtype} {list(each.shape)}",
-                f"it is contiguous float32 of {' or '.join(map(str, sizes))} elements",
-            )
-    if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
-        raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
+    sinks = given["sinks"]
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or not sinks.is_contiguous() or sinks.numel() != m.Hq
+    ):
+        raise InputError(
+            f"sinks is {sinks.dtype} {list(sinks.shape)}",
+            f"it is contiguous float32 of {m.Hq} elements",
+        )
 
 
 def gradients(named: dict[str, Tensor | None]) -> None:
