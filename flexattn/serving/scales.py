@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
+from flexattn.kernels.cache_append.form import AXES, CacheScales
 from flexattn.kernels.paged_decode.config import Scales, ServingForm
-from flexattn.kernels.paged_decode.scales import by_head, by_token
-from flexattn.serving.request import LAYOUTS, Maxima
+from flexattn.serving.request import Maxima
 
 # What a caller may say: whether, or for each of what, a cache has a scale.
 Scaled: TypeAlias = bool | Literal["tensor", "head", "page", "page_head", "token", "token_head"]
@@ -58,62 +58,56 @@ def asked(scaled: object, page: int) -> Asked:
 def steps(
     m: Maxima, form: ServingForm, pages: int, keys: int, given: Mapping[str, Tensor | None]
 ) -> dict[str, Any]:
-    """The steps between scales, by the names that kernels have for them.
+    """The steps between a run's scales, by the names that kernels have for them.
 
     pages, keys: of the cache, requests and keys of one where it is contiguous. given: k_scale and
     v_scale among others. Raises InputError for scales that are not as the plan takes them.
     """
-    scales = {name: each for name in ("k_scale", "v_scale") if (each := given[name]) is not None}
+    named = {name: each for name in ("k_scale", "v_scale") if (each := given[name]) is not None}
     if form.scales:
-        shape = shape_of(form.scales, m.layout, pages, keys, m.Hkv)
-        for name, each in scales.items():
-            _check_fine(name, each, shape, form.scales)
-        k_steps, v_steps = (each.stride() for each in scales.values())
-        if any(size > 1 and a != b for size, a, b in zip(shape, k_steps, v_steps, strict=True)):
-            raise InputError(
-                f"k_scale has strides {k_steps}, v_scale {v_steps}",
-                "both lie in memory in the same way",
-                "allocate them as one tensor",
-            )
-        names = ["stride_sp"]
-        inner = ["stride_sn"] * by_token(form) + ["stride_sh"] * by_head(form)
-        names += inner if m.layout == "NHD" else inner[::-1]
-        return dict(zip(names, k_steps, strict=True))
+        found = steps_by_axis(named, form.scales, m.layout, (pages, keys, m.Hkv))
+        return {f"stride_s{axis}": step for axis, step in found.items()}
     if not form.scaled:
         return {}
-    for name, each in scales.items():
-        check_coarse(name, each, m.Hkv)
-    counts = {each.numel() for each in scales.values()}
-    if len(counts) > 1:
-        raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
-    return {"stride_scale": 0 if counts == {1} else 1}
+    return {"stride_scale": steps_by_axis(named, "tensor", m.layout, (pages, keys, m.Hkv))["h"]}
 
 
-def shape_of(scales: Scales, layout: str, pages: int, keys: int, heads: int) -> tuple[int, ...]:
-    """The shape of finer scales: the cache's own without its last dimension, or a part of it."""
-    sizes = [pages, 0, 0]
-    keys_at, heads_at = LAYOUTS[layout]
-    sizes[keys_at] = keys if scales in ("token", "token_head") else 0
-    sizes[heads_at] = heads if scales in ("page_head", "token_head") else 0
-    return tuple(size for size in sizes if size)
+def steps_by_axis(
+    named: Mapping[str, Tensor], scales: CacheScales, layout: str, sizes: tuple[int, int, int]
+) -> dict[str, int]:
+    """Steps from one page, token and head ("p", "n", "h") to the next, where these have scales.
 
-
-def check_coarse(name: str, scale: Tensor, heads: int) -> None:
-    """That a scale is one of a tensor, or one for each head; raises InputError."""
-    if scale.dtype != torch.float32 or not scale.is_contiguous() or scale.numel() not in (1, heads):
+    named: k_scale and, if there are values, v_scale. sizes: pages, keys of one, heads. Raises
+    InputError for scales of another shape or dtype, and where the two lie in memory differently.
+    """
+    pages, keys, heads = sizes
+    axes = AXES[scales]
+    if layout == "HND":
+        axes = axes.replace("nh", "hn")
+    shape = tuple({"p": pages, "n": keys, "h": heads}[axis] for axis in axes)
+    for name, each in named.items():
+        right = tuple(each.shape) == shape
+        if scales == "tensor":
+            right = each.is_contiguous() and each.numel() in (1, heads)
+        if each.dtype != torch.float32 or not right:
+            rule = f'float32 {list(shape)}, where scaled="{scales}"'
+            if scales == "tensor":
+                rule = f"contiguous float32 of 1 or {heads} elements"
+            raise InputError(f"{name} is {each.dtype} {list(each.shape)}", f"it is {rule}")
+        if any(not 0 <= step < 2**31 for step in each.stride()):
+            raise InputError(
+                f"{name} with strides {each.stride()}", "a stride is below 2**31 elements"
+            )
+    first, last = list(named.values())[0], list(named.values())[-1]
+    if scales == "tensor":
+        if first.numel() != last.numel():
+            raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
+        return {"h": min(1, first.numel() - 1)}
+    pairs = zip(shape, first.stride(), last.stride(), strict=True)
+    if any(size > 1 and a != b for size, a, b in pairs):
         raise InputError(
-            f"{name} is {scale.dtype} {list(scale.shape)}",
-            f"it is contiguous float32 of 1 or {heads} elements",
+            f"k_scale has strides {first.stride()}, v_scale {last.stride()}",
+            "both lie in memory in the same way",
+            "allocate them as one tensor",
         )
-
-
-def _check_fine(name: str, scale: Tensor, shape: tuple[int, ...], scales: Scales) -> None:
-    if scale.dtype != torch.float32 or tuple(scale.shape) != shape:
-        raise InputError(
-            f"{name} is {scale.dtype} {list(scale.shape)}",
-            f'it is float32 {list(shape)}, where scaled="{scales}"',
-        )
-    if any(not 0 <= each < 2**31 for each in scale.stride()):
-        raise InputError(
-            f"{name} with strides {scale.stride()}", "a stride is below 2**31 elements"
-        )
+    return dict(zip(axes, first.stride(), strict=True))

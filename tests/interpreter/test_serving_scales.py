@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.serving import (
     EIGHT_BITS,
