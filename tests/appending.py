@@ -1,12 +1,8 @@
 """New keys and values for a cache, and what plain torch stores of them."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from flexattn.serving import AppendPlan
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 LEAST = 2.0**-100
@@ -49,18 +45,6 @@ def computed_scales(x, dtype, by_head):
     return (size if by_head else size.amax(-1)).div(MOST[dtype]).clamp(min=LEAST)
 
 
-@dataclass
-class Store:
-    """A cache with NaN or a pattern in it, its scales, and what a run stores beside it."""
-
-    plan: AppendPlan
-    cache: tuple
-    call: dict[str, Any]
-
-    def run(self, k, v):
-        self.plan.run(k, v, self.cache, **self.call)
-
-
 def empty_cache(pages, page, Hkv, dims, dtype, layout, device="cpu"):
     """(K, V) full of a byte that no test stores."""
     shape = [pages, page, Hkv] if layout == "NHD" else [pages, Hkv, page]
@@ -87,7 +71,9 @@ def empty_scales(scaled, pages, page, Hkv, layout, device="cpu"):
     return [x.to(device) for x in made]
 
 
-def expected(k, v, cache, scales, slots, *, page, layout, scaled, rope=None, positions=None, tables=(None, None)):  # fmt: skip
+def expected(
+    k, v, cache, scales, slots, *, page, layout, scaled, rope=None, positions=None, tables=()
+):
     """Caches and scales as they are after the run, written token by token in plain torch."""
     found = [x.clone() for x in cache]
     steps = [None if x is None else x.clone() for x in scales]

@@ -17,8 +17,8 @@ class Rope:
     """Rotary position embedding of the first `dim` columns of a key; the others stay.
 
     interleaved: pairs are neighbours (GPT-J); else column i and i + dim / 2 (NeoX, Llama). base:
-    the angle of pair i is position x base^(-2 i / dim), in float32 as models compute it. None: runs
-    are given tables cos and sin [positions, dim / 2] of dtype `table`, for angles of any kind.
+    the angle of pair i is position x base^(-2 i / dim), in float32 as models compute it. None:
+    runs are given tables cos and sin [positions, dim / 2] of dtype `table`, for any angles.
 
     Method: Su et al., RoFormer, arXiv 2104.09864.
     """

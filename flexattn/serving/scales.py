@@ -98,7 +98,8 @@ def steps_by_axis(
             raise InputError(
                 f"{name} with strides {each.stride()}", "a stride is below 2**31 elements"
             )
-    first, last = list(named.values())[0], list(named.values())[-1]
+    first, *others = named.values()
+    last = others[-1] if others else first
     if scales == "tensor":
         if first.numel() != last.numel():
             raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")

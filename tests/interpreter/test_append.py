@@ -43,7 +43,7 @@ def check(
     )  # fmt: skip
     wanted = expected(
         k, v, cache, scales, slots, page=page, layout=layout, scaled=scaled, rope=rope,
-        positions=positions, tables=tables or (None, None),
+        positions=positions, tables=tables or (),
     )  # fmt: skip
     call = {} if not scaled else {"k_scale": scales[0], "v_scale": scales[1]}
     if rope is not None:

@@ -25,7 +25,7 @@ EIGHT_BITS = {"float8_e4m3fn": (448.0, 3, 7), "float8_e5m2": (57344.0, 2, 15)}
 
 @dataclass(frozen=True, slots=True)
 class RopeForm:
-    """dim: columns that are rotated, from the first on. table: dtype of cos and sin, "" of none."""
+    """dim: columns that are rotated, the first ones. table: dtype of cos and sin, "" of none."""
 
     dim: int
     interleaved: bool

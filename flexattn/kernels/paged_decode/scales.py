@@ -16,7 +16,7 @@ LEAST_WEIGHT = 2.0**-110
 
 
 def scale_arguments(form: ServingForm) -> list[Argument]:
-    """Both tensors of scales, and the steps from a page (or request), token and head to the next."""
+    """Both tensors of scales, and the steps between pages (or requests), tokens and heads."""
     if not form.scales:
         return []
     axes = "p" + "n" * by_token(form) + "h" * by_head(form)
