@@ -161,12 +161,12 @@ def inspect(a: Append, given: Mapping[str, Tensor | None]) -> None:
         return
     count = cache.shape[0] * a.page
     if slots is not None:
-        numbers = slots.cpu()
-        wrong = (numbers >= count).nonzero()
+        found = slots.cpu()
+        wrong = (found >= count).nonzero()
         if len(wrong):
             place = int(wrong[0])
             raise InputError(
-                f"slot_mapping[{place}] is {int(numbers[place])}",
+                f"slot_mapping[{place}] is {int(found[place])}",
                 f"the cache has slots 0 to {count - 1}",
             )
     else:
@@ -215,13 +215,8 @@ def _shaped(
             f"{name} is {tensor.dtype} {list(tensor.shape)}", f"it is {dtype} {shape}"
         )
     wide = 16 // tensor.element_size()
-    steps = [step for size, step in zip(shape[:-1], tensor.stride(), strict=False) if size > 1]
     misplaced = tensor.data_ptr() % 16 or any(step % wide for step in tensor.stride()[:-1])
-    if (
-        (tensor.stride(-1) != 1 and shape[-1] > 1)
-        or (aligned and misplaced)
-        or min(steps, default=0) < 0
-    ):
+    if (tensor.stride(-1) != 1 and shape[-1] > 1) or (aligned and misplaced):
         raise InputError(
             f"{name} at {tensor.data_ptr():#x} with strides {tensor.stride()}",
             "the last dimension has stride 1, and other strides are multiples of 16 bytes",

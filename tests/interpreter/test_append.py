@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
+from flexattn.errors import InputError, InputTypeError
 from flexattn.runtime.build import Builder
 from flexattn.serving import AppendPlan, Rope, append_paged_kv_cache, flex_decode
 from flexattn.settings import override
@@ -75,8 +77,7 @@ def test_eight_bits(kv_dtype, scaled, layout):
     assert_stored(kv_dtype=kv_dtype, scaled=scaled, layout=layout)
 
 
-@pytest.mark.parametrize("page", [1, 3, 16])
-@pytest.mark.parametrize(("D", "Dv"), [(16, 16), (40, 24), (128, 64)])
+@pytest.mark.parametrize(("D", "Dv", "page"), [(16, 16, 1), (40, 24, 3), (128, 64, 16)])
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
@@ -97,21 +98,20 @@ def test_dtypes_and_sizes(dtype, kv_dtype, D, Dv, page):
 
 @pytest.mark.parametrize("scaled", [False, "head", "token", "token_head"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("D", [32, 48])
-@pytest.mark.parametrize("given", ["base", "tables", "one table of bfloat16"])
-def test_keys_are_rotated_first(given, D, interleaved, scaled):
+@pytest.mark.parametrize("angles", ["base", "tables", "one table of bfloat16"])
+def test_keys_are_rotated_first(angles, interleaved, scaled):
     """In float32, and of some columns alone."""
     dim, tables, about = 24, None, {}
-    if given == "base":
+    if angles == "base":
         about["base"] = 5000.0
     else:
-        angles = torch.arange(101)[:, None] * Rope(dim, base=300.0).inv_freq()
-        whole = torch.cat((angles.cos(), angles.sin()), 1)
-        if given != "tables":
+        turns = torch.arange(101)[:, None] * Rope(dim, base=300.0).inv_freq()
+        whole = torch.cat((turns.cos(), turns.sin()), 1)
+        if angles != "tables":
             about["table"] = torch.bfloat16
         tables = whole.to(about.get("table", torch.float32)).chunk(2, 1)
     rope = Rope(dim, interleaved, **about)
-    assert_stored(D=D, Dv=16, rope=rope, tables=tables, scaled=scaled)
+    assert_stored(D=48, Dv=16, rope=rope, tables=tables, scaled=scaled)
 
 
 @pytest.mark.parametrize("heads", [70, 600])
@@ -264,3 +264,94 @@ def test_a_plan_is_built_once_and_its_runs_build_nothing(monkeypatch):
     for count in (4, 3, 0, 4):
         plan.run(k[:count], v[:count], cache, slot_mapping=torch.arange(count))
     assert torch.equal(cache[0][0], k) and len(plan._ready) == 3
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    "low", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 0xFFFF))]
+)
+def test_every_number_is_rounded_as_torch_does(low, kv_dtype):
+    """All 65,536 upper halves of a float32, beside ties and just above and below them."""
+    bits = (torch.arange(2**16) << 16 | low).to(torch.int32)
+    x = bits.view(torch.float32).reshape(128, 1, 512)
+    (cache,) = empty_cache(1, 128, 1, (512,), kv_dtype, "NHD")
+    append_paged_kv_cache(x, None, cache, slot_mapping=torch.arange(128))
+    most = torch.finfo(kv_dtype).max
+    wanted = x.clamp(-most, most).to(kv_dtype).float()
+    got = cache[0].float()
+    assert torch.equal(got.isnan(), x.isnan())
+    assert torch.equal(got[~x.isnan()], wanted[~x.isnan()])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    order=st.randoms(use_true_random=False),
+    page=st.integers(1, 9),
+    pages=st.integers(1, 5),
+    tokens=st.integers(0, 13),
+    layout=st.sampled_from(["NHD", "HND"]),
+)
+def test_any_slots(order, page, pages, tokens, layout):
+    """Each slot of the cache at most once, among numbers that are none of its slots."""
+    total = pages * page
+    good = order.sample(range(total), min(tokens, total))
+    slots = [*good, *(order.choice([-1, -(2**62), total, total + 1, 2**62]) for _ in range(3))]
+    order.shuffle(slots)
+    slots = torch.tensor(slots)
+    k, v = new_tokens(len(slots), 1, 8, 8, torch.float16)
+    whole = empty_cache(pages + 2, page, 1, (8, 8), torch.float16, layout)
+    inner = tuple(x[1:-1] for x in whole)
+    stored, _ = expected(k, v, inner, (None, None), slots, page=page, layout=layout, scaled=False)
+    with override(check=False):
+        append_paged_kv_cache(k, v, inner, slot_mapping=slots, layout=layout)
+    for got, wanted, around in zip(inner, stored, whole, strict=True):
+        assert same(got, wanted)
+        assert bool((around[[0, -1]].view(torch.uint8) == 0x5B).all())
+
+
+def test_what_does_not_fit_is_refused():
+    k, v = new_tokens(4, 2, 16, 16, torch.bfloat16)
+    cache = empty_cache(3, 4, 2, (16, 16), E4M3, "NHD")
+    slots, table = torch.arange(4), torch.arange(4, dtype=torch.int32).reshape(2, 2)
+    about = {"heads": 2, "head_dim": 16, "page_size": 4, "kv_dtype": E4M3, "device": "cpu"}
+    for wrong, said in (
+        ({"kv_dtype": torch.int8}, "kv_dtype is one of"),
+        ({"kv_dtype": torch.float16, "scaled": True}, "scales are of a cache of 8 bits"),
+        ({"scaled": "keys"}, "one of tensor"),
+        ({"rope": Rope(15)}, "an even number"),
+        ({"rope": Rope(18, base=10.0)}, "at most all of a head"),
+        ({"rope": Rope(8, base=-1.0)}, "a base is above 0"),
+        ({"rope": 10000.0}, "rope is a flexattn.serving.Rope"),
+        ({"slots": torch.int16}, "slots are int64 or int32"),
+        ({"ragged": True}, "slots is None"),
+        ({"layout": "NDH"}, "layout is one of"),
+        ({"heads": 0}, "heads are between"),
+    ):
+        with pytest.raises(InputError, match=said):
+            AppendPlan(**{**about, **wrong})
+    plan = AppendPlan(**about)
+    for changed, said in (
+        ({"k": k[:3]}, r"v is torch.bfloat16 \[4, 2, 16\]"),
+        ({"k": k.half()}, "torch.float16"),
+        ({"kv_cache": empty_cache(3, 5, 2, (16, 16), E4M3, "NHD")}, r"it is .*\[3, 4, 2, 16\]"),
+        ({"slot_mapping": None}, "slot_mapping is missing"),
+        ({"slot_mapping": slots.int()}, "contiguous torch.int64"),
+        ({"slot_mapping": torch.arange(8)[::2]}, "contiguous torch.int64"),
+        ({"block_table": table}, "block_table is given"),
+        ({"k_scale": torch.ones(1)}, "k_scale is given"),
+        ({"k": torch.randn(4, 2, 17).bfloat16()[..., 1:]}, "strides"),
+        ({"slot_mapping": torch.arange(9, 13)}, r"slot_mapping\[3\] is 12"),
+    ):
+        call = {"k": k, "v": v, "kv_cache": cache, "slot_mapping": slots, **changed}
+        with pytest.raises(InputError, match=said):
+            plan.run(call.pop("k"), call.pop("v"), call.pop("kv_cache"), **call)
+    with pytest.raises(InputTypeError, match="slot_mapping is a list"):
+        plan.run(k, v, cache, slot_mapping=[0, 1, 2, 3])
+    tables = AppendPlan(**about, slots=None)
+    lengths = torch.tensor([9, 2], dtype=torch.int32)
+    with pytest.raises(InputError, match=r"seq_lens\[0\] is 9"):
+        tables.run(k, v, cache, block_table=table, seq_lens=lengths)
+    with pytest.raises(InputError, match="each request has as many"):
+        tables.run(k[:3], v[:3], cache, block_table=table, seq_lens=lengths)
+    with pytest.raises(InputError, match="v is missing"):
+        plan.run(k, None, cache, slot_mapping=slots)

@@ -1,6 +1,7 @@
 """Caches whose pages, tokens or heads have scales of their own, interpreted."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.serving import CascadePlan, DecodePlan, flex_decode
+from flexattn.serving import CascadePlan, DecodePlan, flex_decode, request
+from tests.invariance import (
+    Piece,
+    assert_same_bits,
+    plan_of,
+    random_pieces,
+    run_pieces,
+    stories,
+    whole,
+)
 from tests.serving import (
     EIGHT_BITS,
     assert_right,
@@ -213,6 +223,30 @@ def test_what_does_not_fit_is_refused():
     mla = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
     with pytest.raises(ConfigError, match="one scale of a cache, or one for each head"):
         DecodePlan(scaled="token", **{**about, "config": mla})
+
+
+def test_rows_of_any_batch_have_the_bits_that_they_have_alone(monkeypatch):
+    """Also where a later key, which other rows of its tile see, has a much larger scale."""
+    monkeypatch.setattr(request, "SPLIT_KEYS", 128)
+    draw = torch.Generator().manual_seed(4)
+    told = [
+        replace(
+            story,
+            k_scale=0.5 + torch.rand(len(story), 1, generator=draw),
+            v_scale=10.0 ** (8 * torch.rand(len(story), 1, generator=draw) - 4),
+        )
+        for story in stories([9, 140], (2, 1), kv_dtype=E4M3)
+    ]
+    options = {"scaled": "token_head", "mask_mod": causal}
+    alone = whole(told, page=16, **options)
+    random_order = random.Random(7)
+    for page in (0, 16):
+        pieces = random_pieces(random_order, told, [1, 1, 3, 17])
+        plan = plan_of(told, pieces, page=page, more=random_order.randint(0, 900), **options)
+        assert_same_bits(run_pieces(plan, pieces), pieces, told, alone)
+    steps = [Piece(each, len(each) - 1, len(each)) for each in told]
+    plan = plan_of(told, steps, page=16, ragged=False, **options)
+    assert_same_bits(run_pieces(plan, steps), steps, told, alone)
 
 
 def test_flex_decode_is_told_what_has_a_scale():
