@@ -72,6 +72,24 @@ def steps(
     return {"stride_scale": steps_by_axis(named, "tensor", m.layout, (pages, keys, m.Hkv))["h"]}
 
 
+def axes_of(scales: CacheScales, layout: str) -> str:
+    """The dimensions of scales in a layout: p(ages), n (keys of one), h(eads)."""
+    return AXES[scales] if layout == "NHD" else AXES[scales].replace("nh", "hn")
+
+
+def shape_of(scales: CacheScales, layout: str, sizes: tuple[int, int, int]) -> tuple[int, ...]:
+    """The shape of scales. sizes: pages, keys of one, heads."""
+    return tuple(dict(zip("pnh", sizes, strict=True))[axis] for axis in axes_of(scales, layout))
+
+
+def spread(scale: Tensor, scales: CacheScales, layout: str) -> Tensor:
+    """Scales of pages, tokens and heads as they multiply a cache of four dimensions."""
+    for at, axis in enumerate("pnh" if layout == "NHD" else "phn"):
+        if axis not in AXES[scales]:
+            scale = scale.unsqueeze(at)
+    return scale[..., None]
+
+
 def steps_by_axis(
     named: Mapping[str, Tensor], scales: CacheScales, layout: str, sizes: tuple[int, int, int]
 ) -> dict[str, int]:
@@ -80,11 +98,9 @@ def steps_by_axis(
     named: k_scale and, if there are values, v_scale. sizes: pages, keys of one, heads. Raises
     InputError for scales of another shape or dtype, and where the two lie in memory differently.
     """
-    pages, keys, heads = sizes
-    axes = AXES[scales]
-    if layout == "HND":
-        axes = axes.replace("nh", "hn")
-    shape = tuple({"p": pages, "n": keys, "h": heads}[axis] for axis in axes)
+    heads = sizes[2]
+    axes = axes_of(scales, layout)
+    shape = shape_of(scales, layout, sizes)
     for name, each in named.items():
         right = tuple(each.shape) == shape
         if scales == "tensor":
