@@ -117,7 +117,8 @@ def serving_task(
     maxima.check()
     form = form_of(
         maxima, score, mask, **asked(scaled or kv.itemsize == 1, page)._asdict(),
-        shared_kv=shared_kv, sinks=sinks, positive_scale=scale > 0, batch_invariant=batch_invariant,
+        shared_kv=shared_kv, sinks=sinks, positive_scale=scale > 0,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     problem = ServingProblem(form, maxima, lengths)
     return ServingTask(title, problem, device, policy, scale, q_lens, kv_lens, score, mask)

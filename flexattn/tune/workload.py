@@ -26,6 +26,7 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     page_size = [16, 64]                              # a contiguous cache without one
     lengths = ["uniform", "ragged"]                   # or "mixed": chunks of q_len and decoding
     kv_dtype = "float8_e4m3fn"                        # the queries' dtype without one
+    scaled = "token_head"                             # a scale of each tensor without it
     mixes = [[64, 1, 4096]]
 
 What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
