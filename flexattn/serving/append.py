@@ -85,7 +85,9 @@ class AppendPlan:
         self._kernel = builder().kernel(source, target, self._gpu)
         self._fixed: dict[str, Any] = {}
         if rope is not None and rope.base is not None:
-            self._fixed["INV_FREQ"] = rope.inv_freq().to(self.device)
+            self._inv_freq = rope.inv_freq().to(self.device)
+            on_gpu = self.device.type == "cuda"
+            self._fixed["INV_FREQ"] = self._inv_freq.data_ptr() if on_gpu else self._inv_freq
         self._ready: dict[Any, Launcher | None] = {}
 
     def run(
@@ -198,7 +200,7 @@ def append_paged_kv_cache(
         "dtype": k.dtype,
         "kv_dtype": first.dtype,
         "layout": layout,
-        "scaled": scaled if k_scale is not None else False,
+        "scaled": False if k_scale is None and scaled is True else scaled,
         "rope": rope,
         "slots": None if slot_mapping is None else slot_mapping.dtype,
         "ragged": cu_seqlens_q is not None,

@@ -76,6 +76,8 @@ def flex_decode(
     total_q = 0 if cu_seqlens_q is None else _above(q.shape[0])
     if isinstance(kv_cache, tuple):
         head_dim_v = kv_cache[1].shape[-1]
+    if k_scale is None and scaled is True:
+        scaled = False
     if batch_invariant is None:
         batch_invariant = current().batch_invariant
     bound = [bind(score_mod, "score"), bind(mask_mod, "mask")]
@@ -84,7 +86,7 @@ def flex_decode(
         q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
         _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
         head_dim_v, shared, *[_identity(each) for each in bound], sinks is None,
-        k_scale is not None and scaled, scale, return_lse, stream, batch_invariant,
+        scaled, scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -105,7 +107,7 @@ def flex_decode(
                 mask_mod=mask_mod,
                 scale=scale,
                 sinks=sinks is not None,
-                scaled=k_scale is not None and scaled,
+                scaled=scaled,
                 shared_kv=shared,
                 lse=return_lse,
                 batch_invariant=batch_invariant,

@@ -260,3 +260,8 @@ def test_flex_decode_is_told_what_has_a_scale():
         scaled="page_head", return_lse=True, **scales,
     )  # fmt: skip
     assert_right((out[:, 0], lse[:, 0]), few, exact=wide)
+    with pytest.raises(InputError, match="k_scale is missing"):
+        flex_decode(
+            few.q[:, None], cache, seq_lens=few.numbers(few.kv_lens), block_table=table,
+            scaled="token",
+        )  # fmt: skip
