@@ -39,7 +39,7 @@ pytestmark = [
 TILE = ServingConfig(16, 16, 4, 2)
 WARPS = ServingConfig(8, 32, 2, 1, combine="await", split_policy="heads")
 WALKS = {"tile": TILE, "warp": WARPS}
-LENGTHS = [53, 0, 1, 17, 128, 32]
+LENGTHS = [53, 0, 1, 70]
 SCALES = ["page", "page_head", "token", "token_head"]
 E4M3 = EIGHT_BITS[0]
 
@@ -63,7 +63,7 @@ def requests(D=64, Dv=None, dtype=torch.bfloat16, lengths=LENGTHS, q_len=1):
     return batch([q_len] * len(lengths), lengths, 8, 2, D, Dv, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.long)])
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("walk", WALKS)
 def test_scales_of_pages_and_tokens(walk, scales, layout):
@@ -71,21 +71,28 @@ def test_scales_of_pages_and_tokens(walk, scales, layout):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("wide", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize(
+    ("walk", "wide"), [("tile", torch.float16), ("warp", torch.bfloat16)], ids=str
+)
 def test_dtypes(walk, wide):
     check(requests(dtype=wide), "token_head", dtype=EIGHT_BITS[1], config=WALKS[walk])
 
 
-@pytest.mark.parametrize("scales", ["token", "token_head"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("layout", "scales"), [("NHD", "token"), ("HND", "token_head")])
 @pytest.mark.parametrize("walk", WALKS)
 def test_contiguous_caches(walk, layout, scales):
     check(requests(), scales, page=0, layout=layout, config=WALKS[walk])
 
 
-@pytest.mark.parametrize(("page", "scales"), [(3, "page_head"), (64, "page"), (1, "token")])
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize(
+    ("walk", "page", "scales"),
+    [
+        ("tile", 3, "page_head"),
+        ("warp", 64, "page"),
+        ("warp", 3, "page_head"),
+        ("tile", 1, "token"),
+    ],
+)
 def test_pages_of_any_size(walk, page, scales):
     check(requests(128, 64), scales, page=page, config=WALKS[walk])
 
@@ -126,7 +133,7 @@ def test_scales_of_a_cache_of_other_dtypes(scales):
     check(batch([1] * 3, [33, 7, 0], 6, 2), scales, dtype=torch.float32, page=4)
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1e-9, 1e9, 1e30])
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
 @pytest.mark.parametrize("walk", WALKS)
 def test_scales_of_any_size(walk, factor):
     """Weights are multiplied in float16, which holds no such numbers."""
@@ -160,8 +167,7 @@ def test_mla():
     assert_right((out[:, 0], lse[:, 0]), few, exact=wide)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one pool", "prefix apart"])
-@pytest.mark.parametrize("combine", ["launch", "last"])
+@pytest.mark.parametrize(("combine", "apart"), [("last", False), ("launch", True)])
 def test_cascades(combine, apart):
     """The scales of a prefix that lies elsewhere come with it."""
     prefix, own, page = 23, [9, 1, 30], 4
@@ -225,6 +231,7 @@ def test_what_does_not_fit_is_refused():
         DecodePlan(scaled="token", **{**about, "config": mla})
 
 
+@pytest.mark.long
 def test_rows_of_any_batch_have_the_bits_that_they_have_alone(monkeypatch):
     """Also where a later key, which other rows of its tile see, has a much larger scale."""
     monkeypatch.setattr(request, "SPLIT_KEYS", 128)
