@@ -15,6 +15,7 @@ from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import Append, admitted, form_of, inspect
 from flexattn.serving.cache import KVCache
+from flexattn.serving.launching import launch_here
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.rope import Rope
 from flexattn.serving.scales import Scaled
@@ -146,15 +147,7 @@ class AppendPlan:
             inspect(self.append, given)
         if launcher is None:
             return
-        tensors = tuple(given.values())
-        gpu = self._gpu
-        if gpu < 0:
-            launcher.launch(-1, tensors)
-        elif gpu == torch._C._cuda_getDevice():
-            launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
-        else:
-            with torch.cuda.device(gpu):
-                launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+        launch_here(launcher, self._gpu, tuple(given.values()))
 
 
 def append_paged_kv_cache(

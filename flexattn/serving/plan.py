@@ -24,6 +24,7 @@ from flexattn.runtime.launch import box_of
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
+from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.scales import Scaled, asked, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
@@ -50,11 +51,11 @@ class _Ready:
     keys: int
     pages: int
 
-    def launch(self, stream: int, tensors: Sequence[Any]) -> None:
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
         """Launch on a stream, with what `_TENSORS` names."""
-        self.attend.launch(stream, tensors)
+        self.attend.launch(stream, given)
         if self.combine is not None:
-            self.combine.launch(stream, tensors)
+            self.combine.launch(stream, given)
 
 
 class DecodePlan:
@@ -260,14 +261,7 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        gpu = self._gpu
-        if gpu < 0:
-            ready.launch(-1, tensors)
-        elif gpu == torch._C._cuda_getDevice():
-            ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
-        else:
-            with torch.cuda.device(gpu):
-                ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+        launch_here(ready, self._gpu, tensors)
         return out if lse is None else (out, lse)
 
     @property
