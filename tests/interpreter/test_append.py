@@ -216,6 +216,9 @@ def test_one_tensor_as_the_cache_and_views_of_a_fused_projection():
     assert torch.equal(flat[0, slots[kept]], k[kept]) and torch.equal(
         flat[1, slots[kept]], v[kept]
     )
+    contiguous = tuple(torch.zeros(2, 6, 2, 16, dtype=torch.bfloat16) for _ in "kv")
+    append_paged_kv_cache(k, v, contiguous, slot_mapping=slots)
+    assert torch.equal(contiguous[1].flatten(0, 1)[slots[kept]], v[kept])
     latent = torch.zeros(3, 4, 1, 48, dtype=torch.bfloat16)
     new = torch.randn(5, 1, 48, dtype=torch.bfloat16)
     append_paged_kv_cache(new, None, latent, slot_mapping=slots)
