@@ -18,6 +18,7 @@ from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.scales import asked
 
 __all__ = ["compile_ahead"]
 
@@ -40,7 +41,7 @@ def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
 
 def _compile(row: ServingRow, device: Device) -> None:
     dtype = DTYPES[row.dtype]
-    kv = torch.float8_e4m3fn if row.variant == "fp8" else dtype
+    kv = torch.float8_e4m3fn if row.eight_bits else dtype
     maxima = Maxima(
         len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, dtype,
         kv, row.page, "NHD",
@@ -49,7 +50,7 @@ def _compile(row: ServingRow, device: Device) -> None:
     cpu = torch.device("cpu")
     form = form_of(
         maxima, bind(score, "score", cpu), bind(mask, "mask", cpu), sinks=row.variant == "sinks",
-        shared_kv=row.variant == "mla", scaled=row.variant == "fp8",
+        shared_kv=row.variant == "mla", **asked(row.scaled, row.page)._asdict(),
     )  # fmt: skip
     config = next(serving_candidates(form, device))
     compile_source(render_serving(form, config, device, row.name), device)

@@ -27,8 +27,8 @@ JUDGED = 4  # requests
 class Served:
     """q [B, q_len, Hq, D]; K and V [pages, page, Hkv, D], or [B, keys, Hkv, D] for page 0.
 
-    table int32 [B, pages of a request], None for page 0. keys(b): K and V of a request as they
-    count, [keys, Hkv, D] in a float dtype.
+    table int32 [B, pages of a request], None for page 0. scales: of K, and the same of V. keys(b):
+    K and V of a request as they count, [keys, Hkv, D] in a float dtype.
     """
 
     row: ServingRow
@@ -52,14 +52,18 @@ class Served:
             pages = self.table[b, : -(-n // self.row.page)].long()
             k, v = k[pages].flatten(0, 1), v[pages].flatten(0, 1)
         if self.scales is not None:
-            k, v = k.float() * SCALE, v.float() * SCALE
+            scales = self.scales
+            if self.row.variant == "fp8-token-head":
+                assert self.table is not None
+                scales = scales[pages].flatten(0, 1)[..., None]
+            k, v = k.float() * scales, v.float() * scales
         return k[:n], v[:n]
 
 
 def make_served(row: ServingRow, device: str = "cuda") -> Served:
     """Normal random tensors, the same for a row's name on every run of one device type."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(row.name.encode()))
-    eight, dtype = row.variant == "fp8", DTYPES[row.dtype]
+    eight, dtype = row.eight_bits, DTYPES[row.dtype]
 
     def normal(*shape: int) -> Tensor:
         made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
@@ -88,6 +92,8 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
     score_mod, mask_mod = mods_of(row, lens, device)
     sinks = torch.randn(row.hq, generator=generator, device=device)
     scales = torch.full((1,), SCALE, device=device)
+    if row.variant == "fp8-token-head":
+        scales = torch.rand(k.shape[:3], generator=generator, device=device) + SCALE
     return Served(
         row, q, k, v, lens, table, score_mod, mask_mod,
         sinks if row.variant == "sinks" else None, scales if eight else None,

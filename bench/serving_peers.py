@@ -71,7 +71,7 @@ def _common(x: Served) -> dict[str, Any]:
     return {
         "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
         "device": x.q.device, "dtype": x.q.dtype, "page_size": row.page, "kv_dtype": x.k.dtype,
-        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": x.scales is not None,
+        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": row.scaled,
         "batch": len(row.lens),
     }  # fmt: skip
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flexattn.serving.scales import Scaled
+
 __all__ = ["ServingRow", "serving_rows"]
 
 Variant = Literal[
-    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "cascade", "mla"
-]
+    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "fp8-token-head",
+    "cascade", "mla",
+]  # fmt: skip
 WINDOWED = 2  # a windowed request has so many times the keys that its window shows
 
 
@@ -41,13 +44,24 @@ class ServingRow:
         return len(set(self.lens)) == 1 and self.variant == "plain" and self.q_len == 1
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether the cache is of eight bits."""
+        return self.variant in ("fp8", "fp8-token-head")
+
+    @property
+    def scaled(self) -> Scaled:
+        """Of what its cache has scales."""
+        return "token_head" if self.variant == "fp8-token-head" else self.eight_bits
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that must be read once, at the cache's width."""
+        """Bytes of K and V that must be read once, at the cache's width, with their scales."""
         keys = sum(self.lens) - self.shared * (len(self.lens) - 1) * (self.variant == "cascade")
         if self.variant == "window":
             keys //= WINDOWED
         width = self.d if self.variant == "mla" else self.d + self.dv
-        return keys * self.hkv * width * (1 if self.variant == "fp8" else 2)
+        scales = 8 if self.variant == "fp8-token-head" else 0
+        return keys * self.hkv * (width * (1 if self.eight_bits else 2) + scales)
 
 
 def serving_rows() -> list[ServingRow]:
@@ -67,7 +81,10 @@ def serving_rows() -> list[ServingRow]:
         rows.append(ServingRow(f"{name}-q8-tree", "mods", lens, "tree", q_len=8))
     # A chunk of prefill.
     rows.append(ServingRow("b1-4k-q1k", "chunks", (4096,), "causal", q_len=1024))
-    rows.append(ServingRow("b64-16k-fp8", "fp8", (16384,) * 64, "fp8"))
+    for batch, k in ((64, 16), (1, 8)):
+        name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
+        rows.append(ServingRow(f"{name}-fp8", "fp8", lens, "fp8"))
+        rows.append(ServingRow(f"{name}-fp8-token-head", "fp8", lens, "fp8-token-head"))
     prefix, own = 8192, 256
     lens = (prefix + own,) * 32
     rows.append(ServingRow("b32-8k-256-plain", "cascade", lens, shared=prefix))

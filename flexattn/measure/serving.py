@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.config import Scales, ServingConfig
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import judge
 from flexattn.measure.inputs import moved
@@ -19,6 +19,7 @@ from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
+from flexattn.serving.scales import shape_of, spread
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4
@@ -42,15 +43,18 @@ class Batch:
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    scales: Scales = ""
 
     def keys(self, m: Maxima, b: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V of request b as they count: [Hkv, count, D] in q's dtype or wider."""
         found = []
         for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            if self.table is None:
-                each = cache[b : b + 1]
-            else:
-                each = cache[self.table[b, : -(-count // m.page)].long()]
+            where: Any = slice(b, b + 1)
+            if self.table is not None:
+                where = self.table[b, : -(-count // m.page)].long()
+            each = cache[where]
+            if self.scales and scale is not None:
+                each, scale = each.float() * spread(scale, self.scales, m.layout)[where], None
             each = each if m.layout == "HND" else each.transpose(1, 2)  # [pages, Hkv, page, D]
             each = each.transpose(0, 1).flatten(1, 2)[:, :count]
             found.append(each if scale is None else each.float() * scale)
@@ -85,6 +89,15 @@ def make_batch(task: ServingTask, where: torch.device) -> Batch:
     k = normal(*shape, m.head_dim_qk, dtype=m.kv_dtype)
     v = k[..., : m.head_dim_v] if form.shared_kv else None
     ends = torch.tensor([0, *task.q_lens]).cumsum(0).tolist()
+    k_scale, v_scale = (
+        torch.full((1,), size, device=where) if form.scaled else None
+        for size in (K_SCALE, V_SCALE)
+    )
+    if form.scales:
+        sizes = shape_of(form.scales, m.layout, (pages, keys, m.Hkv))
+        k_scale, v_scale = (
+            size + torch.rand(sizes, generator=draw, device=where) for size in (K_SCALE, V_SCALE)
+        )
     return Batch(
         q=normal(sum(task.q_lens), m.Hq, m.head_dim_qk),
         k=k,
@@ -93,8 +106,9 @@ def make_batch(task: ServingTask, where: torch.device) -> Batch:
         table=table,
         cu_seqlens=numbers(ends) if m.total_q else None,
         sinks=torch.randn(m.Hq, generator=draw, device=where) if form.sinks else None,
-        k_scale=torch.full((1,), K_SCALE, device=where) if form.scaled else None,
-        v_scale=torch.full((1,), V_SCALE, device=where) if form.scaled else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scales=form.scales,
     )
 
 
@@ -122,7 +136,7 @@ def plan_call(
         mask_mod=moved(task.mask, where),
         scale=task.scale,
         sinks=form.sinks,
-        scaled=form.scaled,
+        scaled=form.scales or form.scaled,
         shared_kv=form.shared_kv,
         lse=form.lse,
         batch_invariant=form.split_keys > 0,

@@ -1,9 +1,20 @@
 """serving: decoding over contiguous and paged caches, for batches of any lengths."""
 
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.serving.append import AppendPlan, append_paged_kv_cache
 from flexattn.serving.cascade import CascadePlan
 from flexattn.serving.decode import flex_decode
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
+from flexattn.serving.rope import Rope
 
-__all__ = ["CascadePlan", "DecodePlan", "ServingConfig", "flex_decode", "merge_states"]
+__all__ = [
+    "AppendPlan",
+    "CascadePlan",
+    "DecodePlan",
+    "Rope",
+    "ServingConfig",
+    "append_paged_kv_cache",
+    "flex_decode",
+    "merge_states",
+]

@@ -94,6 +94,7 @@ class CascadePlan:
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        prefix_scales: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Launch on the current stream: the prefix, each request's own keys, and the merge.
 
@@ -102,15 +103,23 @@ class CascadePlan:
         request, the prefix included. prefix_table int32 [1, pages] lists the prefix's pages, and
         block_table int32 [B, pages] those of each request's own keys. prefix_cache: where the
         prefix lies, kv_cache otherwise; [1, keys, Hkv, D] where the cache is contiguous.
+        prefix_scales: its k_scale and v_scale where its pages or tokens have scales of their own.
 
         Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
         """
         scales = {"k_scale": k_scale, "v_scale": v_scale}
+        first = scales if prefix_scales is None else dict(zip(scales, prefix_scales, strict=True))
+        if self.own.form.scales and (prefix_cache is None) != (prefix_scales is None):
+            raise InputError(
+                f"prefix_scales is {'missing' if prefix_scales is None else 'given'}",
+                f"a prefix_cache brings scales of its own where scaled={self.own.form.scales!r}",
+                "give prefix_cache and prefix_scales together, or neither",
+            )
         if self._beside is not None:
             self._beside.begin()
         before = self.prefix.run(
             q, kv_cache if prefix_cache is None else prefix_cache, seq_lens=prefix_len,
-            block_table=prefix_table, row_lens=seq_lens, **scales,
+            block_table=prefix_table, row_lens=seq_lens, **first,
         )  # fmt: skip
         with self._beside or nullcontext():
             own = self.own.run(

@@ -7,8 +7,6 @@ from dataclasses import fields, replace
 from math import log2
 from typing import Any
 
-import torch
-
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
@@ -21,6 +19,7 @@ from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
 from flexattn.records.record import Policy
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
+from flexattn.serving.scales import asked
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
@@ -87,14 +86,15 @@ def serving_task(
     lengths: Lengths = "uniform",
     layout: str = "NHD",
     kv_dtype: str = "",
+    scaled: str = "",
     sinks: bool = False,
     shared_kv: bool = False,
     batch_invariant: bool = False,
 ) -> ServingTask:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
-    kv_dtype: "" for dtype; a cache of eight bits has scales. Raises InputError for what no plan
-    is made for.
+    kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. Raises
+    InputError for what no plan is made for.
     """
     named = {name: each for each, name in KV_DTYPES.items()}
     kv = named.get(kv_dtype or dtype)
@@ -114,8 +114,9 @@ def serving_task(
         maxima = replace(maxima, q_len=1)
     maxima.check()
     form = form_of(
-        maxima, score, mask, shared_kv=shared_kv, scaled=torch.tensor([], dtype=kv).itemsize == 1,
-        sinks=sinks, positive_scale=scale > 0, batch_invariant=batch_invariant,
+        maxima, score, mask, **asked(scaled or kv.itemsize == 1, page)._asdict(),
+        shared_kv=shared_kv, sinks=sinks, positive_scale=scale > 0,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     problem = ServingProblem(form, maxima, lengths)
     return ServingTask(title, problem, device, policy, scale, q_lens, kv_lens, score, mask)

@@ -54,7 +54,7 @@ def plan_task(row: Row, device: Device) -> ServingTask:
     return serving_task(
         row.title, shape, row.dtype, device, policy_for("serving", device, row.policy),
         checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
-        lengths=served.lengths, kv_dtype=served.kv_dtype, sinks=row.sinks,
+        lengths=served.lengths, kv_dtype=served.kv_dtype, scaled=served.scaled, sinks=row.sinks,
         shared_kv=served.shared_kv, batch_invariant=served.batch_invariant,
     )  # fmt: skip
 

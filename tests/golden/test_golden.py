@@ -21,10 +21,13 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.cache_append.form import AppendForm, RopeForm
+from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.join import render_join
+from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render_combine
 from flexattn.kernels.triton_backward.config import BackwardConfig
@@ -181,6 +184,26 @@ GOLDENS = {
         ),
         ServingConfig(64, 64, 4, 3, 1, combine="launch"),
         DEVICE,
+    ),
+    "serving_token_head_scales": lambda: render_serving(
+        ServingForm("bfloat16", "float8_e4m3fn", 128, 128, 4, 8, 16, 64, 4, scales="token_head"),
+        ServingConfig(16, 64, 4, 3, 2, combine="launch"),
+        DEVICE,
+        "golden",
+    ),
+    "cache_append_token_head_rope": lambda: render_append(
+        AppendForm(
+            "bfloat16",
+            "float8_e4m3fn",
+            128,
+            128,
+            8,
+            16,
+            "ragged table",
+            "token_head",
+            RopeForm(64, False, "float32"),
+        ),
+        named("nvidia-a100"),
     ),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),

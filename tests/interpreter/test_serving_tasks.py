@@ -41,6 +41,8 @@ CASES = {
     "mods": {"score": alibi(4, "cpu"), "mask": sliding_window(20)},
     "sinks": {"sinks": True},
     "eight bits": {"kv_dtype": "float8_e4m3fn"},
+    "eight bits, a scale a token": {"kv_dtype": "float8_e4m3fn", "scaled": "token_head"},
+    "a scale a page": {"kv_dtype": "float8_e5m2", "scaled": "page", "layout": "HND"},
     "mla": {"heads": (4, 1), "dims": (48, 32), "shared_kv": True},
 }
 

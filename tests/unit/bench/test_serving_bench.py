@@ -24,7 +24,9 @@ def test_rows_are_unique_and_have_the_bytes_of_the_issue():
     assert ROWS["ragged-b64"].kv_bytes / 3.95e6 == pytest.approx(240, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["b8-8k", "b8-8k-contiguous", "b32-8k-256-cascade"])
+@pytest.mark.parametrize(
+    "name", ["b8-8k", "b8-8k-contiguous", "b32-8k-256-cascade", "b1-8k-fp8-token-head"]
+)
 def test_the_judge_sees_one_wrong_request(name):
     row = ROWS[name]
     lens = (48,) * 3 if row.shared else (33, 70, 90)
