@@ -5,5 +5,18 @@ from flexattn.serving.cascade import CascadePlan
 from flexattn.serving.decode import flex_decode
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
+from flexattn.serving.tree import PrefixTree, ReadCost, TreeReads, choose_reads
+from flexattn.serving.tree_plan import TreePlan
 
-__all__ = ["CascadePlan", "DecodePlan", "ServingConfig", "flex_decode", "merge_states"]
+__all__ = [
+    "CascadePlan",
+    "DecodePlan",
+    "PrefixTree",
+    "ReadCost",
+    "ServingConfig",
+    "TreePlan",
+    "TreeReads",
+    "choose_reads",
+    "flex_decode",
+    "merge_states",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,17 @@ from flexattn.serving.plan import DecodePlan
 _REMEMBERED = 256
 # What a run passes, by the names that the kernel has for it.
 _GIVEN = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE", "SEQ_LENS", "V_SCALE")
+
+
+def launch_on(gpu: int, launcher: Launcher, given: Sequence[Any]) -> None:
+    """Launch on the current stream of a GPU; -1 is the interpreter."""
+    if gpu < 0:
+        launcher.launch(-1, given)
+    elif gpu == torch._C._cuda_getDevice():
+        launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
+    else:
+        with torch.cuda.device(gpu):
+            launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
 
 
 class Join:
@@ -54,15 +66,10 @@ class Join:
             if len(self._launchers) >= _REMEMBERED:
                 self._launchers.clear()
             launcher = self._launchers[key] = self._prepared(*key)
-        given = (*before, *own, out, lse, prefix_len, v_scale)  # in the order of _GIVEN
-        gpu = self._kernel.index
-        if gpu < 0:
-            launcher.launch(-1, given)
-        elif gpu == torch._C._cuda_getDevice():
-            launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
-        else:
-            with torch.cuda.device(gpu):
-                launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
+        # In the order of _GIVEN.
+        launch_on(
+            self._kernel.index, launcher, (*before, *own, out, lse, prefix_len, v_scale)
+        )
         return out, lse
 
     def _prepared(self, q_rows: int, max_keys: int, stride_scale: int) -> Launcher:

@@ -1,0 +1,233 @@
+"""Prefix trees: what a tree's plan reads once, and that every request's attention is its own."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import flexattn.serving.plan as plans
+from flexattn.catalogue import alibi, sliding_window
+from flexattn.errors import ConfigError, InputError
+from flexattn.runtime.build import TritonLaunch, builder
+from flexattn.serving import PrefixTree, ReadCost, ServingConfig, TreePlan
+from tests.serving import Batch, assert_right, batch, poisoned_pages, quantized
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
+SMALL = ServingConfig(16, 16, 4, 2)
+LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
+WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
+# Every node that two requests share is read once.
+FREE = ReadCost(key=1, state=0, rows=16, again=0.0, fixed=0)
+# A system prompt with two tools and a conversation below one of them; one request shares nothing.
+TREE = PrefixTree((-1, 0, 0, 1), (33, 18, 7, 20), (3, 1, 3, 2, 2, 0, -1))
+OWN = (5, 19, 40, 6, 23, 8, 30)
+
+
+@dataclass
+class Case:
+    """A plan, what its run is given, and what judges it."""
+
+    plan: TreePlan
+    each: Batch
+    q: torch.Tensor
+    cache: Any
+    call: dict
+
+    def run(self):
+        """(out, lse) [rows, Hq, ...] of a run that finds NaN wherever it has to write."""
+        plan = self.plan
+        for state in (plan, plan.shared, plan.own):
+            state._out.fill_(math.nan)
+            state._lse.fill_(math.nan)
+        return [x.flatten(0, 1) for x in plan.run(self.q, self.cache, **self.call)]
+
+
+def requests_of(tree, own, q_len, heads, D, Dv, dtype):
+    """A batch in which requests have their paths' keys in common."""
+    ends = [*tree.ends(), 0]
+    lengths = [ends[node] + more for node, more in zip(tree.requests, own, strict=True)]
+    each = batch([q_len] * len(own), lengths, *heads, D, Dv, dtype=dtype)
+    for node, below in enumerate(tree.below()):
+        span = slice(ends[node] - tree.keys[node], ends[node])
+        for b in below[1:]:
+            each.k[b][span], each.v[b][span] = each.k[below[0]][span], each.v[below[0]][span]
+    return each
+
+
+def case(
+    tree=TREE, own=OWN, *, q_len=1, heads=(6, 2), D=16, Dv=None, page=4, dtype=torch.float32,
+    scaled=None, sinks=None, cost=FREE, config=SMALL, shared_config=LAUNCH, **options,
+):  # fmt: skip
+    """A plan for a tree, whose shared keys are there in the pages of the first request alone."""
+    each = requests_of(tree, own, q_len, heads, D, Dv, dtype)
+    more, exact, kv_dtype = {}, each, dtype
+    if scaled is not None:
+        each, exact, more["k_scale"], more["v_scale"] = quantized(
+            each, kv_dtype := torch.float8_e4m3fn, scaled
+        )
+    plan = TreePlan(
+        batch=len(own) + 1, kv_len=max(each.kv_lens) + 9, q_len=q_len, page_size=page, heads=heads,
+        head_dim=(D, D if Dv is None else Dv), dtype=dtype, kv_dtype=kv_dtype, device="cpu",
+        sinks=sinks is not None, scaled=scaled is not None, cost=cost, config=config,
+        shared_config=shared_config, **options,
+    )  # fmt: skip
+    cache, table = poisoned_pages(each, page)
+    reads = plan.update(tree, table)
+    for read in reads.shared:
+        for b in read.requests[1:]:
+            for key in range(read.first, read.end):
+                for x in cache:
+                    x[table[b, key // page], key % page] = math.nan
+    call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table, **more}
+    if sinks is not None:
+        call["sinks"] = sinks
+    return Case(plan, exact, each.q.unflatten(0, (len(own), q_len)), cache, call)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("shared", [LAUNCH, SMALL], ids=["launch", "last"])
+@pytest.mark.parametrize("walk", ["program", "warp"])
+def test_a_tree_is_attention_over_each_path_and_own_keys(walk, shared):
+    """Mods see requests and positions, sinks count once, and shared keys are read once."""
+    about = {"D": 64, "dtype": torch.float16, "config": WARP} if walk == "warp" else {}
+    mods = {"score_mod": alibi(6, "cpu"), "mask_mod": sliding_window(60)}
+    sinks = torch.randn(6)
+    found = case(q_len=2, sinks=sinks, shared_config=shared, **about, **mods)
+    assert [each.node for each in found.plan.reads.shared] == [0, 1, 2, 3]
+    assert_right(found.run(), found.each, sinks=sinks, **mods)
+
+
+def by_request(b, h, q_idx, kv_idx):
+    return (kv_idx % 7 != b) & (q_idx - kv_idx != h)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("page", [1, 16])
+def test_mods_of_requests_heads_and_positions(page, q_len):
+    found = case(q_len=q_len, page=page, mask_mod=by_request)
+    assert_right(found.run(), found.each, mask_mod=by_request)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_fewer_levels_than_the_tree_has(levels):
+    found = case(levels=levels)
+    assert max(sum(b in r.requests for r in found.plan.reads.shared) for b in range(7)) == levels
+    assert_right(found.run(), found.each)
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
+def test_a_cache_of_eight_bits(per_head):
+    found = case(dtype=torch.bfloat16, D=32, scaled=per_head)
+    assert_right(found.run(), found.each)
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(24, 40), (16, 260)])
+def test_head_dimensions_that_are_no_powers_of_two(D, Dv):
+    small = ServingConfig(16, 16, 4, 1)
+    found = case(D=D, Dv=Dv, dtype=torch.float16, config=small, shared_config=small)
+    assert_right(found.run(), found.each)
+
+
+def test_one_plan_for_every_tree_and_batch():
+    """What a tree leaves of the one before it has no rows: also where nothing is shared."""
+    found = case()
+    plan, table = found.plan, found.call["block_table"]
+    trees = [
+        PrefixTree((-1,), (30,), (0,) * 7),
+        PrefixTree((), (), (-1,) * 7),
+        PrefixTree((-1, -1), (20, 30), (0, 1, 0, 1)),
+        PrefixTree((), (), ()),
+    ]
+    for tree in (*trees, *trees[::-1]):
+        count = 7 if len(tree.requests) != 4 else 6
+        full = PrefixTree(tree.parents, tree.keys, (*tree.requests, *[-1] * 7)[:7])
+        each = requests_of(full, [70, 60, 71, 62, 72, 64, 73], 1, (6, 2), 16, None, torch.float32)
+        cache, table = poisoned_pages(each, 4)
+        plan.update(tree, table)
+        few = Batch(each.q[:count], each.k, each.v, each.q_lens[:count], each.kv_lens[:count])
+        q, lens = each.q[:count, None], each.numbers(few.kv_lens)
+        call = {"seq_lens": lens, "block_table": table[:count]}
+        assert_right(Case(plan, few, q, cache, call).run(), few)
+
+
+def test_requests_grow_without_an_update():
+    found = case()
+    shorter = [n - 3 for n in found.each.kv_lens]
+    few = Batch(
+        found.each.q, [x[:-3] for x in found.each.k], [x[:-3] for x in found.each.v],
+        found.each.q_lens, shorter,
+    )  # fmt: skip
+    found.call["seq_lens"] = lens = few.numbers(shorter)
+    assert_right(Case(found.plan, few, found.q, found.cache, found.call).run(), few)
+    lens += 3
+    assert_right(found.run(), found.each)
+
+
+def test_the_estimate_of_a_plan_leaves_short_keys_to_requests():
+    found = case(cost=None)
+    assert found.plan.reads.shared == () and "read all of their keys" in found.plan.explain()
+    assert_right(found.run(), found.each)
+    # Llama's heads: 8,192 keys of 64 requests are worth three launches.
+    plan = TreePlan(
+        batch=2, kv_len=64, page_size=16, heads=(32, 8), head_dim=128, device="cpu",
+        dtype=torch.float16, config=ServingConfig(16, 16, 4, 2), shared_config=LAUNCH,
+    )  # fmt: skip
+    assert plan.cost.key == 4096 and plan.cost.rows == 4
+    # Queries are read and written, outputs with their log-sum-exp too.
+    assert plan.cost.state == 2 * 32 * (2 * 128 * 2 + 4)
+
+
+def test_a_run_allocates_and_compiles_nothing(monkeypatch):
+    found = case(mask_mod=sliding_window(50))
+    first = [x.clone() for x in found.run()]
+    before, count = builder().compiled, []
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a run allocates nothing")
+
+    def counted(launch, stream, given):
+        count.append(launch)
+        return plain(launch, stream, given)
+
+    plain = TritonLaunch.launch
+    monkeypatch.setattr(TritonLaunch, "launch", counted)
+    for name in ("empty", "zeros", "empty_strided", "full", "empty_like"):
+        monkeypatch.setattr(torch, name, refused)
+    monkeypatch.setattr(plans, "build", refused)
+    got = found.plan.run(found.q, found.cache, **found.call)
+    monkeypatch.undo()
+    # Shared keys, the merge of their parts, own keys, and the merge of states.
+    assert len(count) == 4 and builder().compiled == before
+    assert all(torch.equal(x.flatten(0, 1), y) for x, y in zip(got, first, strict=True))
+
+
+def test_what_does_not_fit_is_refused():
+    found = case()
+    plan, table, call = found.plan, found.call["block_table"], found.call
+    long = PrefixTree((-1,), (200,), (0, 0))
+    for tree, rows, said in (
+        (PrefixTree((), (), (-1,) * 9), table, "a tree of 9 requests"),
+        (long, table, "a path of 200 keys"),
+        (TREE, table[:3], "for 7 requests"),
+        (TREE, table[:, :5], "block_table lists 5 pages"),
+    ):
+        with pytest.raises(InputError, match=said):
+            plan.update(tree, rows)
+    few = {**call, "seq_lens": call["seq_lens"][:3]}
+    with pytest.raises(InputError, match="a row for each request of the tree"):
+        plan.run(found.q[:3], found.cache, **few)
+    with pytest.raises(InputError, match="seq_lens"):
+        plan.run(found.q, found.cache, **few)
+    short = call["seq_lens"].clone()
+    short[2] = 71
+    with pytest.raises(InputError, match=r"seq_lens\[2\] is 71"):
+        plan.run(found.q, found.cache, **{**call, "seq_lens": short})
+    about = {"batch": 2, "kv_len": 64, "heads": (2, 1), "head_dim": 16, "device": "cpu"}
+    with pytest.raises(ConfigError, match="batch_invariant"):
+        TreePlan(page_size=4, batch_invariant=True, **about)
+    with pytest.raises(InputError, match="has pages"):
+        TreePlan(page_size=0, **about)
+    with pytest.raises(InputError, match="follows from"):
+        TreePlan(page_size=4, lse=True, **about)
