@@ -116,9 +116,7 @@ class TritonLaunch:
         )  # fmt: skip
 
 
-def _interpret(
-    function: Any, programs: int, types: Sequence[str], args: Sequence[Any]
-) -> None:
+def _interpret(function: Any, programs: int, types: Sequence[str], args: Sequence[Any]) -> None:
     """Run a kernel in Triton's interpreter.
 
     It takes a number's type from its value: strides without a sign are given theirs, or offsets

@@ -3,6 +3,7 @@
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving.cascade import CascadePlan
 from flexattn.serving.decode import flex_decode
+from flexattn.serving.kept import KeptKeys
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.tree import PrefixTree, ReadCost, TreeReads, choose_reads
@@ -11,6 +12,7 @@ from flexattn.serving.tree_plan import TreePlan
 __all__ = [
     "CascadePlan",
     "DecodePlan",
+    "KeptKeys",
     "PrefixTree",
     "ReadCost",
     "ServingConfig",

@@ -73,7 +73,9 @@ def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: 
     got = f"{name} of shape {list(tensor.shape)} with strides {tensor.stride()}"
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:
         raise InputError(got, "the head dimension has stride 1")
-    taken = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    taken = [
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
     if any(each >= 2**31 for each in taken):
         raise InputError(got, "a stride is below 2**31 elements", "keep the cache in pages")
     # Kernels multiply by strides of pages in 64 bits, by those of heads and of keys in 32.

@@ -67,9 +67,7 @@ class Join:
                 self._launchers.clear()
             launcher = self._launchers[key] = self._prepared(*key)
         # In the order of _GIVEN.
-        launch_on(
-            self._kernel.index, launcher, (*before, *own, out, lse, prefix_len, v_scale)
-        )
+        launch_on(self._kernel.index, launcher, (*before, *own, out, lse, prefix_len, v_scale))
         return out, lse
 
     def _prepared(self, q_rows: int, max_keys: int, stride_scale: int) -> Launcher:

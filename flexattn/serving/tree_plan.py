@@ -1,4 +1,4 @@
-"""TreePlan: what requests share at any level of a prefix tree is read once, where that is cheaper."""
+"""TreePlan: what requests share at any level of a prefix tree is read once, where that pays."""
 
 from __future__ import annotations
 
@@ -111,9 +111,7 @@ class TreePlan:
         self._table = torch.zeros((tables.reads, pages), dtype=torch.int32, device=where)
         self._out, self._lse = (torch.empty_like(each) for each in (self.own._out, self.own._lse))
         kernels = self.own._kernels
-        source = render_merge_tree(
-            self.own.form.dtype, m.Hq, m.head_dim_v, levels, kernels.target
-        )
+        source = render_merge_tree(self.own.form.dtype, m.Hq, m.head_dim_v, levels, kernels.target)
         self._merge = builder().kernel(source, kernels.target, kernels.gpu)
         self._mergers: dict[int, Launcher] = {}
         self._beside = Beside(where) if where.type == "cuda" else None

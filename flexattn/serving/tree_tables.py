@@ -68,7 +68,7 @@ class TreeTables:
         return {name: row[span] for name, span in self.spans().items()}
 
     def filled(self, found: TreeReads) -> list[int]:
-        """The row for what was chosen; places that a tree leaves empty have no rows and no keys."""
+        """The row for what was chosen; what a tree leaves empty has no rows and no keys."""
         spans = self.spans()
         row = [0] * spans["slots"].stop
         slots = [[-1] * self.levels for _ in range(self.batch * self.q_len)]

@@ -1,8 +1,6 @@
 """Prefix trees: what a tree's plan reads once, and that every request's attention is its own."""
 
-import math
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -11,84 +9,20 @@ import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.errors import ConfigError, InputError
 from flexattn.runtime.build import TritonLaunch, builder
-from flexattn.serving import PrefixTree, ReadCost, ServingConfig, TreePlan
-from tests.serving import Batch, assert_right, batch, poisoned_pages, quantized
+from flexattn.serving import PrefixTree, ServingConfig, TreePlan
+from tests import trees
+from tests.serving import Batch, assert_right, poisoned_pages
+from tests.trees import TREE, Case, requests_of
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 SMALL = ServingConfig(16, 16, 4, 2)
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
 WARP = ServingConfig(8, 32, 2, 1, 2, 1, "await", "heads")
-# Every node that two requests share is read once.
-FREE = ReadCost(key=1, state=0, rows=16, again=0.0, fixed=0)
-# A system prompt with two tools and a conversation below one of them; one request shares nothing.
-TREE = PrefixTree((-1, 0, 0, 1), (33, 18, 7, 20), (3, 1, 3, 2, 2, 0, -1))
-OWN = (5, 19, 40, 6, 23, 8, 30)
-
-
-@dataclass
-class Case:
-    """A plan, what its run is given, and what judges it."""
-
-    plan: TreePlan
-    each: Batch
-    q: torch.Tensor
-    cache: Any
-    call: dict
-
-    def run(self):
-        """(out, lse) [rows, Hq, ...] of a run that finds NaN wherever it has to write."""
-        plan = self.plan
-        for state in (plan, plan.shared, plan.own):
-            state._out.fill_(math.nan)
-            state._lse.fill_(math.nan)
-        return [x.flatten(0, 1) for x in plan.run(self.q, self.cache, **self.call)]
-
-
-def requests_of(tree, own, q_len, heads, D, Dv, dtype):
-    """A batch in which requests have their paths' keys in common."""
-    ends = [*tree.ends(), 0]
-    lengths = [ends[node] + more for node, more in zip(tree.requests, own, strict=True)]
-    each = batch([q_len] * len(own), lengths, *heads, D, Dv, dtype=dtype)
-    for node, below in enumerate(tree.below()):
-        span = slice(ends[node] - tree.keys[node], ends[node])
-        for b in below[1:]:
-            each.k[b][span], each.v[b][span] = each.k[below[0]][span], each.v[below[0]][span]
-    return each
-
-
-def case(
-    tree=TREE, own=OWN, *, q_len=1, heads=(6, 2), D=16, Dv=None, page=4, dtype=torch.float32,
-    scaled=None, sinks=None, cost=FREE, config=SMALL, shared_config=LAUNCH, **options,
-):  # fmt: skip
-    """A plan for a tree, whose shared keys are there in the pages of the first request alone."""
-    each = requests_of(tree, own, q_len, heads, D, Dv, dtype)
-    more, exact, kv_dtype = {}, each, dtype
-    if scaled is not None:
-        each, exact, more["k_scale"], more["v_scale"] = quantized(
-            each, kv_dtype := torch.float8_e4m3fn, scaled
-        )
-    plan = TreePlan(
-        batch=len(own) + 1, kv_len=max(each.kv_lens) + 9, q_len=q_len, page_size=page, heads=heads,
-        head_dim=(D, D if Dv is None else Dv), dtype=dtype, kv_dtype=kv_dtype, device="cpu",
-        sinks=sinks is not None, scaled=scaled is not None, cost=cost, config=config,
-        shared_config=shared_config, **options,
-    )  # fmt: skip
-    cache, table = poisoned_pages(each, page)
-    reads = plan.update(tree, table)
-    for read in reads.shared:
-        for b in read.requests[1:]:
-            for key in range(read.first, read.end):
-                for x in cache:
-                    x[table[b, key // page], key % page] = math.nan
-    call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table, **more}
-    if sinks is not None:
-        call["sinks"] = sinks
-    return Case(plan, exact, each.q.unflatten(0, (len(own), q_len)), cache, call)
+case = partial(trees.case, config=SMALL, shared_config=LAUNCH)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("shared", [LAUNCH, SMALL], ids=["launch", "last"])
-@pytest.mark.parametrize("walk", ["program", "warp"])
+@pytest.mark.parametrize(("walk", "shared"), [("program", LAUNCH), ("warp", SMALL)])
 def test_a_tree_is_attention_over_each_path_and_own_keys(walk, shared):
     """Mods see requests and positions, sinks count once, and shared keys are read once."""
     about = {"D": 64, "dtype": torch.float16, "config": WARP} if walk == "warp" else {}
@@ -103,26 +37,25 @@ def by_request(b, h, q_idx, kv_idx):
     return (kv_idx % 7 != b) & (q_idx - kv_idx != h)
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(("page", "q_len"), [(16, 3), pytest.param(1, 1, marks=pytest.mark.long)])
 def test_mods_of_requests_heads_and_positions(page, q_len):
     found = case(q_len=q_len, page=page, mask_mod=by_request)
     assert_right(found.run(), found.each, mask_mod=by_request)
 
 
-@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("levels", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_fewer_levels_than_the_tree_has(levels):
     found = case(levels=levels)
     assert max(sum(b in r.requests for r in found.plan.reads.shared) for b in range(7)) == levels
     assert_right(found.run(), found.each)
 
 
-@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
-def test_a_cache_of_eight_bits(per_head):
-    found = case(dtype=torch.bfloat16, D=32, scaled=per_head)
+def test_a_cache_of_eight_bits():
+    found = case(dtype=torch.bfloat16, D=32, scaled=True)
     assert_right(found.run(), found.each)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("D", "Dv"), [(24, 40), (16, 260)])
 def test_head_dimensions_that_are_no_powers_of_two(D, Dv):
     small = ServingConfig(16, 16, 4, 1)
@@ -130,6 +63,7 @@ def test_head_dimensions_that_are_no_powers_of_two(D, Dv):
     assert_right(found.run(), found.each)
 
 
+@pytest.mark.long
 def test_one_plan_for_every_tree_and_batch():
     """What a tree leaves of the one before it has no rows: also where nothing is shared."""
     found = case()

@@ -1,13 +1,16 @@
-"""Prefix trees as servers have them, and the choice of what is read once."""
+"""Prefix trees as servers have them, what of them is read once, and the tables of that."""
 
 from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from flexattn.errors import InputError
 from flexattn.serving.tree import PrefixTree, ReadCost, SharedRead, choose_reads
+from flexattn.serving.tree_tables import TreeTables
+from tests.trees import EVERY
 
 COST = ReadCost(key=4096, state=40_000, rows=16, again=0.5, fixed=1_000_000)
 
@@ -32,7 +35,7 @@ costs = st.builds(
 
 
 def bytes_of(tree, cost, once):
-    """What reading these nodes once costs, from the definition; and most shared reads of a path."""
+    """What reading these nodes once costs, by its definition, and the most reads of a path."""
     ends, below, depth, total = tree.ends(), tree.below(), 0, 0
     for node in once:
         above = [each for each in tree.path(node)[:-1] if each in once]
@@ -79,7 +82,9 @@ def test_every_key_of_a_path_is_read_once_for_each_request(tree, cost, levels):
 
 
 def test_a_system_prompt_tools_and_conversations():
-    tree = PrefixTree.from_paths([(0, 1), (0, 1), (0, 2), (0, 2), (0,), ()], (-1, 0, 0), (8192, 4096, 16))
+    tree = PrefixTree.from_paths(
+        [(0, 1), (0, 1), (0, 2), (0, 2), (0,), ()], (-1, 0, 0), (8192, 4096, 16)
+    )
     found = choose_reads(tree, COST, 4)
     # 16 keys are not worth a state: who shares them reads them twice.
     assert found.shared == (
@@ -103,7 +108,7 @@ def test_a_short_root_is_read_with_what_follows_it():
 
 
 def test_launches_are_a_price_too():
-    tree = PrefixTree((-1,), (64,), (0,) * 8)
+    tree = PrefixTree((-1,), (16,), (0,) * 8)
     assert choose_reads(tree, replace(COST, state=1000), 4).shared == ()
     assert choose_reads(tree, replace(COST, state=1000, fixed=0), 4).shared != ()
 
@@ -111,7 +116,9 @@ def test_launches_are_a_price_too():
 @pytest.mark.parametrize("page", [1, 4])
 def test_tables_that_begin_alike(page):
     tables = [[7, 8, 9, 1], [7, 8, 9, 2], [7, 8, 3, 4], [5, 6, 0, 0], [7, 8, 9, 2]]
-    tree = PrefixTree.from_tables(tables, [4 * page, 4 * page, 3 * page + 1, 2 * page, 4 * page - 1], page)
+    tree = PrefixTree.from_tables(
+        tables, [4 * page, 4 * page, 3 * page + 1, 2 * page, 4 * page - 1], page
+    )
     by_request = [[tree.keys[n] for n in tree.path(node)] for node in tree.requests]
     shared = [2 * page, page]
     # The last page of each is where it writes: 2 is shared by no one.
@@ -132,7 +139,9 @@ def test_a_tree_of_tables_has_what_pairs_share(tables):
         shared = 0
         for b, other in enumerate(rows):
             both = zip(row[:-1], other[:-1], strict=False)
-            same = next((i for i, (x, y) in enumerate(both) if x != y), min(len(row), len(other)) - 1)
+            same = next(
+                (i for i, (x, y) in enumerate(both) if x != y), min(len(row), len(other)) - 1
+            )
             shared = max(shared, same * (a != b))
         assert (ends[tree.requests[a]] if tree.requests[a] >= 0 else 0) == 4 * shared
 
@@ -151,3 +160,32 @@ def test_a_tree_of_tables_has_what_pairs_share(tables):
 def test_what_is_no_tree_is_refused(made, said):
     with pytest.raises(InputError, match=said):
         made()
+
+
+@settings(max_examples=60)
+@given(trees(), st.integers(1, 3), st.integers(1, 3))
+def test_rows_of_reads_and_of_queries_are_the_same(tree, q_len, levels):
+    count = len(tree.requests)
+    tables = TreeTables(max(1, count), q_len, levels)
+    found = choose_reads(tree, EVERY, levels)
+    row = torch.tensor(tables.filled(found))
+    at = {name: each.tolist() for name, each in tables.views(row).items()}
+    assert all(start.start % 4 == 0 for start in tables.spans().values())
+    assert {name: len(each) for name, each in at.items()} == tables.sizes()
+    assert at["row_ends"] == sorted(at["row_ends"]) and at["row_ends"][0] == 0
+    slots = [at["slots"][i * levels : (i + 1) * levels] for i in range(count * q_len)]
+    for i, read in enumerate(found.shared):
+        rows = range(at["row_ends"][i], at["row_ends"][i + 1])
+        queries = [r * q_len + p for r in read.requests for p in range(q_len)]
+        assert at["gather"][rows.start : rows.stop] == queries
+        assert (at["begins"][i], at["ends"][i]) == (read.first, read.end)
+        for place, query in zip(rows, queries, strict=True):
+            assert place in slots[query]
+        # As the kernel has it: the last row stands at the last key, or the first one at key 0.
+        past = max(read.end - len(rows), 0)
+        assert at["before"][i] + past == rows.start
+    for query, mine in enumerate(slots):
+        taken = [slot for slot in mine if slot >= 0]
+        assert mine == taken + [-1] * (levels - len(taken))
+        assert len(taken) == sum(query // q_len in read.requests for read in found.shared)
+    assert sum(slot >= 0 for each in slots for slot in each) == at["row_ends"][-1]
