@@ -32,8 +32,8 @@ class KeptKeys:
     loaded, so all kept keys are read: no bound of a window skips any. Rotations that keys have by
     their positions are the caller's.
 
-    Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453;
-    Zhang et al., H2O, arXiv 2306.14048; Li et al., SnapKV, arXiv 2404.14469.
+    Source: Xiao et al., Attention Sinks (StreamingLLM), arXiv 2309.17453; Zhang et al., H2O, arXiv
+    2306.14048; Li et al., SnapKV, arXiv 2404.14469.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class KeptKeys:
         """A score_mod of positions as one of the cache's places."""
         place, evicted = self._place(), self.evicted
 
-        def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
             return score_mod(score, b, h, q_idx + evicted[b], place(b, h, kv_idx)[0])
 
         return score
@@ -74,10 +74,10 @@ class KeptKeys:
         """A mask_mod of positions as one of places; of None, what hides empty pages."""
         place, evicted = self._place(), self.evicted
 
-        def holds(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def holds(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
             return place(b, h, kv_idx)[1]
 
-        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
             assert mask_mod is not None
             position, held = place(b, h, kv_idx)
             return held & mask_mod(b, h, q_idx + evicted[b], position)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +18,7 @@ from flexattn.serving.cache import KVCache
 from flexattn.serving.join import launch_on
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.tree import PrefixTree, ReadCost, TreeReads, choose_reads
+from flexattn.serving.tree_mods import Places, from_first, placed_mask, placed_score
 from flexattn.serving.tree_tables import TreeTables
 from flexattn.serving.types import whole
 from flexattn.settings import current
@@ -95,12 +95,14 @@ class TreePlan:
         self._places = score_mod is not None or mask_mod is not None
         self.own = DecodePlan(
             batch=batch, q_len=q_len, sinks=sinks, score_mod=score_mod, config=config,
-            mask_mod=_from(self._view["starts"], mask_mod), lengths=lengths, **common,
+            mask_mod=from_first(self._view["starts"], mask_mod), lengths=lengths, **common,
         )  # fmt: skip
+        view = self._view
+        places = Places(view["gather"], view["before"], self._lens, tables.q_len)
         self.shared = DecodePlan(
             batch=tables.reads, total_q=tables.rows, config=shared_config,
-            score_mod=score_mod and self._placed(score_mod, 1),
-            mask_mod=_from(self._view["begins"], mask_mod and self._placed(mask_mod, 0)),
+            score_mod=score_mod and placed_score(places, score_mod),
+            mask_mod=from_first(view["begins"], mask_mod and placed_mask(places, mask_mod)),
             **common,
         )  # fmt: skip
         m, where = self.shared.maxima, self.own.device
@@ -109,7 +111,8 @@ class TreePlan:
         self._rows = torch.empty((tables.rows, m.Hq, m.head_dim_qk), dtype=m.dtype, device=where)
         pages = -(-m.kv_len // m.page)
         self._table = torch.zeros((tables.reads, pages), dtype=torch.int32, device=where)
-        self._out, self._lse = (torch.empty_like(each) for each in (self.own._out, self.own._lse))
+        assert self.own._lse is not None
+        self._out, self._lse = torch.empty_like(self.own._out), torch.empty_like(self.own._lse)
         kernels = self.own._kernels
         source = render_merge_tree(self.own.form.dtype, m.Hq, m.head_dim_v, levels, kernels.target)
         self._merge = builder().kernel(source, kernels.target, kernels.gpu)
@@ -265,44 +268,6 @@ class TreePlan:
             again=_AGAIN,
             fixed=_LAUNCHES,
         )
-
-    def _placed(self, mod: Callable[..., Tensor], before: int) -> Callable[..., Tensor]:
-        """A mod of the shared launch: its rows are those of requests, where these stand.
-
-        before: how many arguments come before b.
-        """
-        gather, rows_before = self._view["gather"], self._view["before"]
-        lens, q_len = self._lens, self._tables.q_len
-
-        def place(b: Tensor, q_idx: Tensor) -> tuple[Tensor, Tensor]:
-            query = gather[rows_before[b] + q_idx]
-            request = query // q_len
-            return request, (lens[request] - q_len).clamp(min=0) + query % q_len
-
-        def placed_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            request, position = place(b, q_idx)
-            return mod(request, h, position, kv_idx)
-
-        def placed_score(
-            score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
-        ) -> Tensor:
-            request, position = place(b, q_idx)
-            return mod(score, request, h, position, kv_idx)
-
-        return placed_score if before else placed_mask
-
-
-def _from(first: Tensor, mask_mod: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """A mask of keys from a position on, by request; a bound of the loop over its keys."""
-
-    def later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return kv_idx >= first[b]
-
-    def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert mask_mod is not None
-        return (kv_idx >= first[b]) & mask_mod(b, h, q_idx, kv_idx)
-
-    return later if mask_mod is None else both
 
 
 def _pair(found: Any) -> tuple[Tensor, Tensor]:

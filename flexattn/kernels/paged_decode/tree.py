@@ -32,5 +32,5 @@ def render_merge_tree(
     found += [Argument("SLOTS", "*i32", 4), Argument("num_rows", "i64")]
     title = f"merge of a tree's states {dtype} D={head_dim} for {device.arch}"
     return rendering.make_source(
-        "paged_decode/merge_tree.py.jinja", device, [title], context, found, 4, 1
+        "paged_decode/merge_tree.py.jinja", device, [title], context, tuple(found), 4, 1
     )
