@@ -117,7 +117,7 @@ def test_strides_are_counted_in_32_bits():
     far = torch.empty_strided(
         (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
     )
-    assert describe(k, k, maxima, True).steps_k == (256, 16, 16)
+    assert describe(k, k, maxima, True, 64).steps_k == (256, 16, 16)
     with pytest.raises(InputError, match=r"below 2\*\*31"):
         describe(far, far, maxima, True)
 
@@ -130,4 +130,4 @@ def test_a_cache_holds_a_key(shape):
     )  # fmt: skip
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
-        describe(k, k, maxima, True)
+        describe(k, k, maxima, True, 64)
