@@ -177,7 +177,7 @@ class TreeReads:
         ]
         alone = sum(start == 0 for start in self.starts)
         if alone:
-            lines.append(f"{alone} requests read all of their keys themselves")
+            lines.append(f"requests that read all of their keys themselves: {alone}")
         said = f"{self.cost / 1e6:.2f} MB instead of {self.flat / 1e6:.2f} MB a layer"
         return "\n".join([*lines, f"estimated traffic of the shared keys: {said}"])
 

@@ -107,7 +107,7 @@ class TreePlan:
         )  # fmt: skip
         m, where = self.shared.maxima, self.own.device
         self.cost = cost or self._estimate()
-        self.reads = TreeReads((), (0,) * tables.batch, 0.0, 0.0)
+        self.reads = TreeReads((), (), 0.0, 0.0)
         self._rows = torch.empty((tables.rows, m.Hq, m.head_dim_qk), dtype=m.dtype, device=where)
         pages = -(-m.kv_len // m.page)
         self._table = torch.zeros((tables.reads, pages), dtype=torch.int32, device=where)

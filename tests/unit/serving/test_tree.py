@@ -94,7 +94,7 @@ def test_a_system_prompt_tools_and_conversations():
     assert str(found).splitlines() == [
         "keys 0 to 8191 (node 0) are read once for 5 requests",
         "keys 8192 to 12287 (node 1) are read once for 2 requests",
-        "1 requests read all of their keys themselves",
+        "requests that read all of their keys themselves: 1",
         "estimated traffic of the shared keys: 51.74 MB instead of 201.46 MB a layer",
     ]
 
