@@ -74,7 +74,9 @@ class TreePlan:
         for name in ("lse", "total_q", "prefix", "offset"):
             if name in common:
                 raise InputError(f"TreePlan({name}=...)", "it follows from the other arguments")
-        if common.setdefault("batch_invariant", current().batch_invariant):
+        if common.get("batch_invariant") is None:
+            common["batch_invariant"] = current().batch_invariant
+        if common["batch_invariant"]:
             raise ConfigError(
                 "TreePlan with batch_invariant",
                 "what a row's keys are split into depends on who shares them",
@@ -89,15 +91,14 @@ class TreePlan:
         common |= {"kv_len": kv_len, "page_size": page_size, "device": device, "lse": True}
         row = torch.tensor(tables.filled(TreeReads((), (), 0.0, 0.0)), dtype=torch.int32)
         self._row = row.to(device)
-        self._view = tables.views(self._row)
+        self._view = view = tables.views(self._row)
         self._lens = torch.zeros(tables.batch, dtype=torch.int32, device=device)
         # Only mods ask where a shared row stands.
         self._places = score_mod is not None or mask_mod is not None
         self.own = DecodePlan(
             batch=batch, q_len=q_len, sinks=sinks, score_mod=score_mod, config=config,
-            mask_mod=from_first(self._view["starts"], mask_mod), lengths=lengths, **common,
+            mask_mod=from_first(view["starts"], mask_mod), lengths=lengths, **common,
         )  # fmt: skip
-        view = self._view
         places = Places(view["gather"], view["before"], self._lens, tables.q_len)
         self.shared = DecodePlan(
             batch=tables.reads, total_q=tables.rows, config=shared_config,

@@ -51,7 +51,7 @@ FORMS = {
 }
 
 
-QUICK = ("own keys", "shared keys, mods", "evicted pages")
+QUICK = ("shared keys, mods", "evicted pages")
 
 
 @pytest.mark.parametrize("name", share(FORMS, lambda name: name in QUICK))
