@@ -28,9 +28,9 @@ MOST = 16  # processes
 def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
     """Leave the rows' default kernels in Triton's cache on disk, where the plans find them.
 
-    A cascade's two passes are compiled when its plan is made.
+    The launches of a cascade or a tree are compiled when its plan is made.
     """
-    found = [row for row in rows if row.variant != "cascade"]
+    found = [row for row in rows if row.variant not in ("cascade", "prefix-tree")]
     count = min(MOST, len(found), os.cpu_count() or 1)
     if count < 2:
         return

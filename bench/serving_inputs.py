@@ -73,13 +73,18 @@ def make_served(row: ServingRow, device: str = "cuda") -> Served:
     sizes = (batch, max(row.lens))
     if row.page:
         own = [-(-(n - row.shared) // row.page) for n in row.lens]
-        common = row.shared // row.page
-        sizes = (common + sum(own), row.page)
+        levels = [(nodes, keys // row.page) for nodes, keys in row.nodes]
+        common = sum(pages for _, pages in levels)
+        sizes = (sum(nodes * pages for nodes, pages in levels) + sum(own), row.page)
         order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).int()
         table = torch.zeros(batch, common + max(own), dtype=torch.int32)
-        place = common
+        place = column = 0
+        for level, (nodes, pages) in enumerate(levels):
+            for b in range(batch):
+                start = place + row.node_of(b, level) * pages
+                table[b, column : column + pages] = order[start : start + pages]
+            place, column = place + nodes * pages, column + pages
         for b, count in enumerate(own):
-            table[b, :common] = order[:common]
             table[b, common : common + count] = order[place : place + count]
             place += count
         table = table.to(device)

@@ -11,7 +11,7 @@ __all__ = ["ServingRow", "serving_rows"]
 
 Variant = Literal[
     "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "fp8-token-head",
-    "cascade", "mla",
+    "cascade", "mla", "prefix-tree",
 ]  # fmt: skip
 WINDOWED = 2  # a windowed request has so many times the keys that its window shows
 
@@ -22,6 +22,8 @@ class ServingRow:
 
     shared: keys of the prefix that all requests of a cascade share, part of each one's length.
     dtype: of the queries, and of the cache where it has not eight bits.
+    levels: of a prefix tree, how many nodes each level has, and keys of each; requests that follow
+    one another share them, and `shared` is the sum of the keys.
     Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
     """
 
@@ -32,6 +34,7 @@ class ServingRow:
     q_len: int = 1
     page: int = 16
     shared: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
     hq: int = 32
     hkv: int = 8
     d: int = 128
@@ -54,9 +57,20 @@ class ServingRow:
         return "token_head" if self.variant == "fp8-token-head" else self.eight_bits
 
     @property
+    def nodes(self) -> tuple[tuple[int, int], ...]:
+        """Of each level of what requests share the number of nodes, and keys of each."""
+        return self.levels or (((1, self.shared),) if self.shared else ())
+
+    def node_of(self, request: int, level: int) -> int:
+        """The node of a level that a request is below."""
+        return request * self.nodes[level][0] // len(self.lens)
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read once, at the cache's width, with their scales."""
-        keys = sum(self.lens) - self.shared * (len(self.lens) - 1) * (self.variant == "cascade")
+        keys = sum(self.lens)
+        if self.variant in ("cascade", "prefix-tree"):
+            keys -= sum(each * (len(self.lens) - nodes) for nodes, each in self.nodes)
         if self.variant == "window":
             keys //= WINDOWED
         width = self.d if self.variant == "mla" else self.d + self.dv
@@ -65,7 +79,7 @@ class ServingRow:
 
 
 def serving_rows() -> list[ServingRow]:
-    """Issue 6's table, then each mod beside plain decode, eight bits, a cascade and MLA."""
+    """Issue 6's table, then each mod beside plain decode, eight bits, prefixes, MLA, long ones."""
     rows = []
     for batch, k in ((1, 1), (1, 8), (1, 128), (8, 8), (64, 4), (64, 16), (256, 1)):
         name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
@@ -89,6 +103,14 @@ def serving_rows() -> list[ServingRow]:
     lens = (prefix + own,) * 32
     rows.append(ServingRow("b32-8k-256-plain", "cascade", lens, shared=prefix))
     rows.append(ServingRow("b32-8k-256-cascade", "cascade", lens, "cascade", shared=prefix))
+    # A system prompt, tools, conversations, and branches of each.
+    levels = ((1, 8192), (4, 4096), (16, 2048))
+    prefix = sum(keys for _, keys in levels)
+    about = {"shared": prefix, "levels": levels}
+    for name, variant in (("plain", "plain"), ("tree", "prefix-tree")):
+        lens = (prefix + own,) * 64
+        rows.append(ServingRow(f"b64-3-levels-{name}", "trees", lens, variant, **about))  # type: ignore[arg-type]
+    rows += [ServingRow(f"b{batch}-1m", "long", (2**20,) * batch) for batch in (1, 8)]
     mla = {"page": 64, "hq": 128, "hkv": 1, "d": 576, "dv": 512}
     rows.append(ServingRow("mla-b64-4k", "mla", (4096,) * 64, "mla", **mla))  # type: ignore[arg-type]
     for batch, k in ((64, 4), (1, 16)):

@@ -67,11 +67,12 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
             )
     wide = 16 // q.element_size()
     misplaced = q.data_ptr() % 16 or step % wide or q.stride(-2) % wide
-    if q.stride(-1) != 1 or (form.aligned and misplaced) or max(q.stride()) >= 2**31:
+    far = max(q.stride()) >= 2**31 or (m.Hq - 1) * q.stride(-2) >= 2**32
+    if q.stride(-1) != 1 or (form.aligned and misplaced) or far:
         raise InputError(
             f"query at {q.data_ptr():#x} with strides {q.stride()}",
             "the head dimension has stride 1, other strides are multiples of 16 bytes and below "
-            "2**31 elements",
+            "2**31 elements, and all heads of a row lie within 2**32",
             "pass query.contiguous()",
         )
     return q_len, (step, q.stride(-2))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.serving.beside import Beside
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
@@ -53,7 +54,7 @@ class CascadePlan:
         assert self.own._lse is not None
         self._out = torch.empty_like(self.own._out)
         self._lse = torch.empty_like(self.own._lse)
-        self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
+        self._beside = Beside(self.own.device) if self.own.device.type == "cuda" else None
         # Who finishes last of a unit has merged its parts already.
         self._join = self._joined(prefix_config, {"kv_len": prefix_len, **common})
         if self._join is None:
@@ -133,32 +134,3 @@ class CascadePlan:
             return merge_states(*before, *own, out=out, lse=lse)
         assert isinstance(before, tuple) and isinstance(own, tuple)
         return self._join(before, own, out, lse, prefix_len, v_scale)
-
-
-class _Beside:
-    """A stream in which a part of the current stream's work runs beside the rest of it.
-
-    begin: that work waits for what the stream holds now. As a context, launches inside are its
-    work; at the end the stream waits for them. Captured, it is a branch of the graph.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._inside = torch.cuda.StreamContext(self._stream)
-        self._device = device
-
-    def begin(self) -> None:
-        self._begun.record(torch.cuda.current_stream(self._device))
-
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._begun)
-        self._inside.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._ended.record(self._stream)
-        finally:
-            self._inside.__exit__(*error)
-        torch.cuda.current_stream(self._device).wait_event(self._ended)

@@ -265,6 +265,12 @@ class DecodePlan:
         return out if lse is None else (out, lse)
 
     @property
+    def memory(self) -> int:
+        """Bytes that the plan holds on its device: its workspace, its counters and its outputs."""
+        held = (self._workspace, self._count, self._out, self._lse)
+        return sum(each.nbytes for each in held if each is not None)
+
+    @property
     def max_keys(self) -> int:
         """The most keys that the last run could read of a request."""
         ready = self._last[1]
@@ -299,7 +305,7 @@ class DecodePlan:
         m, form = self.maxima, self.form
         cu_seqlens = more["cu_seqlens_q"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
-        cache = describe(k, v, m, form.aligned)
+        cache = describe(k, v, m, form.aligned, self.config.BLOCK_N)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, spaced = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
