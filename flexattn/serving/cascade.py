@@ -15,6 +15,7 @@ from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
+from flexattn.serving.streams import Streams
 from flexattn.settings import current, log
 
 
@@ -139,9 +140,15 @@ class _Beside:
             self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
         self._inside = torch.cuda.StreamContext(self._stream)
         self._device = device
+        self._callers = Streams(device.index)
 
     def begin(self) -> None:
-        self._begun.record(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        if current.cuda_stream != self._callers.last:
+            # The last launch of the run before reads what this one's passes write.
+            with torch.cuda.device(self._device):
+                self._callers.follow()
+        self._begun.record(current)
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._begun)

@@ -26,6 +26,7 @@ from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.seen import NOTHING, Seen, facts, see
+from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
 
@@ -76,9 +77,11 @@ class DecodePlan:
     what a row gives depends on its own query and keys alone, bit for bit; the setting of
     FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
 
-    One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
-    output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
-    a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    Its runs share a workspace and, unless `out` is given, the output: a run on another stream
+    waits for what the stream of the last one holds. Replays of a captured run, and runs of several
+    threads, are for the caller to order. seq_lens stay as they are while a run reads them, and
+    after a launch that was cut short a new plan is needed: the workspace is as each run must find
+    it when the one before has ended.
     A cache is known by its tensors: while these live, their sizes and strides stay what they were.
     No tensor of a run is given another dtype or device by `.data = ...`, and what mods capture is
     read where it lay when the plan was made: change it in place.
@@ -167,6 +170,7 @@ class DecodePlan:
                 name: value.data_ptr() if isinstance(value, Tensor) else value
                 for name, value in self._owned.items()
             }
+        self._streams = Streams(self._gpu)
         self._ready: dict[Any, _Ready] = {}
         self._last: tuple[Any, _Ready | None] = None, None
         self._caches: dict[int, Seen] = {}
@@ -247,7 +251,10 @@ class DecodePlan:
         if ready is not last:
             self._last = key, ready
         if current().check:
-            inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
+            # What was looked at is what the launch reads, whatever others write meanwhile.
+            seq_lens, table, cu_seqlens_q, kv_start = inspect(
+                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start
+            )
         if out is None and lse is None:
             out, lse = ready.out, ready.lse
         else:
@@ -261,10 +268,10 @@ class DecodePlan:
         if gpu < 0:
             ready.launch(-1, tensors)
         elif gpu == torch._C._cuda_getDevice():
-            ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+            self._launch(ready, tensors)
         else:
             with torch.cuda.device(gpu):
-                ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+                self._launch(ready, tensors)
         return out if lse is None else (out, lse)
 
     @property
@@ -272,6 +279,13 @@ class DecodePlan:
         """The most keys that the last run could read of a request."""
         ready = self._last[1]
         return 0 if ready is None else min(self.maxima.kv_len, ready.keys)
+
+    def _launch(self, ready: _Ready, tensors: Sequence[Any]) -> None:
+        """Launch on the current stream of the plan's GPU, which is the current one."""
+        stream = torch._C._cuda_getCurrentRawStream(self._gpu)
+        if stream != self._streams.last:
+            self._streams.follow()
+        ready.launch(stream, tensors)
 
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None
