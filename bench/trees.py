@@ -65,8 +65,11 @@ class Checkout:
     def answer(self) -> dict[str, Any]:
         """The next answer; one that ended has an error."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "the process ended"}
+        if line := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        self._process.wait()
+        return {"error": "the process ended"}
 
     def us(self, calls: int) -> float:
         """Mean microseconds of a call. Raises RuntimeError where there is none."""

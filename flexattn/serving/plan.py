@@ -21,6 +21,7 @@ from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.launch import box_of
+from flexattn.serving import admission
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -311,8 +312,6 @@ class DecodePlan:
         more: dict[str, Tensor | None],
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
-        from flexattn.serving import admission
-
         m, form = self.maxima, self.form
         cu_seqlens, k_scale = more["cu_seqlens_q"], more["k_scale"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
