@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(InputError("no GPU is visible to torch", "a bench times a GPU"), file=sys.stderr)
         return 2
     if args.host:
-        print(_host(args.rounds))
+        with time_limit():
+            print(_host(args.rounds))
         return 0
     names = args.peers.split(",") if args.peers else list(SERVING_PEERS)
     peers = {name: SERVING_PEERS[name] for name in names}
