@@ -47,7 +47,7 @@ class Sizes:
     """
 
     heads: tuple[int, int] = (24, 6)
-    head_dim: int = 96
+    head_dim: int = 128
     longest: int = 8192
     batch: int = 4
     requests: int = 32
