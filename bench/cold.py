@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cold_child import LENGTHS
+from bench.time_limit import SECONDS
 
 __all__ = ["MODES", "main", "new_mods", "table"]
 
@@ -141,6 +142,7 @@ def _child(environment: Mapping[str, str], *arguments: str) -> Any:
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=kept | dict(environment), cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=SECONDS,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(f"bench.cold_child {' '.join(arguments)} failed:\n{done.stderr}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flexattn.serving.streams import Streams
+
 
 class Beside:
     """A stream in which a part of the current stream's work runs beside the rest of it.
@@ -18,9 +20,15 @@ class Beside:
             self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
         self._inside = torch.cuda.StreamContext(self._stream)
         self._device = device
+        self._callers = Streams(device.index)
 
     def begin(self) -> None:
-        self._begun.record(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        if current.cuda_stream != self._callers.last:
+            # The last launch of the run before reads what this one's passes write.
+            with torch.cuda.device(self._device):
+                self._callers.follow()
+        self._begun.record(current)
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._begun)

@@ -21,6 +21,7 @@ from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.launch import box_of
+from flexattn.serving import admission
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
@@ -28,6 +29,7 @@ from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.scales import Scaled, asked, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
+from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
 
@@ -80,9 +82,11 @@ class DecodePlan:
     what a row gives depends on its own query and keys alone, bit for bit; the setting of
     FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
 
-    One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
-    output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
-    a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    Its runs share a workspace and, unless `out` is given, the output: a run on another stream
+    waits for what the stream of the last one holds. Replays of a captured run, and runs of several
+    threads, are for the caller to order. seq_lens stay as they are while a run reads them, and
+    after a launch that was cut short a new plan is needed: the workspace is as each run must find
+    it when the one before has ended.
     A cache is known by its tensors: while these live, their sizes and strides stay what they were.
     No tensor of a run is given another dtype or device by `.data = ...`, and what mods capture is
     read where it lay when the plan was made: change it in place.
@@ -171,6 +175,7 @@ class DecodePlan:
                 name: value.data_ptr() if isinstance(value, Tensor) else value
                 for name, value in self._owned.items()
             }
+        self._streams = Streams(self._gpu)
         self._ready: dict[Any, _Ready] = {}
         self._last: tuple[Any, _Ready | None] = None, None
         self._caches: dict[int, Seen] = {}
@@ -251,7 +256,10 @@ class DecodePlan:
         if ready is not last:
             self._last = key, ready
         if current().check:
-            inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
+            # What was looked at is what the launch reads, whatever others write meanwhile.
+            seq_lens, table, cu_seqlens_q, kv_start = inspect(
+                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start
+            )
         if out is None and lse is None:
             out, lse = ready.out, ready.lse
         else:
@@ -261,7 +269,7 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        launch_here(ready, self._gpu, tensors)
+        launch_here(ready, self._gpu, tensors, self._streams)
         return out if lse is None else (out, lse)
 
     @property
@@ -300,8 +308,6 @@ class DecodePlan:
         more: dict[str, Tensor | None],
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
-        from flexattn.serving import admission
-
         m, form = self.maxima, self.form
         cu_seqlens = more["cu_seqlens_q"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})

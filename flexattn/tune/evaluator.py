@@ -37,6 +37,7 @@ class Evaluator:
         self.table = TrialTable(self.subject.configs, self.subject.default)
         self.begin = time.monotonic()
         self._uncounted = 0.0
+        self._told: set[int] = set()
         self._codes: dict[str, int] = {}
         self._code_of: dict[int, str] = {}
 
@@ -97,9 +98,20 @@ class Evaluator:
             screen(self.measurer, table, timed, rounds, min_ms)
         for index in batch:
             self.progress.step(describe(table[index].config), table.best_us())
+        self._say_lost(batch)
         kept = [i for i in batch if i != default and self._touched(i)]
         own = replace(table[default], screening=table[default].screening[before:])
         return [Entry(own, self._code_of.get(default, "")), *map(self._entry, kept)]
+
+    def _say_lost(self, indices: Iterable[int]) -> None:
+        """Tell of each config once whose build or run ended its process."""
+        for index in indices:
+            failed = self.table[index].failed
+            if failed is None or failed.stage not in ("crash", "hang") or index in self._told:
+                continue
+            self._told.add(index)
+            name = describe(self.table[index].config)
+            self.progress.note(f"{name}: {failed.stage} ({failed.error}); the others go on")
 
     def _passes(self, index: int) -> bool:
         """Gate a config that needs it, if there is time; the default always has time."""
@@ -160,6 +172,7 @@ class Evaluator:
             expired=lambda: self.left() <= 0,
             said=lambda text: self.progress.step(text, self.table.best_us()),
         )  # fmt: skip
+        self._say_lost(range(len(self.table)))
         return self.compacted()
 
     def compacted(self) -> tuple[tuple[Trial, ...], Decision, int]:

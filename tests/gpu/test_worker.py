@@ -14,7 +14,7 @@ from flexattn.measure.timing import time_interleaved
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.problem import Layout
 from flexattn.records.record import Failed, Gated, Policy
-from tests.gpu.faults import BAD_ADDRESS, MEMORY, RUNNER, SPIN
+from tests.gpu.faults import BAD_ADDRESS, KILLED, MEMORY, RUNNER, SCARCE, SEGFAULT, SPIN
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +47,15 @@ def worker():
 
 @pytest.mark.parametrize(
     ("config", "stage", "respawns"),
-    [(BAD_ADDRESS, "crash", 1), (SPIN, "hang", 1), (MEMORY, "memory", 0)],
-    ids=["illegal access", "spin", "out of memory"],
+    [
+        (BAD_ADDRESS, "crash", 1),
+        (SPIN, "hang", 1),
+        (MEMORY, "memory", 0),
+        (SCARCE, "memory", 0),
+        (KILLED, "crash", 1),
+        (SEGFAULT, "crash", 1),
+    ],
+    ids=["illegal access", "spin", "out of memory", "the allocator's limit", "SIGKILL", "SIGSEGV"],
 )
 def test_a_fault_of_the_device_costs_its_config_alone(faulty, config, stage, respawns):
     faulty.gate(GOOD)

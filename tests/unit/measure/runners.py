@@ -34,6 +34,7 @@ KINDS = (
     "exits",
     "late_answer",
     "timeless",
+    "killed",
 )
 RUNNER = f"{__name__}:FaultyRunner"
 
@@ -105,6 +106,10 @@ class FaultyRunner:
 
     def segfault(self):
         ctypes.string_at(0)
+
+    def killed(self):
+        # As the kernel's out-of-memory killer does.
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def exits(self):
         os._exit(3)

@@ -103,7 +103,7 @@ class Rows(int, enum.Enum):
 
 def test_a_number_prints_as_a_number():
     """A kernel's file had `BLOCK_M = Rows.FEW`, and later calls with BLOCK_M=32 took it too."""
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
     mask = create_block_mask(causal, None, None, 64, 64, "cpu", Rows.FEW)
     sparsity = Lists.of(mask).sparsity(mask.BLOCK_SIZE, 1)
     asked = parse({"BACKEND": "TRITON", "BLOCK_M": Rows.FEW, "BLOCK_N": Rows.FEW})

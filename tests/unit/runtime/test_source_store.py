@@ -34,8 +34,9 @@ def fresh():
 
 
 def forget():
-    for each in (say_once, dispatch._rendered, dispatch._stored):
+    for each in (say_once, dispatch._stored):
         each.cache_clear()
+    dispatch._texts.clear()
 
 
 def best(wanted, device=H200):
