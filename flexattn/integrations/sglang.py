@@ -58,7 +58,7 @@ class FlexattnBackend(AttentionBackend):
         self._allocate(self.req_to_token_pool.size, self._rows)
 
     def _allocate(self, requests: int, tokens: int) -> None:
-        numbers = {"dtype": torch.int32, "device": self.device}
+        numbers: Any = {"dtype": torch.int32, "device": self.device}
         self._requests = requests
         self._lens = torch.zeros(requests, **numbers)
         self._ends = torch.zeros(requests + 1, **numbers)

@@ -159,7 +159,7 @@ class FlexattnImpl(AttentionImpl):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        self._about = {
+        self._about: dict[str, Any] = {
             "heads": (num_heads, self.num_kv_heads), "head_dim": (head_size, head_size),
             "kv_dtype": _EIGHT_BITS.get(kv_cache_dtype), "scale": self.scale,
             "softcap": logits_soft_cap, "window": sliding_window,
@@ -167,12 +167,10 @@ class FlexattnImpl(AttentionImpl):
             "sinks": sinks is not None, "scaled": kv_cache_dtype in _EIGHT_BITS,
         }  # fmt: skip
         self._config = config = get_current_vllm_config()
-        before = [
-            getattr(layer, "impl", None)
-            for layer in config.compilation_config.static_forward_context.values()
-        ]
-        shared = [impl.plans for impl in before if isinstance(impl, FlexattnImpl)]
-        self.plans = shared[0] if shared else Plans()
+        layers = config.compilation_config.static_forward_context.values()
+        before = [getattr(layer, "impl", None) for layer in layers]
+        plans = [impl.plans for impl in before if isinstance(impl, FlexattnImpl)]
+        self.plans: Plans = plans[0] if plans else Plans()
         self._ready: tuple[Layer, DecodePlan, DecodePlan] | None = None
         self._pages: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
@@ -181,11 +179,11 @@ class FlexattnImpl(AttentionImpl):
 
         In the profiling run, so that their memory is counted, with the page that is expected then.
         """
-        layer = Layer(
-            dtype=dtype, device=torch.device(device), page_size=page, name=name, **self._about
-        )
-        if self._ready is not None and self._ready[0] == layer:
-            return
+        if self._ready is not None:
+            before = self._ready[0]
+            if (before.page_size, before.dtype) == (page, dtype):
+                return
+        layer = Layer(dtype=dtype, device=device, page_size=page, name=name, **self._about)
         scheduler = self._config.scheduler_config
         graphs = self._config.compilation_config.cudagraph_capture_sizes or []
         rows = max(scheduler.max_num_batched_tokens, *graphs, 1)

@@ -31,9 +31,13 @@ class Requests:
     Page 0 is nobody's. eight: the dtype of an 8-bit cache, whose scales are `scales`.
     """
 
-    def __init__(self, Hq=4, Hkv=2, D=16, page=16, pages=24, dtype=torch.float32, eight=None):
+    def __init__(
+        self, Hq=4, Hkv=2, D=16, page=16, pages=24, dtype=torch.float32, eight=None, device="cpu"
+    ):
         self.shape, self.page, self.pages, self.dtype = (Hq, Hkv, D), page, pages, dtype
-        self.eight, self.scales = eight, (torch.tensor(0.5), torch.tensor(2.0))
+        self.device = torch.device(device)
+        self.eight = eight
+        self.scales = torch.tensor(0.5, device=device), torch.tensor(2.0, device=device)
         self._draw = torch.Generator().manual_seed(7 * page + D)
         self._free = (torch.randperm(pages - 1, generator=self._draw) + 1).tolist()
         self._keys, self._values, self._pages = {}, {}, {}
@@ -48,11 +52,12 @@ class Requests:
         """The next tokens of requests, {name: how many}, in this order."""
         rows = [self._grown(name, n) for name, n in tokens.items()]
         q, k, v = (torch.cat(x) for x in list(zip(*rows, strict=True))[:3])
-        slots = torch.tensor([slot for row in rows for slot in row[3]])
+        slots = torch.tensor([slot for row in rows for slot in row[3]], device=self.device)
         width = max(len(self._pages[name]) for name in tokens)
         table = torch.tensor(
             [self._pages[name] + [-7] * (width - len(self._pages[name])) for name in tokens],
             dtype=torch.int32,
+            device=self.device,
         )
         keys, values = ([x[name] for name in tokens] for x in (self._keys, self._values))
         lens = [len(x) for x in keys]
@@ -62,7 +67,7 @@ class Requests:
     def _grown(self, name, n):
         Hq, Hkv, D = self.shape
         q, k, v = (
-            torch.randn(n, heads, D, generator=self._draw).to(self.dtype)
+            torch.randn(n, heads, D, generator=self._draw).to(self.device, self.dtype)
             for heads in (Hq, Hkv, Hkv)
         )
         for found, new, scale in ((self._keys, k, 0), (self._values, v, 1)):

@@ -98,7 +98,9 @@ class Pool:
         if layout == "hnd":
             shape = (of.pages, Hkv, of.page, D)
         self.page, self.layout, self.dtype = of.page, layout, eight or of.dtype
-        self.buffers = [torch.full(shape, torch.nan).to(self.dtype) for _ in "kv"]
+        self.buffers = [
+            torch.full(shape, torch.nan, device=of.device).to(self.dtype) for _ in "kv"
+        ]
 
     def get_kv_buffer(self, layer_id):
         return tuple(each.view(self.dtype) for each in self.buffers)
@@ -107,17 +109,14 @@ class Pool:
         self.write(loc_info.loc, cache_k, cache_v, k_scale, v_scale)
 
     def write(self, slots, k, v, k_scale, v_scale):
+        where = slots // self.page, slots % self.page
         for pool, new, scale in zip(self.buffers, (k, v), (k_scale, v_scale), strict=True):
             rows = new if scale is None else new.float() / scale
             if pool.dtype.itemsize == 1:
                 most = torch.finfo(pool.dtype).max
                 rows = rows.clamp(-most, most)
-            tokens = pool.transpose(1, 2) if self.layout == "hnd" else pool
-            for slot, row in zip(slots.tolist(), rows.to(pool.dtype), strict=True):
-                if self.layout == "hnd":
-                    tokens[slot // self.page, slot % self.page] = row
-                else:
-                    tokens[slot] = row
+            pages = pool.unflatten(0, (-1, self.page)) if pool.dim() == 3 else pool.transpose(1, 2)
+            pages[where] = rows.to(pool.dtype)
 
 
 class SWAKVPool(Pool):
@@ -127,7 +126,7 @@ class SWAKVPool(Pool):
         super().__init__(of, **more)
         self.layers_mapping = {3: (0, True)}
         pages = torch.arange(of.pages).flip(0)[:, None] * of.page
-        self.moved = (pages + torch.arange(of.page)).flatten()
+        self.moved = (pages + torch.arange(of.page)).flatten().to(of.device)
 
     def translate_loc_from_full_to_swa(self, kv_indices):
         return self.moved[kv_indices]
@@ -209,9 +208,10 @@ def runner(of, pool, *, requests=6, length=96):
 
     return SimpleNamespace(
         req_to_token_pool=SimpleNamespace(
-            size=requests, req_to_token=torch.zeros(requests + 1, length, dtype=torch.int32)
+            size=requests,
+            req_to_token=torch.zeros(requests + 1, length, dtype=torch.int32, device=of.device),
         ),
-        token_to_kv_pool=pool, device="cpu", page_size=of.page, use_mla_backend=False,
+        token_to_kv_pool=pool, device=str(of.device), page_size=of.page, use_mla_backend=False,
         kv_index_translator=SimpleNamespace(is_translating=False, write_ids=write_ids),
     )  # fmt: skip
 
@@ -221,10 +221,12 @@ def forward_batch(step, runner, mode, page):
     n = len(step.lens)
     tokens = runner.req_to_token_pool.req_to_token
     for b, length in enumerate(step.lens):
-        places = torch.arange(length)
+        places = torch.arange(length, device=tokens.device)
         tokens[b + 1, :length] = step.table[b, places // page] * page + places % page
     return SimpleNamespace(
-        forward_mode=mode, batch_size=n, req_pool_indices=torch.arange(1, n + 1),
-        seq_lens=torch.tensor(step.lens), out_cache_loc=step.slots,
-        extend_seq_lens=torch.tensor(step.q_lens), spec_info=None, encoder_lens=None,
+        forward_mode=mode, batch_size=n,
+        req_pool_indices=torch.arange(1, n + 1, device=tokens.device),
+        seq_lens=torch.tensor(step.lens, device=tokens.device), out_cache_loc=step.slots,
+        extend_seq_lens=torch.tensor(step.q_lens, device=tokens.device), spec_info=None,
+        encoder_lens=None,
     )  # fmt: skip

@@ -4,7 +4,6 @@ Read in vllm/v1/attention/backend.py, backends/registry.py, and model_executor/l
 attention.py, which calls a layer: first do_kv_cache_update, then forward.
 """
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -228,16 +227,18 @@ class Model:
             _k_scale=of.scales[0], _v_scale=of.scales[1],
         )  # fmt: skip
         config.compilation_config.static_forward_context[name] = self.layer
-        rows = torch.zeros(config.scheduler_config.max_num_batched_tokens, Hq, D, dtype=of.dtype)
+        most = config.scheduler_config.max_num_batched_tokens
+        rows = torch.zeros(most, Hq, D, dtype=of.dtype, device=of.device)
         out = torch.full_like(rows, torch.nan)
         self.impl.forward(self.layer, rows, None, None, torch.tensor([]), None, out)
         assert not out.any(), "a profiling run gives zeros"
         shape = {"NHD": (of.pages, of.page, Hkv), "HND": (of.pages, Hkv, of.page)}[order]
         dtype = BYTES.get(self.kv_dtype, of.dtype)
-        cache = torch.full((*shape, 2 * D), 127 if dtype == torch.uint8 else torch.nan).to(dtype)
+        nothing = 127 if dtype == torch.uint8 else torch.nan
+        cache = torch.full((*shape, 2 * D), nothing, dtype=dtype, device=of.device)
         self.cache = cache.transpose(1, 2) if order == "NHD" else cache
         spec = SimpleNamespace(block_size=of.page)
-        self.builder = backend.get_builder_cls()(spec, [name], config, torch.device("cpu"))
+        self.builder = backend.get_builder_cls()(spec, [name], config, of.device)
 
     def run(self, step, metadata=None):
         """out [rows, Hq, D] of a step, over metadata of a graph that was captured, where given."""
@@ -260,15 +261,11 @@ class Model:
 def common(step):
     """The metadata of a step that nothing pads."""
     ends = torch.tensor([0, *step.q_lens]).cumsum(0).int()
+    lens = torch.tensor(step.lens, dtype=torch.int32, device=step.q.device)
     return CommonAttentionMetadata(
-        ends, ends, torch.tensor(step.lens, dtype=torch.int32), len(step.lens), len(step.q),
+        ends.to(step.q.device), ends, lens, len(step.lens), len(step.q),
         max(step.q_lens), max(step.lens), step.table, step.slots,
     )  # fmt: skip
-
-
-def installed():
-    """The module of the real package that is imported, or None."""
-    return sys.modules.get(BACKEND)
 
 
 FIELDS = [each.name for each in fields(CommonAttentionMetadata)]

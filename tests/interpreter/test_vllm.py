@@ -75,7 +75,8 @@ def test_batches_are_right(model, order, layer, mods):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("fp8", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)
+    ("fp8", torch.float8_e4m3fn),
+    pytest.param("fp8_e5m2", torch.float8_e5m2, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_cache_of_eight_bits(model, name, dtype):
     """What the scale does not bring into its range is kept at the largest value."""
