@@ -18,14 +18,16 @@ def register_vllm() -> None:
     """
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError as error:
-        log.warning("vLLM's attention backends cannot be registered: %s", error)
+
+        custom = AttentionBackendEnum.CUSTOM
+        taken = custom.is_overridden() and custom.get_path()
+    except (ImportError, AttributeError) as error:
+        log.warning("attention backends cannot be registered with this vLLM: %s", error)
         return
-    custom = AttentionBackendEnum.CUSTOM
-    if not custom.is_overridden():
+    if not taken:
         register_backend(custom, _VLLM_BACKEND)
-    elif custom.get_path() != _VLLM_BACKEND:
-        log.warning("vLLM's CUSTOM attention backend is %s, not flexattn", custom.get_path())
+    elif taken != _VLLM_BACKEND:
+        log.warning("vLLM's CUSTOM attention backend is %s, not flexattn", taken)
 
 
 def register_sglang() -> None:

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import InputError, UnsupportedError
 from flexattn.integrations.plans import Layer, Plans, user_mods, write_pages
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.serving import DecodePlan
@@ -253,6 +253,16 @@ class FlexattnImpl(AttentionImpl):
         These views are made once a cache: plans know them again.
         """
         if self._pages is None or self._pages[0] is not kv_cache:
+            if kv_cache.dim() != 4 or kv_cache.shape[1::2] != (
+                self.num_kv_heads,
+                2 * self.head_size,
+            ):
+                raise InputError(
+                    f"a cache of shape {list(kv_cache.shape)}",
+                    f"it is [blocks, {self.num_kv_heads}, block, {2 * self.head_size}]: each "
+                    "head's keys, and values of the same dimension beside them",
+                    "take vLLM 0.33.0, whose caches were read",
+                )
             both = kv_cache.transpose(1, 2)
             if self.kv_cache_dtype in _EIGHT_BITS:
                 both = both.view(_EIGHT_BITS[self.kv_cache_dtype])

@@ -36,14 +36,18 @@ def test_vllm_has_it_as_custom_where_nobody_else_has(monkeypatch, caplog, path, 
     assert registry.AttentionBackendEnum.path == (path or BACKEND)
 
 
-def test_a_vllm_without_backends_goes_on_without_it(monkeypatch, caplog):
+@pytest.mark.parametrize("registry", [False, True])
+def test_a_vllm_without_backends_goes_on_without_it(monkeypatch, caplog, registry):
     modules = vllm.modules()
-    del modules["vllm.v1.attention.backends.registry"]
-    modules["vllm.v1.attention.backends"].__path__ = []
+    if registry:
+        modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum = object()
+    else:
+        del modules["vllm.v1.attention.backends.registry"]
+        modules["vllm.v1.attention.backends"].__path__ = []
     found = imported(monkeypatch, modules, NAME)
     with caplog.at_level(logging.WARNING, "flexattn"):
         found.register_vllm()
-    assert "cannot be registered" in caplog.text
+    assert "cannot be registered with this vLLM" in caplog.text
 
 
 def test_sglang_has_it_by_name(monkeypatch):

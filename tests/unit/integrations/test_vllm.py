@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.errors import UnsupportedError
+from flexattn.errors import InputError, UnsupportedError
 from tests.contracts import assert_same_signatures, imported, vllm
 
 NAME = "flexattn.integrations.vllm"
@@ -70,6 +70,9 @@ def test_what_is_refused(ours):
     impl = ours.FlexattnImpl(4, 16, 0.25, 2)
     with pytest.raises(UnsupportedError, match="quantised"):
         impl.forward(None, None, None, None, None, None, None, output_scale=torch.ones(1))
+    for shape in ((9, 16, 2, 32), (2, 9, 16, 2, 16), (9, 2, 16, 24)):
+        with pytest.raises(InputError, match=r"it is \[blocks, 2, block, 32\]"):
+            impl.do_kv_cache_update(None, None, None, torch.zeros(shape), None)
     builder = ours.FlexattnMetadataBuilder(
         SimpleNamespace(block_size=16), [], vllm.config(16), torch.device("cpu")
     )
