@@ -85,7 +85,7 @@ def flex_decode(
     key = (
         q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
         _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
-        head_dim_v, shared, *[_identity(each) for each in bound], sinks is None,
+        head_dim_v, shared, *[identity(each) for each in bound], sinks is None,
         scaled, scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
     found = _plans.get(key)
@@ -131,7 +131,8 @@ def _above(size: int) -> int:
     return rounded(max(1, size))
 
 
-def _identity(bound: Bound | None) -> object:
+def identity(bound: Bound | None) -> object:
+    """Equal where a mod is the same and reads the same tensors, while these live."""
     if bound is None:
         return None
     captured = [(t.data_ptr(), t.shape, t.stride()) for t in bound.tensors]

@@ -49,6 +49,8 @@ def test_where_records_are_looked_for_and_what_is_taken():
         ("FLEXATTN_DEBUG", "7"),
         ("FLEXATTN_DEBUG", "12"),
         ("FLEXATTN_MODE", "on"),
+        ("FLEXATTN_MODS", "module"),
+        ("FLEXATTN_MODS", ":mods"),
     ],
 )
 def test_values_that_are_not_understood(name, value):
