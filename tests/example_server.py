@@ -57,6 +57,11 @@ def together(engine, prompts, max_tokens):
     return asked.finish().answers()
 
 
+def ids(given):
+    """The tokens alone."""
+    return [token for token, _ in given]
+
+
 def one_by_one(chosen, prompts, max_tokens):
     """Answers to prompts, each alone in an engine that has seen none before."""
     return [together(build(chosen), [each], max_tokens)[0] for each in prompts]
