@@ -3,7 +3,7 @@
 import random
 
 from examples.serving.build import Options, build
-from examples.serving.requests import Limits, Request, Token
+from examples.serving.request import Limits, Request, Token
 
 SMALL = Limits(batch=4, chunk=12, longest=96, page=8, pages=40, queue=20)
 

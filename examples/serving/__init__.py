@@ -5,7 +5,7 @@
 
 | file | what it decides |
 |---|---|
-| requests | what a request is, and what there is room for |
+| request | what a request is, and what there is room for |
 | pages, prefix | who holds a page of the cache, and whose keys can be found again |
 | scheduler | who is admitted, what runs in the next step, who leaves |
 | model | a random transformer, one row a token |

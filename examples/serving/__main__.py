@@ -12,7 +12,7 @@ from examples.serving.attention import CASCADE_FROM
 from examples.serving.build import DTYPES, Options, build
 from examples.serving.metrics import Metrics
 from examples.serving.model import SHAPES
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 from examples.serving.web import Front
 from flexattn.errors import FlexAttnError
 from flexattn.settings import current

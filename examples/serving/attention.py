@@ -14,7 +14,7 @@ from torch import Tensor
 
 from examples.serving.inputs import Inputs
 from examples.serving.model import Shape
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 from flexattn.catalogue import causal
 from flexattn.serving import CascadePlan, DecodePlan
 

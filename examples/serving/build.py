@@ -7,7 +7,7 @@ import torch
 from examples.serving.attention import CASCADE_FROM, PlanAttention
 from examples.serving.engine import Engine, Watch
 from examples.serving.model import SHAPES, Model
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 from examples.serving.runner import Attention, Runner
 from examples.serving.scheduler import Scheduler
 from examples.serving.stand_in import TorchAttention

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from examples.serving.requests import Refused, Request, Token
+from examples.serving.request import Refused, Request, Token
 from examples.serving.runner import Runner
 from examples.serving.scheduler import Scheduler, Step
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from examples.serving.requests import Limits, Request
+from examples.serving.request import Limits, Request
 from examples.serving.scheduler import Step
 
 

@@ -10,7 +10,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from examples.serving.requests import Request
+from examples.serving.request import Request
 from examples.serving.scheduler import Scheduler, Step
 
 # Seconds: from a decode step of a small model to a queue that is too long.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from examples.serving.model import VOCABULARY
-from examples.serving.requests import Refused
+from examples.serving.request import Refused
 
 # The answer to each reason for which a request is not taken.
 STATUS = {"invalid": 400, "too_long": 400, "busy": 503, "failed": 500}

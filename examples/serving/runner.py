@@ -7,7 +7,7 @@ from torch import Tensor
 
 from examples.serving.inputs import Inputs
 from examples.serving.model import Model
-from examples.serving.requests import Limits, Request, Token
+from examples.serving.request import Limits, Request, Token
 from examples.serving.scheduler import Step
 
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from examples.serving.pages import Pages
 from examples.serving.prefix import Shared, most_shared, page_keys
-from examples.serving.requests import End, Limits, Refused, Request, Token
+from examples.serving.request import End, Limits, Refused, Request, Token
 
 END_OF_TEXT = 0
 

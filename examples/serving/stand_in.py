@@ -11,7 +11,7 @@ from torch import Tensor
 from examples.serving.attention import new_cache, write_keys
 from examples.serving.inputs import Inputs
 from examples.serving.model import Shape
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 
 
 class TorchAttention:

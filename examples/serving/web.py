@@ -23,7 +23,7 @@ from examples.serving.protocol import (
     read_completion,
     usage,
 )
-from examples.serving.requests import End, Refused, Request, Token
+from examples.serving.request import End, Refused, Request, Token
 
 MAX_BODY = 1 << 20
 

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from examples.serving.load.client import Answer
-from examples.serving.load.traffic import Ask, Prompt
+from examples.serving.load.traffic import Answer, Ask, Prompt
 from examples.serving.model import Model
 
 # Log-probabilities of float64 in another batch.

@@ -2,30 +2,11 @@
 
 import json
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from examples.serving.load.traffic import Ask
-
-
-@dataclass
-class Answer:
-    """What a client has: end is a finish_reason, an error's type, or "left" where it went away.
-
-    times: on the clock of `began`, of each token that came by itself. wrong: what the protocol
-    does not allow.
-    """
-
-    status: int = 0
-    end: str = ""
-    id: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    began: float = 0.0
-    times: list[float] = field(default_factory=list)
-    wrong: str = ""
+from examples.serving.load.traffic import Answer, Ask
 
 
 async def send(

@@ -12,11 +12,11 @@ import torch
 
 from examples.serving.build import DTYPES, Options, build_model
 from examples.serving.load import checks
-from examples.serving.load.client import Answer, metrics, send
+from examples.serving.load.client import metrics, send
 from examples.serving.load.figures import percentiles
 from examples.serving.load.processes import killed_client
-from examples.serving.load.traffic import Ask, Prompt, asks, body, prompts
-from examples.serving.requests import Limits
+from examples.serving.load.traffic import Answer, Ask, Prompt, asks, body, prompts
+from examples.serving.request import Limits
 
 # Seconds before a request that was refused is sent again.
 RETRY = 0.25
@@ -25,7 +25,11 @@ MEMORY = ("process_resident_memory_bytes", "serving_device_memory_bytes")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is asked. clients: requests at a time. every: requests between looks at memory."""
+    """How much is asked.
+
+    clients: requests at a time. killed: client processes, of so many streams. every: requests
+    between two looks at memory. rest: seconds for the server to come to rest in.
+    """
 
     requests: int
     clients: int = 48
@@ -37,6 +41,7 @@ class Plan:
     killed: int = 3
     streams: int = 8
     every: int = 1000
+    rest: float = 10.0
 
 
 @dataclass
@@ -150,8 +155,8 @@ class Run:
             self.wrong.append(f"of {count} requests at once none was refused")
 
     async def _rest(self) -> dict[str, float]:
-        """The server's metrics once it has nothing to do, or after ten seconds."""
-        for _ in range(100):
+        """The server's metrics once it has nothing to do, or when it had time enough."""
+        for _ in range(1 + int(10 * self.plan.rest)):
             found = await metrics(self.session, self.url)
             if not checks.pages_back(found):
                 break

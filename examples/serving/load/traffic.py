@@ -5,10 +5,10 @@ clients do what they should. The others are the ones that servers have to live w
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from examples.serving.model import VOCABULARY
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 
 # Of a hundred requests: those that leave after a few tokens, are cancelled by another one, have
 # next to no time, are too long, and are no requests at all. The rest wait for their answers.
@@ -35,6 +35,24 @@ class Ask:
     timeout: float | None = None
 
 
+@dataclass
+class Answer:
+    """What a client has: end is a finish_reason, an error's type, or "left" where it went away.
+
+    times: on the clock of `began`, of each token that came by itself. wrong: what the protocol
+    does not allow.
+    """
+
+    status: int = 0
+    end: str = ""
+    id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    began: float = 0.0
+    times: list[float] = field(default_factory=list)
+    wrong: str = ""
+
+
 def prompts(limits: Limits, count: int, longest: int, answer: int) -> list[Prompt]:
     """Different prompts of 1 to `longest` tokens; every other one begins as others do."""
     draw = random.Random(3)
@@ -52,10 +70,11 @@ def prompts(limits: Limits, count: int, longest: int, answer: int) -> list[Promp
 def asks(count: int, prompts: list[Prompt]) -> list[Ask]:
     """The requests of a run, in the order in which they are sent."""
     draw = random.Random(4)
-    kinds = [*SHARES, "answer"]
-    weights = [*SHARES.values(), 100 - sum(SHARES.values())]
+    kinds = [kind for kind, share in SHARES.items() for _ in range(-(-count * share // 100))]
+    kinds += ["answer"] * (count - len(kinds))
+    draw.shuffle(kinds)
     found = []
-    for kind in draw.choices(kinds, weights, k=count):
+    for kind in kinds:
         place = draw.randrange(len(prompts))
         stream = kind in ("leave", "delete") or draw.random() < STREAMED
         after = draw.randint(1, prompts[place].max_tokens)

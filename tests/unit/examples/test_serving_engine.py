@@ -8,9 +8,8 @@ import torch
 from examples.serving.build import build, build_model
 from examples.serving.engine import Engine
 from examples.serving.load.checks import against_whole
-from examples.serving.load.client import Answer
-from examples.serving.load.traffic import Prompt
-from examples.serving.requests import Refused
+from examples.serving.load.traffic import Answer, Prompt
+from examples.serving.request import Refused
 from flexattn.errors import InputError
 from tests.example_server import SMALL, Asked, at_rest, ids, one_by_one, options, prompts, together
 

@@ -14,11 +14,10 @@ from aiohttp.test_utils import TestServer
 from examples.serving.build import build
 from examples.serving.load import checks, figures
 from examples.serving.load.__main__ import main
-from examples.serving.load.client import Answer
 from examples.serving.load.run import Plan, Run, options_at
-from examples.serving.load.traffic import SHARES, Ask, Prompt, asks, prompts
+from examples.serving.load.traffic import SHARES, Answer, Ask, Prompt, asks, prompts
 from examples.serving.metrics import Metrics
-from examples.serving.requests import Limits
+from examples.serving.request import Limits
 from examples.serving.web import Front
 from tests.example_server import options
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 LIMITS = Limits(batch=8, chunk=24, longest=96, page=8, pages=60, queue=16)
 PLAN = Plan(
     requests=120, clients=12, distinct=25, prompt=40, answer=6, one_by_one=6, judged=3,
-    killed=1, streams=2,
+    killed=1, streams=2, rest=1.0,
 )  # fmt: skip
 
 
@@ -88,9 +87,9 @@ def test_pages_that_are_wrong_or_lost_are_seen():
         lost = []
 
         def wrongly(request):
-            request.pages.insert(0, 1 + request.slot)
+            mine, request.pages[0] = request.pages[0], 1 + request.slot
             seat(request)
-            del request.pages[0]
+            request.pages[0] = mine
 
         def partly(pages):
             if lost or len(pages) < 2:

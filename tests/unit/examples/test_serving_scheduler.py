@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from examples.serving.requests import End, Limits, Refused, Request, Token
+from examples.serving.request import End, Limits, Refused, Request, Token
 from examples.serving.scheduler import END_OF_TEXT, Scheduler
 
 LIMITS = Limits(batch=3, chunk=6, longest=40, page=4, pages=17, queue=4)
