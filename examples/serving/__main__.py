@@ -20,8 +20,8 @@ from flexattn.settings import current
 HOST = "127.0.0.1"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What a server is made of; the load test takes the same."""
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """What a server is made of."""
     some, on_gpu = Limits(), torch.cuda.is_available()
     on_plans = on_gpu or current().interpret
     add = parser.add_argument
@@ -57,9 +57,11 @@ def options_of(args: argparse.Namespace) -> Options:
 async def listen(front: Front, port: int, with_stdin: bool = False) -> None:
     """Serve until the process is asked to stop; says the address once requests are taken."""
     # Without it a handler would learn only at its next write that its client has gone.
-    runner = web.AppRunner(front.app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(
+        front.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
     await runner.setup()
-    site = web.TCPSite(runner, HOST, port, backlog=1024, shutdown_timeout=1.0)
+    site = web.TCPSite(runner, HOST, port, backlog=1024)
     await site.start()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="stop where standard input ends: a parent is gone",
     )
-    add_options(parser)
+    _add_options(parser)
     args = parser.parse_args(argv)
     options = options_of(args)
     if options.attention == "torch":

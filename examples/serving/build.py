@@ -1,6 +1,6 @@
 """Options to a server's parts: the model, its attention, the scheduler, the engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -59,6 +59,9 @@ def build_model(options: Options) -> Model:
 
 def build(options: Options, watch: Watch | None = None) -> Engine:
     """An engine that is ready to run: plans are made and graphs captured here, and not later."""
+    for name, value in asdict(options.limits).items():
+        if value < 1:
+            raise InputError(f"{name}={value}", "each limit of a server is at least 1")
     if options.attention == "torch" and options.batch_invariant:
         raise InputError(
             "batch_invariant=True with attention in plain torch",

@@ -4,6 +4,7 @@ Its vocabulary is the 256 bytes. The weights are drawn so that each token of an 
 all tokens before it: layers outweigh the embedding, and scores are spread widely.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Layer:
         self.up = make(shape.width, shape.hidden, 1.0)
         self.down = make(shape.hidden, shape.width, 3.0)
 
+    def to(self, dtype: torch.dtype) -> "Layer":
+        """The same weights in another dtype."""
+        other = copy.copy(self)
+        vars(other).update({name: weight.to(dtype) for name, weight in vars(self).items()})
+        return other
+
 
 class Model:
     """The transformer, one row a token; who calls says which rows belong together.
@@ -77,16 +84,13 @@ class Model:
 
     def to(self, dtype: torch.dtype) -> "Model":
         """The same weights in another dtype."""
-        other = object.__new__(Model)
-        other.shape, other.device, other.dtype = self.shape, self.device, dtype
-        other.embedding = self.embedding.to(dtype)
+        other = copy.copy(self)
+        other.dtype = dtype
+        other.embedding, other.cos, other.sin = (
+            x.to(dtype) for x in (self.embedding, self.cos, self.sin)
+        )
         other.head = _head(other.embedding)
-        other.cos, other.sin = self.cos.to(dtype), self.sin.to(dtype)
-        other.layers = []
-        for layer in self.layers:
-            copy = object.__new__(Layer)
-            vars(copy).update({name: w.to(dtype) for name, w in vars(layer).items()})
-            other.layers.append(copy)
+        other.layers = [layer.to(dtype) for layer in self.layers]
         return other
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -57,11 +57,12 @@ def read_completion(body: bytes, model: str) -> Completion:
     try:
         found = Completion.model_validate_json(body)
     except ValidationError as error:
-        wrong = {
-            f"{'.'.join(str(part) for part in each['loc'][:2]) or 'body'}: {each['msg']}": None
+        # Of a union each alternative has an error of its own.
+        wrong = dict.fromkeys(
+            f"{'.'.join(map(str, each['loc'][:2])) or 'body'}: {each['msg']}"
             for each in error.errors()
-        }
-        raise Refused("invalid", "; ".join(list(wrong)[:5])) from None
+        )
+        raise Refused("invalid", "; ".join([*wrong][:5])) from None
     if found.model not in ("", model):
         raise Refused("invalid", f"model: {found.model!r} is not served here, {model!r} is")
     return found

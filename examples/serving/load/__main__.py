@@ -3,7 +3,7 @@
 It starts a server in a child process, with the options of `python -m examples.serving`, or takes
 one at --url. Clients send requests of random lengths; some go away, are cancelled, have too little
 time, are too long or refused, and a client process is killed. At the end every page must be free,
-every answer that of its prompt, and the server's memory what it was after the first thousand.
+every answer that of its prompt, and the server's memory no more than after the first thousand.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from examples.serving.__main__ import add_options
 from examples.serving.load.figures import save, table
 from examples.serving.load.processes import LOOPBACK, server
 from examples.serving.load.run import Plan, Run, options_at
@@ -26,7 +25,8 @@ from examples.serving.load.run import Plan, Run, options_at
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.serving.load", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog="Other options are the server's: python -m examples.serving --help",
     )  # fmt: skip
     some = Plan(10_000)
     add = parser.add_argument
@@ -39,9 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--judged", type=int, default=some.judged, help="answers held to float64")
     add("--killed", type=int, default=some.killed, help="client processes that are killed")
     add("--seconds", type=float, default=900.0, help="after which the run has failed")
-    add("--url", help="of a server on this machine that runs already")
+    add("--url", default="", help="of a server on this machine that runs already")
     add("--json", type=Path, metavar="FILE", help="where the figures go")
-    add_options(parser)
     return parser
 
 
@@ -53,30 +52,19 @@ async def _at(url: str, plan: Plan) -> tuple[Run, dict[str, Any]]:
         return run, await run.go()
 
 
-async def _run(args: argparse.Namespace, plan: Plan) -> tuple[Run, dict[str, Any]]:
-    if args.url:
-        return await _at(args.url.rstrip("/"), plan)
-    names = (action for action in _server_options()._actions if action.dest != "help")
-    options = []
-    for action in names:
-        value = getattr(args, action.dest)
-        if value is True:
-            options.append(action.option_strings[0])
-        elif value not in (None, False):
-            options += [action.option_strings[0], str(value)]
-    async with server(options, seconds=300.0) as url:
-        return await _at(url, plan)
-
-
-def _server_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    return parser
+async def _run(url: str, options: list[str], plan: Plan) -> tuple[Run, dict[str, Any]]:
+    if url:
+        return await _at(url.rstrip("/"), plan)
+    async with server(options, seconds=300.0) as started:
+        return await _at(started, plan)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print the figures, and say what is wrong."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, options = parser.parse_known_args(argv)
+    if args.url and options:
+        parser.error(f"the server at --url has its options already: {' '.join(options)}")
     if args.url and urlsplit(args.url).hostname not in LOOPBACK:
         print(f"--url {args.url}: the load test asks servers on this machine alone: {LOOPBACK}")
         return 2
@@ -85,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         args.judged, args.killed,
     )  # fmt: skip
     try:
-        run, row = asyncio.run(asyncio.wait_for(_run(args, plan), args.seconds))
+        run, row = asyncio.run(asyncio.wait_for(_run(args.url, options, plan), args.seconds))
     except (RuntimeError, aiohttp.ClientError) as error:
         print(f"the run was cut short: {error}", file=sys.stderr)
         return 1
@@ -94,14 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print(table(row))
     if args.json:
-        save(
-            args.json,
-            {
-                **asdict(plan),
-                "server": asdict(run.options) | {"limits": asdict(run.options.limits)},
-            },
-            row,
-        )
+        save(args.json, {**asdict(plan), "server": asdict(run.options)}, row)
     for words, count in Counter(run.wrong).most_common(20):
         print(f"WRONG: {words}" + f" ({count} times)" * (count > 1), file=sys.stderr)
     print("nothing is wrong" if not run.wrong else f"{len(run.wrong)} things are wrong")

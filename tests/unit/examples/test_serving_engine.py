@@ -1,12 +1,12 @@
 """The example server's engine without HTTP, on attention in plain torch."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 
 from examples.serving.build import build, build_model
-from examples.serving.engine import Engine
 from examples.serving.load.checks import against_whole
 from examples.serving.load.traffic import Answer, Prompt
 from examples.serving.request import Refused
@@ -116,9 +116,10 @@ def test_requests_come_while_steps_run():
     assert [ids(a) for a, _ in answers] == [ids(a) for a, _ in alone]
 
 
-def test_the_stand_in_is_not_batch_invariant():
+def test_options_that_cannot_be():
     with pytest.raises(InputError, match="plain torch"):
         build(options(batch_invariant=True))
     with pytest.raises(InputError, match="models are tiny, toy-small, toy-llama"):
         build(options(model="large"))
-    assert isinstance(build(options(SMALL)), Engine)
+    with pytest.raises(InputError, match="chunk=0"):
+        build(options(replace(SMALL, chunk=0)))
