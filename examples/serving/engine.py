@@ -6,6 +6,7 @@ writes sockets. What is submitted or cancelled then counts from the next step on
 """
 
 import asyncio
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -13,6 +14,9 @@ from typing import Protocol
 from examples.serving.request import Refused, Request, Token
 from examples.serving.runner import Runner
 from examples.serving.scheduler import Scheduler, Step
+
+
+log = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
@@ -81,6 +85,7 @@ class Engine:
                     self._finish(step, given, began)
             except Exception as error:
                 self.failure = error
+                log.exception("a step has failed, and no other will run")
                 raise
             finally:
                 self._tell(self.scheduler.fail())

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +27,17 @@ from examples.serving.protocol import (
 from examples.serving.request import End, Refused, Request, Token
 
 MAX_BODY = 1 << 20
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A client's request that the engine has taken, and what comes of it."""
+
+    http: web.Request
+    asked: Completion
+    request: Request
+    events: asyncio.Queue[Token | End]
 
 
 class Front:
@@ -36,7 +48,6 @@ class Front:
     ) -> None:
         self._engine, self._metrics, self._options = engine, metrics, options
         self._timeout = timeout
-        self._ids = (f"cmpl-{i}" for i in itertools.count())
         metrics.read(engine.scheduler)
 
     def app(self) -> web.Application:
@@ -61,7 +72,7 @@ class Front:
 
     async def complete(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions. A client that closes its connection cancels its request."""
-        id = next(self._ids)
+        id = f"cmpl-{uuid.uuid4().hex}"
         events: asyncio.Queue[Token | End] = asyncio.Queue()
         try:
             asked = read_completion(await http.read(), self._options.model)
@@ -82,56 +93,44 @@ class Front:
             if isinstance(first, End) and first.reason in ENDS:
                 return _failed(id, first)
             send = self._stream if asked.stream else self._whole
-            return await send(http, request, asked, first, events)
+            return await send(Exchange(http, asked, request, events), first)
         finally:
             # By now it has ended, but where the client has gone or this handler was cancelled.
             self._engine.cancel(id)
 
-    async def _whole(
-        self,
-        http: web.Request,
-        request: Request,
-        asked: Completion,
-        event: Token | End,
-        events: asyncio.Queue[Token | End],
-    ) -> web.StreamResponse:
+    async def _whole(self, each: Exchange, event: Token | End) -> web.StreamResponse:
         given: list[Token] = []
         while isinstance(event, Token):
             given.append(event)
-            event = await events.get()
+            event = await each.events.get()
         if event.reason in ENDS:
-            return _failed(request.id, event)
-        body = Writer(request.id, asked, self._options.model).body(
-            [each.token for each in given], [each.logprob for each in given], event.reason
+            return _failed(each.request.id, event)
+        body = Writer(each.request.id, each.asked, self._options.model).body(
+            [t.token for t in given], [t.logprob for t in given], event.reason
         )
-        counts = usage(request.prompt, len(given), request.cached)
-        return web.json_response({**body, "usage": counts}, headers={"X-Request-Id": request.id})
+        counts = usage(each.request.prompt, len(given), each.request.cached)
+        return web.json_response(
+            {**body, "usage": counts}, headers={"X-Request-Id": each.request.id}
+        )
 
-    async def _stream(
-        self,
-        http: web.Request,
-        request: Request,
-        asked: Completion,
-        event: Token | End,
-        events: asyncio.Queue[Token | End],
-    ) -> web.StreamResponse:
+    async def _stream(self, each: Exchange, event: Token | End) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream", "Cache-Control": "no-cache",
-                "X-Request-Id": request.id,
+                "X-Request-Id": each.request.id,
             }
         )  # fmt: skip
-        writer, made = Writer(request.id, asked, self._options.model), 0
+        writer, made = Writer(each.request.id, each.asked, self._options.model), 0
         with contextlib.suppress(ConnectionError):  # the client has gone
-            await response.prepare(http)
+            await response.prepare(each.http)
             while isinstance(event, Token):
                 made += 1
                 await _send(response, writer.body([event.token], [event.logprob]))
-                event = await events.get()
+                event = await each.events.get()
             if event.reason in ENDS:
                 await _send(response, error_body(event.reason, _words(event)))
             else:
-                counts = usage(request.prompt, made, request.cached)
+                counts = usage(each.request.prompt, made, each.request.cached)
                 await _send(response, {**writer.body([], [], event.reason), "usage": counts})
             await response.write(b"data: [DONE]\n\n")
         return response
@@ -158,10 +157,7 @@ class Front:
 
     async def metrics(self, http: web.Request) -> web.Response:
         """GET /metrics, for Prometheus."""
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": PROMETHEUS})
 
 
 async def _send(response: web.StreamResponse, body: dict[str, Any]) -> None:
