@@ -15,7 +15,6 @@ from examples.serving.request import Refused, Request, Token
 from examples.serving.runner import Runner
 from examples.serving.scheduler import Scheduler, Step
 
-
 log = logging.getLogger(__name__)
 
 
