@@ -110,11 +110,9 @@ def all_counted(found: dict[str, float], sent: int) -> list[str]:
 
 
 def flat(name: str, samples: Sequence[float], share: float = 0.01) -> list[str]:
-    """That memory never was more than this share above what it was after the first thousand.
-
-    It may fall: the system takes back pages of files that it can read again.
-    """
-    first, most = samples[0], max(samples)
-    if most <= (1 + share) * first:
+    """That memory stays within this share of what it was during the first thousand requests."""
+    first = samples[0]
+    worst = max(samples, key=lambda each: abs(each - first))
+    if abs(worst - first) <= share * first:
         return []
-    return [f"{name} went from {first:.0f} to {most:.0f}, by {most / first - 1:+.2%}"]
+    return [f"{name} went from {first:.0f} to {worst:.0f}, by {worst / first - 1:+.2%}"]

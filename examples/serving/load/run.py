@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from examples.serving.request import Limits
 
 # Seconds before a request that was refused is sent again.
 RETRY = 0.25
+# At one moment a step may hold tensors that it gives back at once.
+LOOKS = 10
 MEMORY = ("process_resident_memory_bytes", "serving_device_memory_bytes")
 
 
@@ -40,7 +43,7 @@ class Plan:
     judged: int = 20
     killed: int = 3
     streams: int = 8
-    every: int = 1000
+    every: int = 100
     rest: float = 10.0
 
 
@@ -55,6 +58,7 @@ class Run:
     pairs: list[tuple[Ask, Answer]] = field(default_factory=list)
     known: checks.Known = field(default_factory=checks.Known)
     memory: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in MEMORY})
+    looks: dict[str, list[float]] = field(default_factory=lambda: {n: [] for n in MEMORY})
     wrong: list[str] = field(default_factory=list)
     sent: int = 0
     done: int = 0
@@ -129,11 +133,21 @@ class Run:
             self.known.see(ask.prompt, answer)
         self.done += 1
         if self.done % self.plan.every == 0 and self.done <= self.plan.requests:
-            found = await metrics(self.session, self.url)
-            for name, samples in self.memory.items():
-                samples.append(found[name])
-            print(f"{self.done} requests, {found[MEMORY[0]] / 2**20:.1f} MiB", flush=True)
+            await self._look()
         return answer
+
+    async def _look(self) -> None:
+        """Note the server's memory; of each thousand requests the median of ten looks counts."""
+        found = await metrics(self.session, self.url)
+        for name, looks in self.looks.items():
+            looks.append(found[name])
+            if len(looks) == LOOKS:
+                self.memory[name].append(statistics.median(looks))
+                looks.clear()
+        if not self.looks[MEMORY[0]]:
+            print(
+                f"{self.done} requests, {self.memory[MEMORY[0]][-1] / 2**20:.1f} MiB", flush=True
+            )
 
     async def _until(self, share: float) -> None:
         while self.done < share * self.plan.requests:

@@ -118,8 +118,9 @@ def test_how_requests_may_end():
         assert words in " ".join(checks.ends([(ask, answer)], told))
 
 
-def test_memory_grows_by_one_percent_at_most():
-    assert checks.flat("rss", [1000.0, 1010.0, 960.0]) == []
+def test_memory_is_flat_within_one_percent():
+    assert checks.flat("rss", [1000.0, 1010.0, 990.0]) == []
+    assert checks.flat("rss", [1000.0, 980.0, 1000.0]) == ["rss went from 1000 to 980, by -2.00%"]
     assert checks.flat("rss", [1000.0, 1011.0]) == ["rss went from 1000 to 1011, by +1.10%"]
     assert checks.flat("rss", [1000.0, 1200.0, 1000.0])
 
