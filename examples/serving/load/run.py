@@ -97,7 +97,7 @@ class Run:
                 b - a for x in answers for a, b in zip(x.times, x.times[1:], strict=False)
             ]),
             "memory": self.memory, "compared": self.known.compared,
-            "different": self.known.different, "one_by_one": self.plan.one_by_one,
+            "different": self.known.different, "one_by_one": min(self.plan.one_by_one, len(self.known.answers)),
             "one_by_one_different": different, "judged": judged,
         }  # fmt: skip
 
@@ -110,7 +110,7 @@ class Run:
                 await self._ask(ask)
 
         async def disturbances() -> None:
-            await self._until(0.05)
+            # First of all, so that memory is looked at after the largest queue that there will be.
             await self._burst(limits.batch + limits.queue + plan.clients)
             for number in range(plan.killed):
                 await self._until(0.3 + 0.5 * number / plan.killed)
