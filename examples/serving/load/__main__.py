@@ -3,7 +3,7 @@
 It starts a server in a child process, with the options of `python -m examples.serving`, or takes
 one at --url. Clients send requests of random lengths; some go away, are cancelled, have too little
 time, are too long or refused, and a client process is killed. At the end every page must be free,
-every answer that of its prompt, and memory in each thousand what it was in the first one.
+every answer that of its prompt, and memory flat within 1 % after the first thousand.
 """
 
 import argparse

@@ -110,9 +110,9 @@ def all_counted(found: dict[str, float], sent: int) -> list[str]:
 
 
 def flat(name: str, samples: Sequence[float], share: float = 0.01) -> list[str]:
-    """That memory stays within this share of what it was during the first thousand requests."""
-    first = samples[0]
-    worst = max(samples, key=lambda each: abs(each - first))
+    """That memory stays within this share of the first sample; nothing of less than two."""
+    first = samples[0] if samples else 0.0
+    worst = max(samples, key=lambda each: abs(each - first), default=first)
     if abs(worst - first) <= share * first:
         return []
     return [f"{name} went from {first:.0f} to {worst:.0f}, by {worst / first - 1:+.2%}"]

@@ -123,6 +123,8 @@ def test_memory_is_flat_within_one_percent():
     assert checks.flat("rss", [1000.0, 980.0, 1000.0]) == ["rss went from 1000 to 980, by -2.00%"]
     assert checks.flat("rss", [1000.0, 1011.0]) == ["rss went from 1000 to 1011, by +1.10%"]
     assert checks.flat("rss", [1000.0, 1200.0, 1000.0])
+    assert checks.flat("rss", []) == checks.flat("rss", [1000.0]) == []
+    assert checks.flat("device", [0.0, 0.0]) == []
 
 
 def test_every_request_is_counted_once():
