@@ -12,9 +12,11 @@ from flexattn.errors import InputError
 from flexattn.measure.gate import Verdict
 from flexattn.measure.timing import Failure, Samples
 
-__all__ = ["Gate", "Report", "RowResult", "load", "merge", "save"]
+__all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
 
 SCHEMA = 1
+# Columns of a line, but for samples, which have one however many they are.
+WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,33 @@ class Report:
 
 def save(report: Report, path: Path) -> None:
     """Write the report as JSON, atomically."""
-    text = json.dumps({"schema": SCHEMA} | dataclasses.asdict(report), indent=1)
+    write({"schema": SCHEMA} | dataclasses.asdict(report), path)
+
+
+def write(data: Any, path: Path) -> None:
+    """Write a bench's data as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n")
+    partial.write_text(laid_out(data) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def laid_out(data: Any, indent: int = 0) -> str:
+    """JSON in which a list of numbers, and whatever fits, has one line.
+
+    Numbers of a list are samples and have nine significant digits: no clock here has as many.
+    """
+    if isinstance(data, list | tuple) and all(type(each) in (int, float) for each in data):
+        return json.dumps([float(f"{each:.9g}") if type(each) is float else each for each in data])
+    line = json.dumps(data)
+    if not isinstance(data, dict | list | tuple) or indent + len(line) <= WIDTH:
+        return line
+    edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
+    if isinstance(data, dict):
+        rows = [f"{json.dumps(key)}: {laid_out(each, indent + 1)}" for key, each in data.items()]
+        return "{" + inner + f",{inner}".join(rows) + edge + "}"
+    rows = [laid_out(each, indent + 1) for each in data]
+    return "[" + inner + f",{inner}".join(rows) + edge + "]"
 
 
 def load(path: Path) -> Report:

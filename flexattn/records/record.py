@@ -91,6 +91,11 @@ def kept_us(us: float) -> float:
     return round(us, 4)
 
 
+def kept_error(error: float) -> float:
+    """An error or a budget as a record keeps it: four significant digits."""
+    return float(f"{error:.4g}")
+
+
 def is_time(us: float) -> bool:
     """Whether a number can be the microseconds of a call: finite, and above 0 as it is kept."""
     return math.isfinite(us) and kept_us(us) > 0

@@ -59,8 +59,8 @@ def test_the_text_is_one_object_that_people_can_read():
     assert data["key"]["kv_len"] == 8192 and data["environment"]["device"] == "nvidia-h200"
     assert data["config"]["type"] == "DecodeConfig" and data["schema"] == SCHEMA
     lines = text.splitlines()
-    assert sum(line.startswith('  {"config"') for line in lines) == len(data["trials"])
-    assert lines.index(' "key": {') < lines.index(' "trials": [')
+    assert sum(line.startswith('{"config"') for line in lines) == len(data["trials"])
+    assert [*data] == [line.split('"')[1] for line in lines if line.startswith(' "')]
 
 
 def test_errors_without_a_number_stay_readable():
@@ -190,7 +190,7 @@ BROKEN = {
     "no JSON": b"hello\n",
     "a cut": WHOLE[: len(WHOLE) // 2],
     "without its last byte": WHOLE[:-1],
-    "an edit": WHOLE.replace(b'"num_warps": 4', b'"num_warps": 8', 1),
+    "an edit": WHOLE.replace(b'"num_warps":4', b'"num_warps":8', 1),
     "an edit of a sample": WHOLE[:-400] + b"9" + WHOLE[-399:],
     "something behind it": WHOLE + b"{}",
     "two of them": WHOLE + WHOLE,
@@ -223,7 +223,7 @@ def test_deep_nesting_and_long_numbers_are_refused():
 def test_a_knob_that_a_record_does_not_know_has_its_default():
     def old(data):
         for config in (data["config"], *(trial["config"] for trial in data["trials"])):
-            config.pop("use_tma")
+            config.pop("use_tma", None)
 
     found = decode_record(forged(old))
     assert not found.config.use_tma
