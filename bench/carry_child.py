@@ -53,7 +53,8 @@ def _import(module: str) -> Any:
 
 
 serving = _import("flexattn.kernels.paged_decode.source")
-decode_record = _import("flexattn.records.codec").decode_record
+# The head alone: an older tree may not know how this one writes trials.
+decode_answer = _import("flexattn.records.codec").decode_answer
 environment = _import("flexattn.records.environment").environment
 key_of = _import("flexattn.records.key").key_of
 Store = _import("flexattn.records.store").Store
@@ -95,9 +96,9 @@ def main(root: Path, former: dict[str, str]) -> dict[str, Any]:
 def _record(raw: bytes, former: dict[str, str]) -> Any:
     """A record by its names of today, or by those that an older tree reads."""
     try:
-        return decode_record(raw)
+        return decode_answer(raw)
     except Exception:  # of any revision
-        return decode_record(in_former_words(raw, former))
+        return decode_answer(in_former_words(raw, former))
 
 
 def in_former_words(raw: bytes, former: dict[str, str]) -> bytes:

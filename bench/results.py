@@ -15,8 +15,6 @@ from flexattn.measure.timing import Failure, Samples
 __all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
 
 SCHEMA = 1
-# Columns of a line, but for samples, which have one however many they are.
-WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -77,21 +75,32 @@ def write(data: Any, path: Path) -> None:
 
 
 def laid_out(data: Any, indent: int = 0) -> str:
-    """JSON in which a list of numbers, and whatever fits, has one line.
+    """JSON in which whatever holds no object that holds one has a line.
 
     Numbers of a list are samples and have nine significant digits: no clock here has as many.
     """
-    if isinstance(data, list | tuple) and all(type(each) in (int, float) for each in data):
-        return json.dumps([float(f"{each:.9g}") if type(each) is float else each for each in data])
-    line = json.dumps(data)
-    if not isinstance(data, dict | list | tuple) or indent + len(line) <= WIDTH:
-        return line
     edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
+    if _depth(data) < 2:
+        return json.dumps(_rounded(data), separators=(",", ":"))
     if isinstance(data, dict):
         rows = [f"{json.dumps(key)}: {laid_out(each, indent + 1)}" for key, each in data.items()]
         return "{" + inner + f",{inner}".join(rows) + edge + "}"
-    rows = [laid_out(each, indent + 1) for each in data]
-    return "[" + inner + f",{inner}".join(rows) + edge + "]"
+    return "[" + inner + f",{inner}".join(laid_out(each, indent + 1) for each in data) + edge + "]"
+
+
+def _depth(data: Any) -> int:
+    """How many objects stand within one another, at most."""
+    if isinstance(data, dict):
+        return 1 + max(map(_depth, data.values()), default=0)
+    return max(map(_depth, data), default=0) if isinstance(data, list | tuple) else 0
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _rounded(each) for key, each in data.items()}
+    if isinstance(data, list | tuple):
+        return [float(f"{x:.9g}") if type(x) is float else _rounded(x) for x in data]
+    return data
 
 
 def load(path: Path) -> Report:

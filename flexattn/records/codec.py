@@ -25,7 +25,7 @@ from flexattn.kernels.choose.registry import backend_of, config_class, config_na
 from flexattn.records.former import current
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
-from flexattn.records.trials import lines, whole
+from flexattn.records.trials import compact, lines, whole
 
 T = TypeVar("T")
 
@@ -63,8 +63,9 @@ def encode_record(record: Record) -> str:
     """The text of a record's file."""
     head = {"schema": SCHEMA, **encode(record.answer)}
     head |= {name: encode(getattr(record, name)) for name in TAIL}
-    rows = (f' "{name}": {json.dumps(each, allow_nan=False)}' for name, each in head.items())
-    body = "{\n" + ",\n".join(rows) + _TRIALS_MARK + lines(record.trials, encode) + "\n ]"
+    rows = (f' "{name}": {compact(each)}' for name, each in head.items())
+    trials = lines(record.trials, encode, head["config"])
+    body = "{\n" + ",\n".join(rows) + _TRIALS_MARK + trials + "\n ]"
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{body}{_SUM_MARK.decode()}{digest}"\n}}\n'
 
@@ -86,7 +87,7 @@ def decode_record(raw: bytes) -> Record:
     """A whole record, its trials too; raises CacheError for anything that is none."""
     data = _object(_parse(_checked(raw) + b"\n}"), "record")
     tail = {name: data.pop(name, None) for name in (*TAIL, "trials")}
-    tail["trials"] = whole(tail["trials"])
+    tail["trials"] = whole(tail["trials"], data.get("config"))
     answer = _answer(data)
     found = {name: decode(_hints(Record)[name], each, name) for name, each in tail.items()}
     given = {field.name: getattr(answer, field.name) for field in fields(answer)}

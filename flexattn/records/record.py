@@ -87,8 +87,8 @@ class Failed:
 
 
 def kept_us(us: float) -> float:
-    """Microseconds as a record keeps them: to 0.1 ns."""
-    return round(us, 4)
+    """Microseconds as a record keeps them: five significant digits, and none below 0.1 ns."""
+    return round(float(f"{us:.5g}"), 4)
 
 
 def kept_error(error: float) -> float:

@@ -31,18 +31,24 @@ def parsed(trials):
 
 
 def test_a_line_says_in_what_it_differs_from_the_first_of_its_kind():
-    first, other, rms, hopper, narrow, last = parsed(TRIALS)
-    assert first["config"] == encode(TILE) and first["gate"] == encode(GATE)
-    assert other == {
-        "config": {"num_stages": 2}, "registers": 168, "gate": {}, "screening": [21.5, 21.25]
-    }  # fmt: skip
-    assert rms["gate"] == encode(RMS)
-    assert hopper["config"] == encode(TRIALS[3].config)
-    assert hopper["gate"] == {"name": "out rms", "error": 1e-5}
-    assert narrow == {
-        "config": {"type": "HopperPrefillConfig", "BLOCK_N": 64}, "gate": {"passed": False}
-    }  # fmt: skip
-    assert last == {"config": {}}
+    columns, first, other, rms, hopper, narrow, last = parsed(TRIALS)
+    assert columns[:6] == "config registers spills shared_memory gate screening".split()
+    assert first == [encode(TILE), 168, 0, 0, encode(GATE), [21.5, 21.25]]
+    assert other == [{"num_stages": 2}, 168, 0, 0, {}, [21.5, 21.25]]
+    assert rms == [{}, 168, 0, 0, encode(RMS), [21.5, 21.25]]
+    assert hopper == [encode(TRIALS[3].config), 0, 0, 0, {"name": "out rms", "error": 1e-5}]
+    assert narrow[0] == {"type": "HopperPrefillConfig", "BLOCK_N": 64}
+    assert narrow[1:] == [0, 0, 0, {"passed": False}]
+    assert last == [{}]
+
+
+def test_the_first_config_may_stand_before_the_lines():
+    config = encode(replace(TILE, num_stages=2))
+    rows = json.loads(f"[{lines(TRIALS, encode, config)}]")
+    assert [row[0] for row in rows[1:4]] == [{"num_stages": 3}, {}, {"num_stages": 3}]
+    assert decode(tuple[Trial, ...], whole(rows, config), "trials") == TRIALS
+    with pytest.raises(CacheError):
+        decode(tuple[Trial, ...], whole(rows, "no config"), "trials")
 
 
 def test_they_come_back():
@@ -68,6 +74,11 @@ def test_whole_lines_of_earlier_files_read_alike():
         [{"config": encode(TILE)}, {"config": {"type": "HopperPrefillConfig", "BLOCK_N": 64}}],
         [{"config": encode(TILE) | {f"x{i}": 0 for i in range(100)}}, {"config": {}}],
         [{"config": encode(TILE), "gate": {"error": 1.0}}],
+        [["config", "registers"], 5],
+        [["config", "registers"], [encode(TILE), 1, 2]],
+        [["config", "colour"], [encode(TILE), 1]],
+        [["registers", "config"], [encode(TILE), 1]],
+        [[["config"]], [encode(TILE)]],
     ],
 )
 def test_lines_that_no_first_one_completes_are_refused(rows):
