@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[3] / "configs" / "studies"
 PREFILL = prefill_configs()
 # A fifth of fewer is no search.
 SEARCHED = 60
-STUDIES = [path for path in stored(FOLDER) if path.read_text().count('"config":') >= SEARCHED]
+STUDIES = [path for path in stored(FOLDER) if path.read_text().count("\n") >= SEARCHED]
 
 
 def drained(search, cost_of, count=5):
