@@ -1,4 +1,4 @@
-"""How much the tracked tree may weigh, and of it what no person writes: measurements and pictures."""
+"""What the tracked tree may weigh, and of it what no person writes: measurements and pictures."""
 
 import subprocess
 from pathlib import Path
