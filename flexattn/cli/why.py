@@ -37,10 +37,10 @@ CPU = torch.device("cpu")
 def why(asked: options.Why) -> None:
     """As `flexattn why` is asked."""
     target = device_of(asked.device)
-    if asked.workload or asked.preset:
+    if asked.named:
         if asked.mod is not None:
             raise InputError(f"{asked.mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(rows_of(asked.workload or (), asked.preset or (), asked.only), target))
+        found = list(tasks(rows_of(asked), target))
     else:
         keys = asked.q_len if asked.kv_len is None else asked.kv_len
         v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v

@@ -26,7 +26,7 @@ from flexattn.measure.oracle import oracle
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
-from flexattn.records.record import Failed, Gated, Policy
+from flexattn.records.record import Failed, Gated, Policy, kept_error
 from flexattn.runtime.dispatch import dispatcher
 from flexattn.runtime.launch import Outputs, prepare
 from flexattn.settings import current
@@ -243,4 +243,5 @@ def gated(verdict: Verdict) -> Gated | Failed:
     if verdict.faults:
         return Failed("gate", "Fault", clipped(verdict.message()))
     row = max(verdict.rows, key=lambda row: row.error / row.budget if row.budget else row.error)
-    return Gated(row.name, row.error, row.budget, row.reference, verdict.passed)
+    error, budget, reference = map(kept_error, (row.error, row.budget, row.reference))
+    return Gated(row.name, error, budget, reference, verdict.passed)

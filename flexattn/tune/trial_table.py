@@ -13,6 +13,8 @@ from flexattn.records.record import Decision, Failed, Gated, Trial, is_time, kep
 from flexattn.tune.decide import decide
 
 Sampled = tuple[float, ...] | Failed
+# Nobody asks for the spread of a trial that costs more than this times the best.
+FAR = 1.25
 # Characters of a failure's message that a record keeps.
 SAID = 400
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^/\s:]+/)+")
@@ -37,6 +39,26 @@ def cost(trials: Sequence[Trial], index: int, default: int) -> float:
         return 1.0
     paired = base.screening[trial.start : trial.start + len(trial.screening)]
     return statistics.median(a / b for a, b in zip(trial.screening, paired, strict=False))
+
+
+def thinned(trials: Sequence[Trial], default: int) -> tuple[Trial, ...]:
+    """Trials as a record keeps them: of one far off, the round of its median cost alone."""
+    costs = [cost(trials, index, default) for index in range(len(trials))]
+    limit = FAR * min((each for each in costs if each > 0), default=math.inf)
+    return tuple(
+        trial if index == default or trial.finals or not costs[index] > limit
+        else _median_round(trial, trials[default])
+        for index, trial in enumerate(trials)
+    )  # fmt: skip
+
+
+def _median_round(trial: Trial, default: Trial) -> Trial:
+    paired = zip(trial.screening, default.screening[trial.start :], strict=False)
+    ratios = [a / b for a, b in paired]
+    if len(ratios) < 2:
+        return trial
+    at = ratios.index(statistics.median_low(ratios))
+    return replace(trial, screening=trial.screening[at : at + 1], start=trial.start + at)
 
 
 def _kept(got: Sampled) -> Sampled:
@@ -151,6 +173,7 @@ class TrialTable:
         """The trials worth keeping, renumbered, with their decision; and how many others."""
         place = {index: position for position, index in enumerate(kept)}
         trials = tuple(self._renumbered(self._trials[index], place) for index in kept)
+        trials = thinned(trials, place[self.default])
         decision = decide(trials, place[self.default], margin, confidence)
         return trials, decision, len(self._trials) - len(kept)
 
