@@ -4,8 +4,7 @@ import dataclasses
 
 import torch
 
-import flexattn
-from flexattn.block_mask import classify as block_kinds, kernels as block_kernels
+from flexattn.block_mask import classify as block_kinds, create, kernels as block_kernels
 from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.device import named
 from flexattn.frontend import plan
@@ -70,7 +69,7 @@ def counting(monkeypatch):
 
     monkeypatch.setattr(Builder, "_build", built)
     monkeypatch.setattr(TritonLaunch, "launch", lambda *_: None)
-    monkeypatch.setattr(flexattn.block_mask.create, "kinds_by_rows", on_gpu)
+    monkeypatch.setattr(create, "kinds_by_rows", on_gpu)
     kinds = (families(kind, named("nvidia-h200")) for kind in ("prefill", "decode"))
     for family in (family for kind in kinds for family in kind):
         monkeypatch.setattr(family, "render", counted(family.render))
