@@ -57,7 +57,8 @@ def test_a_record_of_the_same_kernel_moves_and_is_otherwise_as_it_was(root):
             encode_record(one).splitlines(), encode_record(other).splitlines(), strict=True
         )
         changed = [a.split(":")[0].strip(' "') for a, b in lines if a != b]
-        assert changed == ["template", "sha256"]
+        assert changed == ["environment", "sha256"]
+        assert one.environment.differing(other.environment) == ("template",)
     assert carry(root, told(root), told(root), dry=False) == {THERE: 2}
 
 
