@@ -1,5 +1,6 @@
 """The notebooks are stored with what they show, run from top to bottom, and still show it."""
 
+import ast
 import json
 import re
 
@@ -42,6 +43,17 @@ def test_the_process_interprets_before_it_imports(path):
     first = "".join(next(c["source"] for c in cells if c["cell_type"] == "code"))
     assert first.index('os.environ["FLEXATTN_INTERPRET"] = "1"') < first.index("import flexattn")
     assert not re.search(r"/(home|root|work|tmp)/", path.read_text())
+
+
+@each
+def test_what_it_imports_of_this_library_is_there(path):
+    """A name that moved was found by the long run alone, twice."""
+    cells = json.loads(path.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    nodes = [node for text in code for node in ast.walk(ast.parse(text))]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(("flexattn", "examples")):
+            exec(ast.unparse(node), {})
 
 
 @pytest.mark.parametrize(
