@@ -78,7 +78,7 @@ class BothLists(NamedTuple):
         return found
 
     def _order(self) -> Tensor:
-        """int32 [B, H, key blocks, query blocks]: the key blocks before it that a query block reads.
+        """int32 [B, H, key blocks, query blocks]: key blocks before one that the queries read.
 
         Of the lists by key, which blocks walk, and kept with them.
         """
