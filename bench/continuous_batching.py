@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.time_limit import time_limit
 from flexattn.errors import InputError
 from flexattn.integrations.transformers import PAGED, serve_batches
 
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{shape}: {args.requests} prompts, {sum(lengths)} tokens", flush=True)
         for name in args.peers.split(","):
             try:
-                taken, made = _run(model, name, prompts, args.tokens)
+                with time_limit():
+                    taken, made = _run(model, name, prompts, args.tokens)
             except Exception as error:  # a peer that is not there is said, and the others run
                 print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue

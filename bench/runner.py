@@ -18,6 +18,7 @@ from bench.oracle import judge_slices
 from bench.peers import OURS, Peer, Refusal
 from bench.results import Gate, Report, RowResult
 from bench.rows import Row
+from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, time_interleaved
 
 __all__ = ["Method", "forget", "run", "run_row"]
@@ -51,7 +52,8 @@ def run(
 ) -> Report:
     """Run all rows. `each` sees the report so far, and the last row's seconds, after each row.
 
-    one: what runs a row. seconds: after which no row begins.
+    one: what runs a row; one that takes ten minutes ends the process. seconds: after which no row
+    begins.
     """
     report = Report(bench, method.facts(), (describe(),), ())
     until = time.perf_counter() + seconds
@@ -59,7 +61,8 @@ def run(
         begin = time.perf_counter()
         if begin > until:
             break
-        result = one(row, peers, method)
+        with time_limit():
+            result = one(row, peers, method)
         report = Report(bench, report.method, report.environments, (*report.rows, result))
         each(report, time.perf_counter() - begin)
     return report

@@ -23,6 +23,7 @@ from bench.serving_inputs import judge_requests, make_served
 from bench.serving_peers import SERVING_PEERS, ServingPeer, searched, served_with
 from bench.serving_rows import ServingRow, serving_rows
 from bench.table import markdown
+from bench.time_limit import time_limit
 from flexattn.device import detect
 from flexattn.errors import InputError
 from flexattn.measure.timing import Samples, time_interleaved
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(InputError("no GPU is visible to torch", "a bench times a GPU"), file=sys.stderr)
         return 2
     if args.host:
-        print(_host(args.rounds))
+        with time_limit():
+            print(_host(args.rounds))
         return 0
     names = args.peers.split(",") if args.peers else list(SERVING_PEERS)
     peers = {name: SERVING_PEERS[name] for name in names}
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compile_ahead(rows, detect(torch.device(method.device)))
     report = Report("decode", method.facts(), (describe(),), ())
     for row in rows:
-        found = run_row(row, peers, method, args.search)
+        with time_limit():
+            found = run_row(row, peers, method, args.search)
         report = replace(report, rows=(*report.rows, found))
         ordered = sorted(found.samples.items(), key=lambda each: each[1].median)
         times = [f"{name} {s.median:.1f}" for name, s in ordered if not s.failure][:12]

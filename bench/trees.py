@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,52 +35,82 @@ MOST_CALLS = 200
 
 
 class Checkout:
-    """A process of one checkout, asked by lines of JSON."""
+    """A process of one checkout, asked by lines of JSON; where it has ended, another one."""
 
     def __init__(self, root: Path) -> None:
+        self._root = root
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
+        root = self._root
         environment = os.environ | {"PYTHONPATH": f"{root.resolve()}:{os.environ['PYTHONPATH']}"}
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-P", str(CHILD.resolve())], cwd=root, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
+    def prepare(self, bench: str, row: str) -> None:
+        """Send the line that prepares a row."""
+        if self._process.poll() is not None:
+            self._process = self._started()
+        self.tell(bench=bench, row=row)
+
     def tell(self, **asked: Any) -> None:
         """Send a line."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # its answer is an error then
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         """The next answer; one that ended has an error."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "the process ended"}
+        if line := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        self._process.wait()
+        return {"error": "the process ended"}
 
-    def ask(self, **asked: Any) -> dict[str, Any]:
-        """Send a line, and wait."""
-        self.tell(**asked)
-        return self.answer()
+    def us(self, calls: int) -> float:
+        """Mean microseconds of a call. Raises RuntimeError where there is none."""
+        self.tell(calls=calls)
+        found = self.answer()
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return float(found["us"])
 
 
 def race(bench: str, name: str, sides: dict[str, Checkout], rounds: int) -> RowResult:
     """One row of both checkouts; a red gate or an error leaves it without times."""
     for side in sides.values():
-        side.tell(bench=bench, row=name)  # both compile at once
+        side.prepare(bench, name)  # both compile at once
     prepared = {label: side.answer() for label, side in sides.items()}
     gates = {k: Gate(v["passed"], v["message"]) for k, v in prepared.items() if "passed" in v}
     refused = {k: v["error"] for k, v in prepared.items() if "error" in v}
     refused |= {k: "the accuracy gate is red" for k, gate in gates.items() if not gate.passed}
-    us: dict[str, list[float]] = {label: [] for label in sides}
+    us: dict[str, list[float]] = {}
     calls = 0
     if not refused:
-        first = sides["old"].ask(calls=10)["us"]
-        calls = MOST_CALLS if bench == "host" else math.ceil(MILLISECONDS * 1e3 / first)
-        calls = min(max(calls, 1), MOST_CALLS)
-        for turn in range(rounds):
-            for label in ("old", "new") if turn % 2 else ("new", "old"):
-                us[label].append(sides[label].ask(calls=calls)["us"])
+        try:
+            calls, us = _timed(bench, sides, rounds)
+        except RuntimeError as error:
+            refused["timing"] = str(error)
     samples = {label: Samples(tuple(found), calls=calls) for label, found in us.items() if found}
     return RowResult(f"{bench}/{name}", bench, 0.0, 0, gates, samples, refused, clocks=clocks())
+
+
+def _timed(
+    bench: str, sides: dict[str, Checkout], rounds: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Calls of a sample, and microseconds per call of each sample of both."""
+    calls = MOST_CALLS
+    if bench != "host":
+        calls = min(max(math.ceil(MILLISECONDS * 1e3 / sides["old"].us(10)), 1), MOST_CALLS)
+    us: dict[str, list[float]] = {label: [] for label in sides}
+    for turn in range(rounds):
+        for label in ("old", "new") if turn % 2 else ("new", "old"):
+            us[label].append(sides[label].us(calls))
+    return calls, us
 
 
 def asked_rows(patterns: list[str]) -> Iterator[tuple[str, str]]:

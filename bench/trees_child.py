@@ -7,6 +7,7 @@ answers with the gate; `{"calls"}` answers microseconds per call.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import sys
@@ -25,6 +26,8 @@ from bench.serving_peers import SERVING_PEERS
 from bench.serving_rows import serving_rows
 from flexattn.measure.clock import CudaClock
 
+# Of one request, which may compile for minutes.
+SECONDS = 600
 ROWS = {
     "prefill": prefill_rows, "mods": mods_rows, "decode": decode_rows, "serving": serving_rows,
     "host": lambda: HOST_ROWS,
@@ -91,10 +94,13 @@ def main() -> None:
     with torch.no_grad():
         for line in sys.stdin:
             asked = json.loads(line)
+            # As bench.time_limit, which old checkouts lack: the parent sees that this one ended.
+            faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
             try:
                 found = side.sample(**asked) if "calls" in asked else side.prepare(**asked)
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"[:500]}
+            faulthandler.cancel_dump_traceback_later()
             print(json.dumps(found), file=answers, flush=True)
 
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import torch
 
-import flexattn
-from flexattn.block_mask import classify as block_kinds, kernels as block_kernels
+from flexattn.block_mask import classify as block_kinds, create, kernels as block_kernels
 from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.device import named
 from flexattn.frontend import plan
+from flexattn.kernels.base import source
 from flexattn.kernels.choose.registry import families
 from flexattn.mods.bind import clear, stats
 from flexattn.runtime import dispatch
@@ -29,6 +29,18 @@ class Work:
             calls()
         after = len(self.built), self.rendered, stats().traces
         return tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+def renders(monkeypatch):
+    """A list of the templates that are filled from now on."""
+    filled, fill = [], source.render_template
+
+    def noted(name, context):
+        filled.append(name)
+        return fill(name, context)
+
+    monkeypatch.setattr(source, "render_template", noted)
+    return filled
 
 
 def counting(monkeypatch):
@@ -57,7 +69,7 @@ def counting(monkeypatch):
 
     monkeypatch.setattr(Builder, "_build", built)
     monkeypatch.setattr(TritonLaunch, "launch", lambda *_: None)
-    monkeypatch.setattr(flexattn.block_mask.create, "kinds_by_rows", on_gpu)
+    monkeypatch.setattr(create, "kinds_by_rows", on_gpu)
     kinds = (families(kind, named("nvidia-h200")) for kind in ("prefill", "decode"))
     for family in (family for kind in kinds for family in kind):
         monkeypatch.setattr(family, "render", counted(family.render))
@@ -72,6 +84,6 @@ def forget():
     clear()
     builder.cache_clear()
     dispatch.dispatcher.cache_clear()
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
     plan._launches.clear()
     block_kernels._sources.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from flexattn.tune.workload import Workload
+    from flexattn.tune.workload import Row, Workload
+
+# Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.
+_SHORT = 1, 16
+# The shortest prompt that prefill serves: all of its keys lie in one block of a mask.
+_ONE_BLOCK = 17
 
 
 def warm(
@@ -25,9 +30,12 @@ def warm(
     where this library's own serve; the small kernels around them compile at the first backward.
 
     workload: a workload file as `flexattn tune` reads it, what such a file holds, or one that was
-    read. return_lse: the calls ask for the log-sum-exp. A length that is not in the workload needs
-    no other kernel unless a tuned record or decode's tile height changes with it. Call it when a
-    server starts: it forgets what was traced before, so that numbers in mods are constants.
+    read. return_lse: the calls ask for the log-sum-exp. Of a prefill it compiles what serves other
+    lengths of prompts and chunks too, so that only a tuned record asks for another kernel at a
+    length that is not in the workload; of a decode, what serves its query rows over any keys. Call
+    it when a server starts: it forgets what was traced before, so that numbers in mods are
+    constants. A number that changes from call to call costs a kernel at its second value; captured
+    as a tensor it costs none.
 
     Returns how many kernels were compiled. Raises InputError for a workload that cannot be read,
     ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
@@ -56,19 +64,34 @@ def warm(
         if row.served is not None:
             continue
         mods = mods_of(row)
-        # The blocks of its mask are found on the device, which compiles that kernel too.
-        problem = task_from(row, *mods, target, where).problem
-        structure = problem.structure
-        if return_lse and row.kind != "backward":
-            structure = replace(structure, lse=True)
-        asked = replace(problem, structure=structure)
-        choice = dispatcher().kernels(asked, target, index, NONE)[0]
-        before_it = () if row.kind == "backward" else sources(structure, choice.config, target)
-        for source in before_it:
-            with suppress(BuildError):  # a call goes on without it, and says so
-                builder().kernel(source, target, index)
+        for each in rows_like(row):
+            # The blocks of its mask are found on the device, which compiles that kernel too.
+            problem = task_from(each, *mods, target, where).problem
+            structure = problem.structure
+            if return_lse and row.kind != "backward":
+                structure = replace(structure, lse=True)
+            asked = replace(problem, structure=structure)
+            choice = dispatcher().kernels(asked, target, index, NONE)[0]
+            before_it = () if row.kind == "backward" else sources(structure, choice.config, target)
+            for source in before_it:
+                with suppress(BuildError):  # a call goes on without it, and says so
+                    builder().kernel(source, target, index)
         found.append(mods)
     for score_mod, mask_mod in found:
         bind(score_mod, "score")
         bind(mask_mod, "mask")
     return builder().compiled - before
+
+
+def rows_like(row: Row) -> Iterator[Row]:
+    """A row, then rows of its prompts at lengths that other kernels serve.
+
+    Training has its own lengths, and a decode its query rows: of these there is the row alone.
+    """
+    yield row
+    if row.lse or row.kind is not None or row.shape.q_len < _ONE_BLOCK:
+        return
+    keys = row.shape.kv_len
+    lengths = [(q_len, kv_len) for q_len in _SHORT for kv_len in (q_len, keys)]
+    for q_len, kv_len in (*lengths, (_ONE_BLOCK, _ONE_BLOCK)):
+        yield replace(row, shape=replace(row.shape, q_len=q_len, kv_len=kv_len))

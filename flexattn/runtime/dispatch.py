@@ -93,9 +93,7 @@ class Candidate:
     def choice(self) -> Choice:
         """The candidate with its sources, rendered or read."""
         known, problem, device = self._read(), self.problem, self.device
-        source, combine = known or _rendered(
-            problem.structure, self.config, device, problem.describe()
-        )
+        source, combine = known or _rendered(problem, self.config, device)
         return Choice(problem, device, self.config, self.how, self.origin, source, combine)
 
     def sources(self) -> tuple[Source, ...]:
@@ -179,13 +177,6 @@ def _defaults(
     return found
 
 
-def choices(
-    problem: Problem, device: Device, options: Options, stored: bool = False
-) -> Iterator[Choice]:
-    """The candidates with their sources, one rendered when the one before did not do."""
-    return (each.choice() for each in candidates_of(problem, device, options, stored))
-
-
 def chosen(
     problem: Problem,
     device: Device,
@@ -243,21 +234,30 @@ def _stored(
     return None if found is None else (found[0], found[1] if len(found) > 1 else None)
 
 
-@lru_cache(maxsize=1024)
-def _rendered(
-    structure: Structure, config: Config, device: Device, title: str
-) -> tuple[Source, Source | None]:
-    family = family_of(config)
-    source = family.render(structure, config, device, f"{title} for {device.arch}")
-    return source, family.combine(structure, device)
+# A structure's texts by config and device: filling a template takes tens of milliseconds, and of a
+# new length only the header would differ.
+_texts: Lru[tuple[Structure, Config, Device], tuple[Source, Source | None]] = Lru(1024)
+
+
+def _rendered(problem: Problem, config: Config, device: Device) -> tuple[Source, Source | None]:
+    """A problem's sources; their header names the first problem of its structure."""
+    key = problem.structure, config, device
+    found = _texts.get(key)
+    if found is None:
+        family = family_of(config)
+        title = f"{problem.describe()} for {device.arch}"
+        source = family.render(problem.structure, config, device, title)
+        found = source, family.combine(problem.structure, device)
+        _texts.put(key, found)
+    return found
 
 
 class Dispatcher:
     """The in-memory table: problem and options to a choice and its kernels."""
 
-    def __init__(self, build: Builder, capacity: int = 4096) -> None:
+    def __init__(self, build: Builder) -> None:
         self._build = build
-        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(capacity)
+        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(4096)
 
     def kernels(
         self, problem: Problem, device: Device, index: int, options: Options

@@ -17,14 +17,19 @@ def inspect(
     block_table: Tensor | None,
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
-) -> None:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Raise InputError for what the kernels would clamp: they never read outside the cache.
 
     keys: of one request that the table, or the contiguous cache, has room for. It waits for the
-    device, so a stream that is being captured is not inspected.
+    device, so a stream that is being captured is not inspected. Returns copies of seq_lens,
+    block_table, cu_seqlens and kv_start as they were looked at, in their strides.
     """
     if seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
+        return seq_lens, block_table, cu_seqlens, kv_start
+    seq_lens = _copied(seq_lens)
+    block_table, cu_seqlens, kv_start = (
+        None if each is None else _copied(each) for each in (block_table, cu_seqlens, kv_start)
+    )
     lengths = seq_lens.cpu()
     starts = torch.zeros_like(lengths) if kv_start is None else kv_start.cpu()[: len(lengths)]
     own = lengths - starts
@@ -52,6 +57,15 @@ def inspect(
         _within("cu_seqlens_q", ends, 0, maxima.total_q, f"the plan has {maxima.total_q} rows")
         if bool((ends[1:] < ends[:-1]).any()) or int(ends[0]) != 0:
             raise InputError(f"cu_seqlens_q {ends.tolist()[:9]}", "it starts at 0 and never falls")
+    return seq_lens, block_table, cu_seqlens, kv_start
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, also where these leave gaps."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+    copy = tensor.as_strided((span,), (1,)).clone()
+    return copy.as_strided(tensor.shape, tensor.stride())
 
 
 def _within(name: str, values: Tensor, low: int, high: int, rule: str) -> None:

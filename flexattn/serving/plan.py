@@ -21,11 +21,15 @@ from flexattn.mods import Bound, bind
 from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.launch import box_of
+from flexattn.serving import admission
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
+from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.scales import Scaled, asked, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
+from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
 
@@ -49,11 +53,11 @@ class _Ready:
     keys: int
     pages: int
 
-    def launch(self, stream: int, tensors: Sequence[Any]) -> None:
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
         """Launch on a stream, with what `_TENSORS` names."""
-        self.attend.launch(stream, tensors)
+        self.attend.launch(stream, given)
         if self.combine is not None:
-            self.combine.launch(stream, tensors)
+            self.combine.launch(stream, given)
 
 
 class DecodePlan:
@@ -66,7 +70,9 @@ class DecodePlan:
     score_mod, mask_mod: as flex_attention's; `b` is the request, and q_idx and kv_idx are
     positions in the request: the last query of a request stands at its last key. No mask_mod
     means that every query sees every key. sinks: `run` is given a logit for each query head that
-    joins the softmax and has no value. scaled: `run` is given k_scale and v_scale, [1] or [Hkv].
+    joins the softmax and has no value. scaled: `run` is given k_scale and v_scale:
+    True, [1] or [Hkv], or "page" [pages], "page_head" [pages, Hkv], "token" [pages, page] or
+    "token_head" [pages, page, Hkv] ("HND": [pages, Hkv, page]; contiguous: B and keys for pages).
     shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
     config: ServingConfig; where None the one of a tuned record, looked for now, or the static
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
@@ -76,9 +82,11 @@ class DecodePlan:
     what a row gives depends on its own query and keys alone, bit for bit; the setting of
     FLEXATTN_BATCH_INVARIANT where None. Raises ConfigError where no kernel is so.
 
-    One stream runs a plan at a time: its runs share a workspace and, unless `out` is given, the
-    output. seq_lens stay as they are while a run reads them, and after a launch that was cut short
-    a new plan is needed: the workspace is as each run must find it when the one before has ended.
+    Its runs share a workspace and, unless `out` is given, the output: a run on another stream
+    waits for what the stream of the last one holds. Replays of a captured run, and runs of several
+    threads, are for the caller to order. seq_lens stay as they are while a run reads them, and
+    after a launch that was cut short a new plan is needed: the workspace is as each run must find
+    it when the one before has ended.
     A cache is known by its tensors: while these live, their sizes and strides stay what they were.
     No tensor of a run is given another dtype or device by `.data = ...`, and what mods capture is
     read where it lay when the plan was made: change it in place.
@@ -105,7 +113,7 @@ class DecodePlan:
         mask_mod: Any = None,
         scale: float | None = None,
         sinks: bool = False,
-        scaled: bool = False,
+        scaled: Scaled = False,
         shared_kv: bool = False,
         lse: bool = False,
         config: ServingConfig | None = None,
@@ -124,8 +132,8 @@ class DecodePlan:
         )  # fmt: skip
         self.maxima.check()
         check_choices(lengths, config, {
-            "sinks": sinks, "scaled": scaled, "shared_kv": shared_kv, "lse": lse,
-            "prefix": prefix, "offset": offset, "batch_invariant": batch_invariant or False,
+            "sinks": sinks, "shared_kv": shared_kv, "lse": lse, "prefix": prefix,
+            "offset": offset, "batch_invariant": batch_invariant or False,
         })  # fmt: skip
         if batch_invariant is None:
             batch_invariant = current().batch_invariant
@@ -138,9 +146,9 @@ class DecodePlan:
             _readable(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
-            self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
-            lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
-            batch_invariant=batch_invariant,
+            self.maxima, self._score, self._mask, **asked(scaled, self.maxima.page)._asdict(),
+            shared_kv=shared_kv, sinks=sinks, lse=lse, prefix=prefix, offset=offset,
+            positive_scale=self.scale > 0, batch_invariant=batch_invariant,
         )  # fmt: skip
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
@@ -167,6 +175,7 @@ class DecodePlan:
                 name: value.data_ptr() if isinstance(value, Tensor) else value
                 for name, value in self._owned.items()
             }
+        self._streams = Streams(self._gpu)
         self._ready: dict[Any, _Ready] = {}
         self._last: tuple[Any, _Ready | None] = None, None
         self._caches: dict[int, Seen] = {}
@@ -195,7 +204,7 @@ class DecodePlan:
         each [pages or B, keys, Hkv, D] ("HND": heads before keys), or one tensor with K and V at
         [:, 0] and [:, 1], or MLA's one. seq_lens int32 [B]: keys of each request, those of this
         call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
-        sinks fp32 [Hq]; k_scale, v_scale fp32 [1] or [Hkv].
+        sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says.
 
         Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
@@ -247,7 +256,10 @@ class DecodePlan:
         if ready is not last:
             self._last = key, ready
         if current().check:
-            inspect(self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start)
+            # What was looked at is what the launch reads, whatever others write meanwhile.
+            seq_lens, table, cu_seqlens_q, kv_start = inspect(
+                self.maxima, ready.keys, ready.pages, seq_lens, table, cu_seqlens_q, kv_start
+            )
         if out is None and lse is None:
             out, lse = ready.out, ready.lse
         else:
@@ -257,15 +269,14 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        gpu = self._gpu
-        if gpu < 0:
-            ready.launch(-1, tensors)
-        elif gpu == torch._C._cuda_getDevice():
-            ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
-        else:
-            with torch.cuda.device(gpu):
-                ready.launch(torch._C._cuda_getCurrentRawStream(gpu), tensors)
+        launch_here(ready, self._gpu, tensors, self._streams)
         return out if lse is None else (out, lse)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the plan holds on its device: its workspace, its counters and its outputs."""
+        held = (self._workspace, self._count, self._out, self._lse)
+        return sum(each.nbytes for each in held if each is not None)
 
     @property
     def max_keys(self) -> int:
@@ -297,14 +308,12 @@ class DecodePlan:
         more: dict[str, Tensor | None],
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
-        from flexattn.serving import admission
-
         m, form = self.maxima, self.form
-        cu_seqlens, k_scale = more["cu_seqlens_q"], more["k_scale"]
+        cu_seqlens = more["cu_seqlens_q"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
-        cache = describe(k, v, m, form.aligned)
+        cache = describe(k, v, m, form.aligned, self.config.BLOCK_N)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
-        q_rows, steps = admission.rows(m, q, requests, form)
+        q_rows, spaced = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
         admission.extras(m, form, more, self.device, batch)
@@ -318,9 +327,10 @@ class DecodePlan:
             "stride_om": m.Hq * m.head_dim_v,
             "num_requests": 1 if form.prefix else requests,
             "max_keys": min(m.kv_len, keys),
-            "stride_qm": steps[0],
-            "stride_qh": steps[1],
+            "stride_qm": spaced[0],
+            "stride_qh": spaced[1],
             "softmax_scale": self.scale,
+            **steps(m, form, cache.pages, cache.keys, more),
         }
         rows_of = rows if form.prefix or form.ragged else q_rows
         fixed["total_q" if form.ragged else "q_rows"] = rows_of
@@ -328,8 +338,6 @@ class DecodePlan:
             fixed["q_len_each"] = q_rows
         if form.split_keys:
             fixed["part_slots"] = self._slots
-        if form.scaled:
-            fixed["stride_scale"] = 0 if k_scale is None or k_scale.numel() == 1 else 1
         if form.page:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages

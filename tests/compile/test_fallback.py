@@ -50,9 +50,9 @@ def broken(monkeypatch):
         return replace(made, text=text, hash=digest_of(replace(made, text=text)))
 
     monkeypatch.setattr(source, "make_source", spoiled)
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
     yield
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
 
 
 def test_what_hoppers_template_cannot_compile_is_served_by_tritons(broken, place, caplog, capsys):

@@ -11,6 +11,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
+# Of one process, which is then killed.
+SECONDS = 250
 # Seconds of a first call, imports and CUDA context not counted: the 0.3 for a quiet
 # machine is what bench.cold measures; a shared one gets three times that.
 LIMIT = 0.9
@@ -25,6 +27,7 @@ def child(folder, *arguments, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "bench.cold_child", *arguments],
         env=dict(os.environ) | environment, cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

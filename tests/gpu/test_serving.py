@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import flexattn.serving.plan as plans
-from examples import serving
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.runtime.build import builder
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
@@ -261,7 +260,3 @@ def test_a_cascade(name):
         graph.replay()
         assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
         q.zero_()
-
-
-def test_the_serving_example_loses_no_page_and_is_right():
-    assert serving.main(["--requests", "400", "--judged", "40"]) == 0

@@ -29,10 +29,12 @@ pytestmark = pytest.mark.interpreter
 
 def clear():
     """Forget every kernel and launch, those that other tests made too."""
-    for each in (dispatch._rendered, dispatch.dispatcher, decay_skip._rendered, build.builder):
+    for each in (dispatch.dispatcher, decay_skip._rendered, build.builder):
         each.cache_clear()
     merge._launcher.cache_clear()
-    for table in (plan._launches, repeat._seen, block_kernels._sources, decode._plans):
+    for table in (
+        plan._launches, repeat._seen, block_kernels._sources, decode._plans, dispatch._texts,
+    ):  # fmt: skip
         assert isinstance(table, Lru)
         table.clear()
 

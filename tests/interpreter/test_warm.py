@@ -1,5 +1,7 @@
 """warm() in the interpreter: it finds every kernel of a workload."""
 
+import random
+
 import pytest
 import torch
 
@@ -46,6 +48,36 @@ def test_a_call_after_warm_finds_its_kernel(name, monkeypatch):
     q, k, v = inputs(2, 6, 2, 1, 71)
     with pytest.raises(AssertionError, match="builds nothing"):
         run(q, k, v, score_mod=softcap(18.0))
+
+
+def test_traffic_of_random_lengths_builds_renders_and_traces_nothing(work):
+    """What a length decides besides: decode or prefill, a tile's height, whether blocks join."""
+    dilated = {"mod": "flexattn.catalogue:dilated_window", "args": [1200, 600]}
+    calls = [
+        {"name": "prefill", "mask": dilated, "q_len": 700},
+        {"name": "decode", "mixes": [[1, 1, 70]]},
+    ]
+    flexattn.warm({"layers": [{**LAYER, "calls": calls}], "dtype": "float32"}, "cpu")
+    draw = random.Random(0)
+
+    def attend(L, S):
+        q, k, v = inputs(draw.choice([1, 3]), 6, 2, L, S)
+        mask = None
+        if L > 1:
+            mod = flexattn.catalogue.dilated_window(1200, 600)
+            mask = flexattn.create_block_mask(mod, None, None, L, S, "cpu")
+        flexattn.flex_attention(q, k, v, softcap(17.0), mask, enable_gqa=True)
+
+    def traffic():
+        for _ in range(20):
+            length = round(2 ** draw.uniform(0, 10))
+            attend(length, length)
+            attend(1, length)
+            attend(min(length, draw.randrange(1, 130)), length)
+
+    # The host classifies blocks for warm() here; on a GPU that is the kernel of this call.
+    attend(40, 40)
+    assert work.of(traffic) == (0, 0, 0)
 
 
 def test_a_workload_that_cannot_be_read():

@@ -23,11 +23,10 @@ from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of, sizes_of
 from flexattn.report.numbers import axes, effects
-from flexattn.runtime.dispatch import choices
 from flexattn.runtime.launch import Lists, prepare
 from flexattn.tune.search import Axes
 from tests.launches import Recorded
-from tests.problems import problem
+from tests.problems import choices, problem
 from tests.records import prefill_record
 
 

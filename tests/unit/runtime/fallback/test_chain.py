@@ -77,13 +77,13 @@ def test_a_template_that_raises_gives_way(monkeypatch, said, place):
         raise KeyError("sigmoid")
 
     monkeypatch.setattr(HOPPER, "render", broken)
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
     found = served(Builder())
     assert found.config.language == "triton" and "sigmoid" in said()[0]
     assert not list(place.glob("outcomes/*/*"))  # nothing was compiled that a process could save
     with override(strict=True), pytest.raises(RenderError, match="sigmoid"):
         served(Builder())
-    dispatch._rendered.cache_clear()
+    dispatch._texts.clear()
 
 
 def test_the_combine_kernel_of_decode_is_part_of_a_candidate():

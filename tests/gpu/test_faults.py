@@ -1,0 +1,199 @@
+"""Faults of a server on a GPU: lengths that change, two streams, memory that runs out.
+
+docs/serving.md says what happens when; pages out of range are in test_serving.py, workers that die
+in test_worker.py. Each test is ended by tests/gpu/conftest.py where a launch does not end.
+"""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from flexattn import flex_attention
+from flexattn.catalogue import causal, sliding_window
+from flexattn.serving import CascadePlan, DecodePlan, ServingConfig
+from flexattn.settings import override
+from tests.gpu.faults import little_memory
+from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
+from tests.support import assert_accurate, inputs
+
+pytestmark = pytest.mark.gpu
+BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
+HEADS, KEYS, PAGE = (32, 8), 8192, 16
+SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}
+LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
+AWAIT = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
+FAR = 1e30  # of the memory around the cache: a value of it would show in any output
+
+
+def pool_of(pages):
+    """K and V of 0.5 within memory of FAR; the whole of it, and the cache."""
+    whole = [torch.full((pages + 64, PAGE, HEADS[1], 128), FAR, **BF16) for _ in "kv"]
+    return whole, tuple(each[32 : 32 + pages].fill_(0.5) for each in whole)
+
+
+@pytest.mark.parametrize(
+    ("config", "mods"),
+    [(LAST, {}), (LAUNCH, {}), (LAST, {"mask_mod": sliding_window(700)})],
+    ids=["last", "launch", "window"],
+)
+def test_lengths_and_tables_that_another_stream_changes_under_launches(config, mods):
+    """Launches end, and read nothing outside of the cache; then a new plan is right."""
+    B, wild = 64, [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
+    whole, pool = pool_of(2048)
+    plan = DecodePlan(batch=B, config=config, **SHAPE, **mods)
+    q = torch.randn(B, 1, HEADS[0], 128, **BF16)
+    draw = torch.Generator().manual_seed(1)
+    picks = torch.randint(0, len(wild), (64, B), generator=draw)
+    lengths = torch.tensor(wild, dtype=torch.int64)[picks].to("cuda", torch.int32)
+    tables = torch.randint(-(2**31), 2**31 - 1, (8, B, KEYS // PAGE), device="cuda").int()
+    lens, table = lengths[0].clone(), tables[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with override(check=False):
+        for turn in range(200):
+            with torch.cuda.stream(side):
+                for step in range(8):
+                    lens.copy_(lengths[(8 * turn + step) % 64])
+                    table.copy_(tables[step])
+            out = plan.run(q, pool, seq_lens=lens, block_table=table)
+            worst = out.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+            if turn % 20 == 0:
+                assert worst.item() < 1e3
+    torch.cuda.synchronize()
+    for each in whole:
+        assert (each[:32] == FAR).all() and (each[-32:] == FAR).all()
+    each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], *HEADS, 128, **BF16)
+    assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
+
+
+def test_checked_mode_launches_what_it_looked_at():
+    """A kernel that waits in between, and then writes: the launch reads copies."""
+    each = batch([1] * 5, [2047, 1, 517, 4096, 33], *HEADS, 128, **BF16)
+    plan = plan_for(each, page=PAGE, config=AWAIT)
+    cache, table = poisoned_pages(each, PAGE)
+    lens = each.numbers(each.kv_lens)
+    call = {"seq_lens": lens, "block_table": table}
+    wanted = [x.clone() for x in plan.run(each.q[:, None], cache, **call)]
+    side = torch.cuda.Stream()
+
+    class Late(DecodePlan):
+        def _launch(self, ready, tensors):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                lens.fill_(2**31 - 1)
+            side.synchronize()
+            super()._launch(ready, tensors)
+
+    plan.__class__ = Late
+    with override(check=True):
+        got = plan.run(each.q[:, None], cache, **call)
+    assert all(map(torch.equal, got, wanted)) and (lens == 2**31 - 1).all()
+
+
+def served(B, seed):
+    """Inputs of one step, and what a plan of its own says of them."""
+    draw = torch.Generator("cuda").manual_seed(seed)
+    pool = [torch.randn(1024, PAGE, HEADS[1], 128, generator=draw, **BF16) for _ in "kv"]
+    table = torch.randint(0, 1024, (B, KEYS // PAGE), generator=draw, device="cuda").int()
+    lens = torch.randint(1, KEYS, (B,), generator=draw, device="cuda").int()
+    q = torch.randn(B, 1, HEADS[0], 128, generator=draw, **BF16)
+    return (q, tuple(pool)), {"seq_lens": lens, "block_table": table}
+
+
+@pytest.mark.parametrize("config", [LAST, LAUNCH, AWAIT], ids=["last", "launch", "await"])
+def test_runs_on_two_streams_follow_one_another(config):
+    """Workspace, counters and outputs are the plan's: side by side they would be mixed up."""
+    B = 16
+    plan, other = (DecodePlan(batch=B, config=config, **SHAPE) for _ in "ab")
+    steps = [served(B, seed) for seed in (1, 2)]
+    with override(check=False):
+        wanted = [other.run(*args, **call).clone() for args, call in steps]
+        torch.cuda.synchronize()
+        streams, wrong = [torch.cuda.Stream() for _ in "ab"], []
+        for turn in range(400):
+            which = turn % 2
+            args, call = steps[which]
+            with torch.cuda.stream(streams[which]):
+                got = plan.run(*args, **call)
+                wrong.append((got != wanted[which]).any())
+        torch.cuda.synchronize()
+        assert not torch.stack(wrong).any()
+
+
+def test_a_graph_is_captured_and_replayed_on_other_streams():
+    """As torch's recipe has it: a warm-up on a side stream, a capture on its own, any replays."""
+    B = 16
+    plan = DecodePlan(batch=B, config=AWAIT, **SHAPE)
+    args, call = served(B, 3)
+    with override(check=False):
+        wanted = plan.run(*args, **call).clone()
+        side, replays = torch.cuda.Stream(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            plan.run(*args, **call)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = plan.run(*args, **call)
+        for stream in (replays, torch.cuda.current_stream(), side):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                got.fill_(math.nan)
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(stream)
+            assert torch.equal(got, wanted)
+            assert torch.equal(plan.run(*args, **call), wanted)
+
+
+def test_a_cascade_on_two_streams():
+    B, prefix = 8, 2048
+    about = {"heads": HEADS, "head_dim": 128, "page_size": PAGE, "mask_mod": causal}
+    plan, other = (CascadePlan(batch=B, prefix_len=prefix, own_len=4096, **about) for _ in "ab")
+    steps = []
+    for seed in (1, 2):
+        (q, pool), call = served(B, seed)
+        start = torch.full((B,), prefix, dtype=torch.int32, device="cuda")
+        table = call["block_table"]
+        call = {
+            "prefix_len": start[:1].clone(), "kv_start": start,
+            "block_table": table[:, :256].clone(),
+            "seq_lens": prefix + call["seq_lens"] % 4096 + 1, "prefix_table": table[:1].clone(),
+        }  # fmt: skip
+        steps.append(((q, pool), call))
+    with override(check=False):
+        wanted = [[x.clone() for x in other.run(*args, **call)] for args, call in steps]
+        torch.cuda.synchronize()
+        streams, wrong = [torch.cuda.Stream() for _ in "ab"], []
+        for turn in range(300):
+            which = turn % 2
+            args, call = steps[which]
+            with torch.cuda.stream(streams[which]):
+                for got, right in zip(plan.run(*args, **call), wanted[which], strict=True):
+                    wrong.append((got != right).any())
+        torch.cuda.synchronize()
+        assert not torch.stack(wrong).any()
+
+
+def test_memory_that_runs_out_while_a_plan_is_made_or_a_call_runs():
+    """By the allocator's own limit: nothing stays, and what was there goes on."""
+    each = batch([1] * 5, [2047, 1, 517, 4096, 33], *HEADS, 128, **BF16)
+    first = plan_for(each, page=PAGE)
+    large = {"batch": 2048, "q_len": 16, "config": LAST, **SHAPE}  # 256 MiB of outputs
+    q, k, v = inputs(2, 32, 8, 511, 777, 128, **BF16)
+    long = torch.randn(1, 32, 2**16, 128, **BF16)  # 512 MiB, and so is its output
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with little_memory():
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                DecodePlan(**large)
+            with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+                flex_attention(long, k[:1], v[:1], enable_gqa=True)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+    assert_right(run(first, each), each)
+    assert_accurate(q, k, v)
+    assert DecodePlan(**large).config == LAST

@@ -1,0 +1,87 @@
+"""warm() asks for all kernels that calls of its mods need, at whatever lengths they come."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flexattn.deploy.warm import rows_like
+from flexattn.device import named
+from flexattn.kernels.choose.options import NONE
+from flexattn.runtime.decay_skip import sources
+from flexattn.runtime.dispatch import Dispatcher
+from flexattn.settings import override
+from flexattn.tune.tasks import mods_of, task_from
+from flexattn.tune.workload import parse
+from tests.failing_builds import Builder
+from tests.work import renders
+
+H200 = named("nvidia-h200")
+WINDOW = {"mod": "flexattn.catalogue:sliding_window", "args": [100]}
+# Its blocks have gaps in long prompts, and lie side by side in short ones.
+DILATED = {"mod": "flexattn.catalogue:dilated_window", "args": [1200, 600]}
+ALIBI = {"mod": "flexattn.catalogue.scores:alibi", "args": [32, "cpu"]}
+SOFTCAP = {"mod": "flexattn.catalogue.scores:softcap", "args": [50.0]}
+MODELS = {
+    "causal": {"mask": "flexattn.catalogue:causal"},
+    "window, sinks": {"mask": WINDOW, "sinks": True},
+    "gaps": {"mask": DILATED, "heads": [24, 8], "head_dim": 96},
+    "decay": {"mask": "flexattn.catalogue:causal", "score": ALIBI},
+    "wide": {"mask": "flexattn.catalogue:causal", "score": SOFTCAP, "head_dim": 256},
+}
+
+
+def rows(name):
+    calls = [{"name": "prefill", "q_len": 2048}, {"name": "decode", "mixes": [[4, 1, 2048]]}]
+    layer = {"heads": [32, 8], "head_dim": 128, "calls": calls} | MODELS[name]
+    return parse({"layers": [layer]}, "a model", "a test").rows
+
+
+def kernels_of(row):
+    """Hashes of what a call of a row asks for on an H200."""
+    problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
+    built = Builder()
+    choice = Dispatcher(built).kernels(problem, H200, 0, NONE)[0]
+    before_it = sources(problem.structure, choice.config, H200)
+    return {source.hash for source in (*built.built, *before_it)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_lengths_ask_for_no_other_kernel(name):
+    """Prompts of up to 16 tokens decode: each of two tile heights stalled traffic for a second."""
+    draw = random.Random(name)
+    with override(mode="off"):
+        prefill, decode = rows(name)
+        warmed = {found for row in rows(name) for each in rows_like(row)
+                  for found in kernels_of(each)}  # fmt: skip
+        lengths = [1, 2, 5, 16, 17, 100, 128, 129]
+        lengths += [round(2 ** draw.uniform(0, 11.5)) for _ in range(8)]
+        for length in lengths:
+            B, keys = draw.choice([1, 3, 16]), length
+            if draw.random() < 0.3:  # a chunk of a prompt
+                keys = length + draw.randrange(2048)
+            for row, q_len in ((prefill, length), (decode, 1)):
+                shape = replace(row.shape, B=B, q_len=q_len, kv_len=keys)
+                assert kernels_of(replace(row, shape=shape)) <= warmed, shape
+
+
+def test_a_new_length_fills_no_template(monkeypatch):
+    """Each new length filled Hopper's anew, for another header: 30 ms of a call."""
+    row = rows("causal")[0]
+    problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
+    dispatcher = Dispatcher(Builder())
+    with override(mode="off"):
+        dispatcher.kernels(problem, H200, 0, NONE)
+        filled = renders(monkeypatch)
+        for length in (2047, 77, 5000):
+            dispatcher.kernels(replace(problem, q_len=length, kv_len=length), H200, 0, NONE)
+        assert not filled
+
+
+def test_training_and_decode_have_the_lengths_that_they_say():
+    calls = [{"name": "training", "q_len": 512, "backward": True}]
+    layer = {"heads": [4, 4], "head_dim": 64, "calls": calls}
+    trained = parse({"layers": [layer]}, "a model", "a test").rows
+    for row in (*trained, rows("causal")[1]):
+        assert list(rows_like(row)) == [row]
