@@ -45,8 +45,8 @@ from flexattn.problem import Shape as Sizes
 from flexattn.records.record import Record
 from flexattn.settings import override
 from flexattn.tune.builds import build_task, compilers
-from flexattn.tune.crew import build_ahead
-from flexattn.tune.foundry import Foundry, Runs
+from flexattn.tune.compile_queue import CompileQueue, Runs
+from flexattn.tune.gpu_tuner import build_ahead
 from flexattn.tune.method import Method as Tuning, method_for
 from flexattn.tune.tasks import plan_task
 from flexattn.tune.tuner import tune
@@ -235,15 +235,15 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> Report:
             for each in waiting:
                 parts[each.name] = lambda case=each: raced(case, peers, args.rounds)  # type: ignore[misc]
         if not args.no_tune:
-            foundry = stack.enter_context(Foundry(compilers(args.jobs)))
+            compile_queue = stack.enter_context(CompileQueue(compilers(args.jobs)))
             worker = stack.enter_context(Worker())
             waiting = [each for each in chosen if f"{each.name} {TUNED}" not in have]
             tasks = {each.name: task_of_case(each, device, "cuda") for each in waiting}
             with override(mode="off"):
-                build_ahead(list(tasks.values()), tuning, foundry)
+                build_ahead(list(tasks.values()), tuning, compile_queue)
             for each in waiting:
                 parts[f"{each.name} {TUNED}"] = lambda case=each: tuned_row(  # type: ignore[misc]
-                    case, _tuned(tasks[case.name], worker, foundry, tuning)
+                    case, _tuned(tasks[case.name], worker, compile_queue, tuning)
                 )
         # A shape's race and its tuning follow each other.
         order = {each.name: place for place, each in enumerate(chosen)}

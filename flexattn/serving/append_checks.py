@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.cache_append.form import EIGHT_BITS, AppendForm, CacheScales, Slots
+from flexattn.kernels.cache_append.form import (
+    EIGHT_BITS,
+    AppendForm,
+    CacheScales,
+    Slots,
+    search_steps,
+)
 from flexattn.problem import DTYPES, MAX_HEADS
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.serving.admission import devices, numbers
@@ -257,7 +263,7 @@ def _places(
                 f"cu_seqlens_q has {ends.shape[0]} elements, seq_lens {requests}",
                 "it has one more than there are requests",
             )
-        return found | {"steps": (requests - 1).bit_length()}
+        return found | {"steps": search_steps(requests)}
     if tokens % requests:
         raise InputError(
             f"{tokens} tokens of {requests} requests",

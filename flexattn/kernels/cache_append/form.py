@@ -60,3 +60,8 @@ class AppendForm:
     def computed(self) -> bool:
         """Whether the kernel computes and stores the scales."""
         return self.scales in ("token", "token_head")
+
+
+def search_steps(requests: int) -> int:
+    """Halvings after which a search for a token's request, among so many, has one left."""
+    return (requests - 1).bit_length()

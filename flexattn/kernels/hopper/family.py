@@ -29,6 +29,9 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
+# Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
+# one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
+BY_SIZES = False
 
 
 class _Prefill(KernelFamily[HopperPrefillConfig]):
@@ -48,7 +51,9 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
-        return sized(problem, device, self.feasibility)
+        if BY_SIZES:
+            return sized(problem, device, self.feasibility)
+        return space.preferences(problem.structure)
 
     def expected(
         self, problem: Problem, config: HopperPrefillConfig, device: Device

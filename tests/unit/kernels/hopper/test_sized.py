@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from flexattn.catalogue import causal
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
-from flexattn.kernels.hopper import space
+from flexattn.kernels.hopper import family, space
 from flexattn.kernels.hopper.cost import expected
 from flexattn.kernels.hopper.sized import alternatives
 from tests.families import violated
@@ -20,6 +20,7 @@ H200 = named("nvidia-h200")
 @pytest.fixture(autouse=True)
 def a_triton_that_has_it(monkeypatch):
     monkeypatch.setattr(space, "offered", lambda: True)
+    monkeypatch.setattr(family, "BY_SIZES", True)
 
 
 def sized(D, B, heads, rows, keys, mask_class=""):
