@@ -58,7 +58,7 @@ def _poll(vector: int, loads: int) -> tuple[str, ...]:
     """
     inputs = (vector + 1) * loads
     words = [[c * loads + i for c in range(vector + 1)] for i in range(loads)]
-    lines = [f"{{ .reg .pred wanted<{loads}>, again, more; .reg .b32 turns, top<{inputs}>;"]
+    lines = [f"{{ .reg .pred wanted<{loads}>, again; .reg .b32 turns, top<{inputs}>;"]
     lines.append("mov.b32 turns, 0;")
     for i, each in enumerate(words):
         lines.append(f"setp.ne.s32 wanted{i}, ${inputs + 2 * loads + i}, 0;")
@@ -82,8 +82,9 @@ def _poll(vector: int, loads: int) -> tuple[str, ...]:
     lines += [
         f"setp.eq.s32 again, {found[0]}, {EMPTY};",
         "add.u32 turns, turns, 1;",
-        f"setp.lt.and.u32 more, turns, {TURNS}, again;",
-        "@more bra ASK;",
+        f"setp.lt.and.u32 again, turns, {TURNS}, again;",
+        "@again bra ASK;",
+        f"setp.eq.s32 again, {found[0]}, {EMPTY};",
         f"@again st.relaxed.sys.global.b32 [${inputs + 3 * loads}], 1; }}",
     ]
     return tuple(lines)
