@@ -25,7 +25,7 @@ from bench.table import markdown
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.tune.builds import compilers
-from flexattn.tune.foundry import Foundry
+from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import default_jobs
 
 __all__ = ["METHOD", "Ahead", "table"]
@@ -38,11 +38,11 @@ class Ahead:
 
     def __init__(self) -> None:
         # What launches kernels and times them has a core of its own.
-        self._foundry = Foundry(compilers(max(1, default_jobs() - 1)))
+        self._compile_queue = CompileQueue(compilers(max(1, default_jobs() - 1)))
 
     def close(self) -> None:
         """End the processes that compile."""
-        self._foundry.close()
+        self._compile_queue.close()
 
     def runs(self, rows: Sequence[Row]) -> Callable[..., RowResult]:
         """What runs each of these rows, as run_backward does; the first call orders them all."""
@@ -53,8 +53,8 @@ class Ahead:
                 device = detect(torch.device(method.device))
                 for each in rows:
                     ordered[each.name] = _ordered(each, device, method)
-                    self._foundry.ahead(ordered[each.name])
-            for _ in self._foundry.run(ordered[row.name]):
+                    self._compile_queue.ahead(ordered[each.name])
+            for _ in self._compile_queue.run(ordered[row.name]):
                 pass
             return run_backward(row, peers, method)
 

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from bench.environment import describe
+    from bench.results import write
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows = [row for row in ROWS if re.search(args.rows, row.name)]
@@ -62,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "schema": 1, "bench": "blocks", "device": device, "environment": describe(),
             "samples": found,
         }  # fmt: skip
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, args.out)
     print(table(found, device))
     missed = failures(found, device)
     print("\n".join(["", *missed]) if missed else "\nwithin every limit")

@@ -29,20 +29,13 @@ from typing import Any
 
 from bench.same_programs import canonical, without_docstrings
 from flexattn.records.codec import decode_record
-from flexattn.records.former import FORMER_CLASSES, FORMER_FIELDS
 from flexattn.records.store import Store
 
-__all__ = ["FORMER", "carry", "main", "programs", "verdict"]
+__all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = Path(__file__).with_name("carry_child.py")
 CARRIED, THERE = "carried over", "holds here already"
-# By a name of today: an older tree reads it by the other.
-FORMER = {
-    now: before
-    for names in (FORMER_CLASSES, *FORMER_FIELDS.values())
-    for before, now in names.items()
-}
 # What a kernel's arguments were named in older trees, whose launchers bind them by those names.
 FORMER_ARGUMENTS = {"REACH": "DECAY_WINDOW", "num_units": "num_work_tiles"}
 
@@ -150,7 +143,7 @@ def _rendered(trees: Sequence[Path], root: Path) -> list[dict[str, Any]]:
     """What each tree renders of the records below a root, both at once."""
     started = [
         subprocess.Popen(
-            [sys.executable, "-", str(root), json.dumps(FORMER)], cwd=tree, text=True,
+            [sys.executable, "-", str(root)], cwd=tree, text=True,
             env={**os.environ, "PYTHONPATH": str(tree)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from bench.environment import describe
+    from bench.results import write
 
     if not torch.cuda.is_available():
         print("no GPU is visible to torch: a cold start is one of a GPU", file=sys.stderr)
@@ -68,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[kind] = _samples(kind, args.modes, args.rounds, own)
     if args.out:
         report = {"schema": 1, "bench": "cold", "environment": describe(), "samples": found}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(report, args.out)
     print(table(found), new_mods(found), sep="\n\n")
     loaded = (each for modes in found.values() for each in modes.get("binaries", ()))
     return int(any(map(_worked, loaded)))

@@ -27,13 +27,13 @@ from flexattn.measure.worker import Worker
 from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
 from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.evaluator import Evaluator
 from flexattn.tune.method import Method
 from flexattn.tune.pool import Pool
 from flexattn.tune.progress import SILENT
 from flexattn.tune.race import screen
 from flexattn.tune.studies import Study, load, save
 from flexattn.tune.subject import Subject, subject_of
-from flexattn.tune.workbench import Workbench
 
 __all__ = ["Plan", "main", "measured"]
 
@@ -61,21 +61,21 @@ def measured(
     keeps its samples and has no gate.
     """
     begin = time.monotonic()
-    bench = Workbench(subject, measurer, lambda configs: built, Method(), SILENT)
-    ledger, default = bench.ledger, subject.default
-    bench.build(range(len(ledger)))
+    bench = Evaluator(subject, measurer, lambda configs: built, Method(), SILENT)
+    table, default = bench.table, subject.default
+    bench.build(range(len(table)))
     measurer.open(job)
-    ledger.gate(default, measurer.gate(ledger[default].config))
-    others = [i for i in range(len(ledger)) if i != default]
+    table.gate(default, measurer.gate(table[default].config))
+    others = [i for i in range(len(table)) if i != default]
     for at in range(0, len(others), BATCH):
         if time.monotonic() - begin > FOR_TIMING * plan.seconds:
             break
-        screen(measurer, ledger, others[at : at + BATCH], plan.rounds, plan.min_ms)
-    for index in ledger.ranked():
+        screen(measurer, table, others[at : at + BATCH], plan.rounds, plan.min_ms)
+    for index in table.ranked():
         if time.monotonic() - begin > plan.seconds:
             break
-        if ledger[index].gate is None:
-            ledger.gate(index, measurer.gate(ledger[index].config))
+        if table[index].gate is None:
+            table.gate(index, measurer.gate(table[index].config))
     trials, decision, untimed = bench.compacted()
     rejected = (*subject.rejected, *((("not timed", untimed),) if untimed else ()))
     return Study(

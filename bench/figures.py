@@ -42,6 +42,7 @@ NAMES = {
     "torch-sdpa": "SDPA",
     "flashinfer": "FlashInfer",
     "flashinfer-tc": "FlashInfer, tensor cores",
+    "flashinfer-cascade": "FlashInfer, cascade",
     "flexattn-triton": "flexattn, Triton",
     "flexattn-gluon": "flexattn, Gluon",
     "flexattn-deterministic": "flexattn, deterministic",

@@ -8,7 +8,6 @@ GPU, the other one none.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from bench.environment import describe
 from bench.host import ROWS, host_cost
 from bench.inputs import make
 from bench.peers import OURS, PEERS, Refusal
+from bench.results import write
 from bench.tasks import task
 from flexattn.device import Device, detect, named
 from flexattn.kernels.choose.space import space
@@ -171,9 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(lines))
     print(f"at most {FIRST:g} µs for a first hit, {ADDED:g} µs added: {verdict}")
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        data = {"bench": "lookup", "environment": describe(), **told}
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write({"bench": "lookup", "environment": describe(), **told}, args.out)
     return int(not kept)
 
 

@@ -12,7 +12,7 @@ from flexattn.errors import InputError
 from flexattn.measure.gate import Verdict
 from flexattn.measure.timing import Failure, Samples
 
-__all__ = ["Gate", "Report", "RowResult", "load", "merge", "save"]
+__all__ = ["Gate", "Report", "RowResult", "laid_out", "load", "merge", "save", "write"]
 
 SCHEMA = 1
 
@@ -63,11 +63,44 @@ class Report:
 
 def save(report: Report, path: Path) -> None:
     """Write the report as JSON, atomically."""
-    text = json.dumps({"schema": SCHEMA} | dataclasses.asdict(report), indent=1)
+    write({"schema": SCHEMA} | dataclasses.asdict(report), path)
+
+
+def write(data: Any, path: Path) -> None:
+    """Write a bench's data as JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n")
+    partial.write_text(laid_out(data) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def laid_out(data: Any, indent: int = 0) -> str:
+    """JSON in which whatever holds no object that holds one has a line.
+
+    Numbers of a list are samples and have nine significant digits: no clock here has as many.
+    """
+    edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
+    if _depth(data) < 2:
+        return json.dumps(_rounded(data), separators=(",", ":"))
+    if isinstance(data, dict):
+        rows = [f"{json.dumps(key)}: {laid_out(each, indent + 1)}" for key, each in data.items()]
+        return "{" + inner + f",{inner}".join(rows) + edge + "}"
+    return "[" + inner + f",{inner}".join(laid_out(each, indent + 1) for each in data) + edge + "]"
+
+
+def _depth(data: Any) -> int:
+    """How many objects stand within one another, at most."""
+    if isinstance(data, dict):
+        return 1 + max(map(_depth, data.values()), default=0)
+    return max(map(_depth, data), default=0) if isinstance(data, list | tuple) else 0
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _rounded(each) for key, each in data.items()}
+    if isinstance(data, list | tuple):
+        return [float(f"{x:.9g}") if type(x) is float else _rounded(x) for x in data]
+    return data
 
 
 def load(path: Path) -> Report:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from bench.serving_inputs import mods_of
+from bench.serving_inputs import DTYPES, mods_of
 from bench.serving_rows import ServingRow
 from flexattn.device import Device
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
@@ -18,6 +18,7 @@ from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.scales import asked
 
 __all__ = ["compile_ahead"]
 
@@ -27,9 +28,9 @@ MOST = 16  # processes
 def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
     """Leave the rows' default kernels in Triton's cache on disk, where the plans find them.
 
-    A cascade's two passes are compiled when its plan is made.
+    The launches of a cascade or a tree are compiled when its plan is made.
     """
-    found = [row for row in rows if row.variant != "cascade"]
+    found = [row for row in rows if row.variant not in ("cascade", "prefix-tree")]
     count = min(MOST, len(found), os.cpu_count() or 1)
     if count < 2:
         return
@@ -39,16 +40,17 @@ def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
 
 
 def _compile(row: ServingRow, device: Device) -> None:
-    kv = torch.float8_e4m3fn if row.variant == "fp8" else torch.bfloat16
+    dtype = DTYPES[row.dtype]
+    kv = torch.float8_e4m3fn if row.eight_bits else dtype
     maxima = Maxima(
-        len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, torch.bfloat16,
+        len(row.lens), row.q_len, 0, max(row.lens), row.hq, row.hkv, row.d, row.dv, dtype,
         kv, row.page, "NHD",
     )  # fmt: skip
     score, mask = mods_of(row, torch.tensor(row.lens, dtype=torch.int32), "cpu")
     cpu = torch.device("cpu")
     form = form_of(
         maxima, bind(score, "score", cpu), bind(mask, "mask", cpu), sinks=row.variant == "sinks",
-        shared_kv=row.variant == "mla", scaled=row.variant == "fp8",
+        shared_kv=row.variant == "mla", **asked(row.scaled, row.page)._asdict(),
     )  # fmt: skip
     config = next(serving_candidates(form, device))
     compile_source(render_serving(form, config, device, row.name), device)

@@ -16,8 +16,9 @@ from flexattn.catalogue.scores import ScoreMod, alibi, softcap
 from flexattn.measure.gate import Verdict, judge
 from flexattn.reference import Precision, Reference, attention
 
-__all__ = ["Served", "judge_requests", "make_served", "mods_of"]
+__all__ = ["DTYPES", "Served", "judge_requests", "make_served", "mods_of"]
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALE = 0.75  # of an eight-bit cache
 JUDGED = 4  # requests
 
@@ -26,8 +27,8 @@ JUDGED = 4  # requests
 class Served:
     """q [B, q_len, Hq, D]; K and V [pages, page, Hkv, D], or [B, keys, Hkv, D] for page 0.
 
-    table int32 [B, pages of a request], None for page 0. keys(b): K and V of a request as they
-    count, [keys, Hkv, D] in a float dtype.
+    table int32 [B, pages of a request], None for page 0. scales: of K, and the same of V. keys(b):
+    K and V of a request as they count, [keys, Hkv, D] in a float dtype.
     """
 
     row: ServingRow
@@ -51,42 +52,53 @@ class Served:
             pages = self.table[b, : -(-n // self.row.page)].long()
             k, v = k[pages].flatten(0, 1), v[pages].flatten(0, 1)
         if self.scales is not None:
-            k, v = k.float() * SCALE, v.float() * SCALE
+            scales = self.scales
+            if self.row.variant == "fp8-token-head":
+                assert self.table is not None
+                scales = scales[pages].flatten(0, 1)[..., None]
+            k, v = k.float() * scales, v.float() * scales
         return k[:n], v[:n]
 
 
 def make_served(row: ServingRow, device: str = "cuda") -> Served:
     """Normal random tensors, the same for a row's name on every run of one device type."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(row.name.encode()))
-    eight = row.variant == "fp8"
+    eight, dtype = row.eight_bits, DTYPES[row.dtype]
 
     def normal(*shape: int) -> Tensor:
-        made = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return made.to(torch.float8_e4m3fn) if eight and len(shape) == 4 else made
 
     batch, table = len(row.lens), None
     sizes = (batch, max(row.lens))
     if row.page:
         own = [-(-(n - row.shared) // row.page) for n in row.lens]
-        common = row.shared // row.page
-        sizes = (common + sum(own), row.page)
+        levels = [(nodes, keys // row.page) for nodes, keys in row.nodes]
+        common = sum(pages for _, pages in levels)
+        sizes = (sum(nodes * pages for nodes, pages in levels) + sum(own), row.page)
         order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(1)).int()
         table = torch.zeros(batch, common + max(own), dtype=torch.int32)
-        place = common
+        place = column = 0
+        for level, (nodes, pages) in enumerate(levels):
+            for b in range(batch):
+                start = place + row.node_of(b, level) * pages
+                table[b, column : column + pages] = order[start : start + pages]
+            place, column = place + nodes * pages, column + pages
         for b, count in enumerate(own):
-            table[b, :common] = order[:common]
             table[b, common : common + count] = order[place : place + count]
             place += count
         table = table.to(device)
     k = normal(*sizes, row.hkv, row.d)
     v = k[..., : row.dv] if row.variant == "mla" else normal(*sizes, row.hkv, row.dv)
     q = torch.randn(
-        (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=torch.bfloat16
+        (batch, row.q_len, row.hq, row.d), generator=generator, device=device, dtype=dtype
     )
     lens = torch.tensor(row.lens, dtype=torch.int32, device=device)
     score_mod, mask_mod = mods_of(row, lens, device)
     sinks = torch.randn(row.hq, generator=generator, device=device)
     scales = torch.full((1,), SCALE, device=device)
+    if row.variant == "fp8-token-head":
+        scales = torch.rand(k.shape[:3], generator=generator, device=device) + SCALE
     return Served(
         row, q, k, v, lens, table, score_mod, mask_mod,
         sinks if row.variant == "sinks" else None, scales if eight else None,

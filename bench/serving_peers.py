@@ -17,7 +17,7 @@ from bench.serving_inputs import Served
 from bench.streaming import STREAMING, streaming
 from flexattn.device import detect
 from flexattn.kernels.paged_decode.space import space
-from flexattn.serving import CascadePlan, DecodePlan
+from flexattn.serving import CascadePlan, DecodePlan, PrefixTree, TreePlan
 
 __all__ = ["EMPTY", "INVARIANT", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
 
@@ -35,6 +35,8 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
         row = x.row
         if row.variant == "cascade":
             return _cascade(x, changes)
+        if row.variant == "prefix-tree":
+            return _tree(x, changes)
         found = _plan(x)
         if changes:
             found = _plan(x, config=replace(found.config, **changes))
@@ -46,14 +48,14 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
 def invariant(x: Served) -> Callable[[], Tensor] | Refusal:
     """Ours, each row's bits its own."""
     row = x.row
-    if row.variant in ("cascade", "mla"):
+    if row.variant in ("cascade", "mla", "prefix-tree"):
         return Refusal("batch invariance is for one pass over heads of 64 or 128")
     return _run(_plan(x, batch_invariant=True), x)
 
 
 def searched(x: Served, count: int) -> dict[str, ServingPeer]:
     """So many configs of the space, chosen at random, each as one more variant of ours."""
-    if x.row.variant == "cascade":
+    if x.row.variant in ("cascade", "prefix-tree"):
         return {}
     plan = _plan(x)
     configs = space(plan.form, detect(x.q.device))[1:]
@@ -70,8 +72,8 @@ def _common(x: Served) -> dict[str, Any]:
     row = x.row
     return {
         "heads": (row.hq, row.hkv), "head_dim": (row.d, row.dv), "q_len": row.q_len,
-        "device": x.q.device, "page_size": row.page, "kv_dtype": x.k.dtype,
-        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": x.scales is not None,
+        "device": x.q.device, "dtype": x.q.dtype, "page_size": row.page, "kv_dtype": x.k.dtype,
+        "score_mod": x.score_mod, "mask_mod": x.mask_mod, "scaled": row.scaled,
         "batch": len(row.lens),
     }  # fmt: skip
 
@@ -115,6 +117,37 @@ def _cascade(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
         "prefix_table": x.table[:1, :pages].contiguous(),
         "block_table": x.table[:, pages:].contiguous(),
     }  # fmt: skip
+    return lambda: found.run(x.q, (x.k, x.v), **call)[0]
+
+
+def _tree(x: Served, changes: Mapping[str, Any]) -> Callable[[], Tensor]:
+    row = x.row
+    assert x.table is not None
+    parents: list[int] = []
+    begins = [0]
+    for level, (nodes, _) in enumerate(row.nodes):
+        above = [-1] * nodes
+        for b in range(len(row.lens)) if level else ():
+            above[row.node_of(b, level)] = begins[-2] + row.node_of(b, level - 1)
+        parents += above
+        begins.append(begins[-1] + nodes)
+    keys = tuple(each for nodes, each in row.nodes for _ in range(nodes))
+    last = len(row.nodes) - 1
+    leaves = tuple(begins[last] + row.node_of(b, last) for b in range(len(row.lens)))
+
+    def plan(**more: Any) -> TreePlan:
+        return TreePlan(kv_len=max(row.lens), **_common(x), **more)
+
+    found = plan()
+    if changes:
+        own = {key.removeprefix(OWN): value for key, value in changes.items() if OWN in key}
+        rest = {key: value for key, value in changes.items() if OWN not in key}
+        found = plan(
+            shared_config=replace(found.shared.config, **rest),
+            config=replace(found.own.config, **own),
+        )
+    found.update(PrefixTree(tuple(parents), keys, leaves), x.table)
+    call = {"seq_lens": x.lens, "block_table": x.table}
     return lambda: found.run(x.q, (x.k, x.v), **call)[0]
 
 
@@ -171,6 +204,35 @@ def flashinfer(tensor_cores: bool) -> ServingPeer:
     return build
 
 
+def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
+    """FlashInfer's cascade of as many levels as a row shares, and one of own keys."""
+    row = x.row
+    if row.variant not in ("cascade", "prefix-tree") or row.q_len != 1 or x.table is None:
+        return Refusal("its cascade is for prefixes that requests share, and one token")
+    import flashinfer
+
+    batch, column = len(row.lens), 0
+    queries, indptr, indices, last = [], [], [], []
+    levels = [*row.nodes, (batch, row.lens[0] - row.shared)]
+    for nodes, keys in levels:
+        # The first request below each node has its pages.
+        firsts = [node * batch // nodes for node in range(nodes)]
+        pages = -(-keys // row.page)
+        queries.append(torch.tensor([*firsts, batch]).int().to(x.q.device))
+        indptr.append((torch.arange(nodes + 1) * pages).int().to(x.q.device))
+        indices.append(x.table[firsts, column : column + pages].flatten())
+        full = torch.full((nodes,), (keys - 1) % row.page + 1, dtype=torch.int32)
+        last.append(full.to(x.q.device))
+        column += pages
+    buffer = torch.empty(256 << 20, dtype=torch.uint8, device=x.q.device)
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(len(levels), buffer, "NHD")
+    wrapper.plan(
+        queries, indptr, indices, last, row.hq, row.hkv, row.d, row.page, q_data_type=x.q.dtype,
+    )  # fmt: skip
+    q = x.q[:, 0]
+    return lambda: wrapper.run(q, (x.k, x.v))[:, None]
+
+
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
     INVARIANT: invariant,
@@ -179,4 +241,5 @@ SERVING_PEERS: dict[str, ServingPeer] = {
     "sdpa-cudnn": cudnn,
     "flashinfer": flashinfer(False),
     "flashinfer-tc": flashinfer(True),
+    "flashinfer-cascade": flashinfer_cascade,
 }

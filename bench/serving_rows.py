@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flexattn.serving.scales import Scaled
+
 __all__ = ["ServingRow", "serving_rows"]
 
 Variant = Literal[
-    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "cascade", "mla"
-]
+    "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "fp8-token-head",
+    "cascade", "mla", "prefix-tree",
+]  # fmt: skip
 WINDOWED = 2  # a windowed request has so many times the keys that its window shows
 
 
@@ -18,6 +21,9 @@ class ServingRow:
     """One line: a batch of `lens` keys each, q_len query positions, a page of 16 unless said.
 
     shared: keys of the prefix that all requests of a cascade share, part of each one's length.
+    dtype: of the queries, and of the cache where it has not eight bits.
+    levels: of a prefix tree, how many nodes each level has, and keys of each; requests that follow
+    one another share them, and `shared` is the sum of the keys.
     Llama-3 8B's heads: 32 of the query, 8 of the keys, of 128 elements.
     """
 
@@ -28,10 +34,12 @@ class ServingRow:
     q_len: int = 1
     page: int = 16
     shared: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
     hq: int = 32
     hkv: int = 8
     d: int = 128
     dv: int = 128
+    dtype: str = "bfloat16"
 
     @property
     def uniform(self) -> bool:
@@ -39,17 +47,39 @@ class ServingRow:
         return len(set(self.lens)) == 1 and self.variant == "plain" and self.q_len == 1
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether the cache is of eight bits."""
+        return self.variant in ("fp8", "fp8-token-head")
+
+    @property
+    def scaled(self) -> Scaled:
+        """Of what its cache has scales."""
+        return "token_head" if self.variant == "fp8-token-head" else self.eight_bits
+
+    @property
+    def nodes(self) -> tuple[tuple[int, int], ...]:
+        """Of each level of what requests share the number of nodes, and keys of each."""
+        return self.levels or (((1, self.shared),) if self.shared else ())
+
+    def node_of(self, request: int, level: int) -> int:
+        """The node of a level that a request is below."""
+        return request * self.nodes[level][0] // len(self.lens)
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that must be read once, at the cache's width."""
-        keys = sum(self.lens) - self.shared * (len(self.lens) - 1) * (self.variant == "cascade")
+        """Bytes of K and V that must be read once, at the cache's width, with their scales."""
+        keys = sum(self.lens)
+        if self.variant in ("cascade", "prefix-tree"):
+            keys -= sum(each * (len(self.lens) - nodes) for nodes, each in self.nodes)
         if self.variant == "window":
             keys //= WINDOWED
         width = self.d if self.variant == "mla" else self.d + self.dv
-        return keys * self.hkv * width * (1 if self.variant == "fp8" else 2)
+        scales = 8 if self.variant == "fp8-token-head" else 0
+        return keys * self.hkv * (width * (1 if self.eight_bits else 2) + scales)
 
 
 def serving_rows() -> list[ServingRow]:
-    """Issue 6's table, then each mod beside plain decode, eight bits, a cascade and MLA."""
+    """Issue 6's table, then each mod beside plain decode, eight bits, prefixes, MLA, long ones."""
     rows = []
     for batch, k in ((1, 1), (1, 8), (1, 128), (8, 8), (64, 4), (64, 16), (256, 1)):
         name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
@@ -65,11 +95,22 @@ def serving_rows() -> list[ServingRow]:
         rows.append(ServingRow(f"{name}-q8-tree", "mods", lens, "tree", q_len=8))
     # A chunk of prefill.
     rows.append(ServingRow("b1-4k-q1k", "chunks", (4096,), "causal", q_len=1024))
-    rows.append(ServingRow("b64-16k-fp8", "fp8", (16384,) * 64, "fp8"))
+    for batch, k in ((64, 16), (1, 8)):
+        name, lens = f"b{batch}-{k}k", (k * 1024,) * batch
+        rows.append(ServingRow(f"{name}-fp8", "fp8", lens, "fp8"))
+        rows.append(ServingRow(f"{name}-fp8-token-head", "fp8", lens, "fp8-token-head"))
     prefix, own = 8192, 256
     lens = (prefix + own,) * 32
     rows.append(ServingRow("b32-8k-256-plain", "cascade", lens, shared=prefix))
     rows.append(ServingRow("b32-8k-256-cascade", "cascade", lens, "cascade", shared=prefix))
+    # A system prompt, tools, conversations, and branches of each.
+    levels = ((1, 8192), (4, 4096), (16, 2048))
+    prefix = sum(keys for _, keys in levels)
+    about = {"shared": prefix, "levels": levels}
+    for name, variant in (("plain", "plain"), ("tree", "prefix-tree")):
+        lens = (prefix + own,) * 64
+        rows.append(ServingRow(f"b64-3-levels-{name}", "trees", lens, variant, **about))  # type: ignore[arg-type]
+    rows += [ServingRow(f"b{batch}-1m", "long", (2**20,) * batch) for batch in (1, 8)]
     mla = {"page": 64, "hq": 128, "hkv": 1, "d": 576, "dv": 512}
     rows.append(ServingRow("mla-b64-4k", "mla", (4096,) * 64, "mla", **mla))  # type: ignore[arg-type]
     for batch, k in ((64, 4), (1, 16)):

@@ -46,7 +46,7 @@ def relative(heads: int, length: int) -> ScoreMod:
     return relative_bias(table.to(torch.bfloat16), length)
 
 
-def call_of(row: Row) -> Call:
+def call_of(row: Row, dtype: str = "bfloat16") -> Call:
     """The row as a workload file would say it."""
     s = row.shape
     scores = {
@@ -64,13 +64,13 @@ def call_of(row: Row) -> Call:
     }
     sizes = Sizes(s.batch, s.hq, s.hkv, s.q_len, s.kv_len, s.d, s.d)
     return Call(
-        row.name, None, "bfloat16", sizes, scores[row.score], masks[row.mask], (128, 128), None, ()
+        row.name, None, dtype, sizes, scores[row.score], masks[row.mask], (128, 128), None, ()
     )
 
 
-def task(row: Row, device: Device, where: torch.device | str) -> Task:
+def task(row: Row, device: Device, where: torch.device | str, dtype: str = "bfloat16") -> Task:
     """The task that tunes a row; `where` finds the blocks of its mask."""
-    return task_of(call_of(row), device, torch.device(where))
+    return task_of(call_of(row, dtype), device, torch.device(where))
 
 
 # A mod is named by a path alone where its factory takes no arguments.

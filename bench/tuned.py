@@ -35,8 +35,8 @@ from flexattn.records.record import Record
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import Built, build_all, compilers
-from flexattn.tune.crew import build_ahead
-from flexattn.tune.foundry import Foundry, Runs
+from flexattn.tune.compile_queue import CompileQueue, Runs
+from flexattn.tune.gpu_tuner import build_ahead
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.tuner import tune
 
@@ -195,11 +195,11 @@ def _tuned(rows: Sequence[Row], device: Device, args: argparse.Namespace) -> Map
     """The tunings of each row, while the kernels of the next ones are compiled."""
     method, found = method_for(args.effort, args.budget), {}
     jobs = {row.name: task(row, device, "cuda") for row in rows}
-    with Foundry(compilers(args.jobs)) as foundry, Worker() as worker:
-        build_ahead(list(jobs.values()), method, foundry)
+    with CompileQueue(compilers(args.jobs)) as compile_queue, Worker() as worker:
+        build_ahead(list(jobs.values()), method, compile_queue)
         for name, job in jobs.items():
             try:
-                records, seconds = _tunings(job, worker, foundry, method, args.times)
+                records, seconds = _tunings(job, worker, compile_queue, method, args.times)
             except Exception:  # the others may still be measured, whatever this one met
                 print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
                 continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.environment import describe
+from bench.results import write
 from bench.rows import Row
 from flexattn.kernels.base.config import Config, describe as said
 from flexattn.measure.timing import Samples, paired_ratio
 from flexattn.records.record import Record
-from flexattn.tune.ledger import cost
+from flexattn.tune.trial_table import cost
 
 __all__ = [
     "TORCH",
@@ -191,5 +191,4 @@ def save(path: Path, method: Mapping[str, object], results: Sequence[Result]) ->
         "summary": summary(results),
         "rows": [asdict(each) for each in results],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write(data, path)

@@ -3,7 +3,7 @@
     out = flex_attention(q, k, v, score_mod=my_score, block_mask=create_block_mask(my_mask, ...))
 
 Stable, changed only with a new minor version and a line in CHANGELOG.md: all names listed here,
-`flexattn.catalogue`, and `flexattn.serving` (DecodePlan, CascadePlan, flex_decode, merge_states);
+`flexattn.catalogue`, and `flexattn.serving` (DecodePlan, CascadePlan, TreePlan, flex_decode, ...);
 the environment variables and the verbs of the command line; the names in `kernel_options`.
 
 - attention: flex_attention, AuxRequest, AuxOutput, FlexKernelOptions, ScoreMod, MaskMod

@@ -39,6 +39,7 @@ class Settings:
     strict: a first candidate that fails is an error (FLEXATTN_STRICT).
     batch_invariant: rows are reduced in an order that depends on their own keys alone
         (FLEXATTN_BATCH_INVARIANT).
+    mods: "module:function" of the mods that layers have in vLLM and SGLang (FLEXATTN_MODS).
     nrtpy_python: of an environment with AWS's nrtpy (FLEXATTN_NRTPY_PYTHON).
     """
 
@@ -52,6 +53,7 @@ class Settings:
     nrtpy_python: Path | None = None
     strict: bool = False
     batch_invariant: bool = False
+    mods: str = ""
 
 
 # Name, default, meaning: the table of docs/environment.md is checked against this one.
@@ -117,6 +119,12 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
         "record; what cannot be so is an error",
     ),
     (
+        "FLEXATTN_MODS",
+        "",
+        "module:function, which vLLM's and SGLang's processes call once for each attention layer: "
+        "it returns a dict with the layer's score_mod and mask_mod, or None",
+    ),
+    (
         "FLEXATTN_NRTPY_PYTHON",
         "",
         "the python of an environment with AWS's nrtpy, which times kernels on a Neuron instance "
@@ -142,6 +150,9 @@ def read(environ: Mapping[str, str]) -> Settings:
     mode = values["FLEXATTN_MODE"] or "replay"
     if mode not in get_args(Mode):
         raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {get_args(Mode)}")
+    mods = values["FLEXATTN_MODS"]
+    if mods and not all(mods.partition(":")):
+        raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")
     cache_dir = Path(values["FLEXATTN_CACHE_DIR"]).expanduser()
     named = filter(None, values["FLEXATTN_CACHE"].split(os.pathsep))
     cache = tuple(Path(each).expanduser() for each in named)
@@ -150,7 +161,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return Settings(
         interpret == "1", int(debug), cache_dir, cache, cast(Mode, mode), binaries,
         values["FLEXATTN_CHECK"] == "1", nrtpy, values["FLEXATTN_STRICT"] == "1",
-        values["FLEXATTN_BATCH_INVARIANT"] == "1",
+        values["FLEXATTN_BATCH_INVARIANT"] == "1", mods,
     )  # fmt: skip
 
 

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 
-from flexattn.tune.board import Pulse
+from flexattn.tune.evaluator import Evaluator
 from flexattn.tune.method import Method
 from flexattn.tune.progress import SILENT
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.shared import HELD, Shared
+from flexattn.tune.shared_study import Pulse
 from flexattn.tune.studies import load
-from flexattn.tune.workbench import Workbench
 
 PULSE = Pulse(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)
@@ -25,7 +25,7 @@ def tune_shared_subject(
     subject, measurer, url, method=METHOD, *, seeds=(), pulse=PULSE, held=HELD, again_since=None
 ):
     """As `tune_shared`, for a subject whose task the measurer has open already."""
-    bench = Workbench(subject, measurer, measurer.build, method, SILENT)
+    bench = Evaluator(subject, measurer, measurer.build, method, SILENT)
     return Shared(subject, bench, url, pulse, subject.index(seeds), again_since).run(held)
 
 

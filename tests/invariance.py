@@ -13,11 +13,19 @@ from flexattn.serving import DecodePlan
 
 @dataclass(frozen=True)
 class Story:
-    """A request with all of its queries: q [n, Hq, D], k and v [n, Hkv, D]."""
+    """A request with all of its queries: q [n, Hq, D], k and v [n, Hkv, D], scales [n, Hkv]."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @property
+    def cached(self):
+        """What a cache and its scales hold of it."""
+        scales = () if self.k_scale is None else (self.k_scale, self.v_scale)
+        return (self.k, self.v, *scales)
 
     def __len__(self):
         return len(self.q)
@@ -90,6 +98,13 @@ class Bench:
         self.width = -(-longest // m.page) if m.page else m.kv_len
         shape = (count * self.width + 3, m.page, Hkv, D) if m.page else (count, m.kv_len, Hkv, D)
         self.cache = tuple(torch.empty(shape, dtype=m.kv_dtype, device=device) for _ in range(2))
+        self.pools = self.cache
+        if pieces[0].story.k_scale is not None:
+            scales = {
+                name: torch.empty(shape[:3], device=device) for name in ("k_scale", "v_scale")
+            }
+            self.pools += tuple(scales.values())
+            self.call |= scales
         if m.page:
             self.call["block_table"] = torch.full((count, self.width), -7, **numbers)
         if m.total_q:
@@ -115,7 +130,7 @@ class Bench:
             where = order[b * self.width : b * self.width + count] if m.page else torch.tensor([b])
             if m.page:
                 self.call["block_table"][b, :count] = where.to(torch.int32)
-            for pool, source in zip(self.cache, (each.story.k, each.story.v), strict=True):
+            for pool, source in zip(self.pools, each.story.cached, strict=True):
                 flat = source[: each.last].float()
                 padded = flat.new_full((count * pool.shape[1], *flat.shape[1:]), float("nan"))
                 padded[: each.last] = flat

@@ -1,6 +1,33 @@
-"""A stand-in for a built kernel, which says what each of its arguments was given."""
+"""A stand-in for a built kernel, and what a run launches."""
+
+import torch
 
 from flexattn.kernels.base.binding import bind
+from flexattn.runtime.build import TritonLaunch, builder
+
+
+def launches_of(monkeypatch, run, *makers):
+    """What run() returns, and its launches; it allocates and compiles nothing.
+
+    makers: functions that it may not call, as modules and names.
+    """
+    plain, before, count = TritonLaunch.launch, builder().compiled, []
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a run allocates nothing")
+
+    def counted(launch, stream, given):
+        count.append(launch)
+        return plain(launch, stream, given)
+
+    names = ("empty", "zeros", "empty_strided", "full", "empty_like")
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonLaunch, "launch", counted)
+        for module, name in (*((torch, each) for each in names), *makers):
+            patch.setattr(module, name, refused)
+        got = run()
+    assert builder().compiled == before
+    return got, count
 
 
 class Recorded:

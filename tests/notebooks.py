@@ -54,10 +54,10 @@ def executed(path, cache):
 
 
 def _smaller(png):
-    """The same picture in 64 colours: plots have few, and the tree keeps all of them."""
+    """The same picture in 16 colours: plots have few, and the tree keeps all of them."""
     written = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    picture.quantize(64, dither=Image.Dither.NONE).save(written, "png", optimize=True)
+    picture.quantize(16, dither=Image.Dither.NONE).save(written, "png", optimize=True)
     return min(base64.b64encode(written.getvalue()).decode(), png, key=len)
 
 

@@ -2,6 +2,7 @@
 
 from flexattn.mods import bind
 from flexattn.problem import Layout, Problem, Sparsity, Structure, captures_of
+from flexattn.runtime.dispatch import candidates_of
 
 DENSE = Layout(True, True, True, True)
 
@@ -49,3 +50,8 @@ def problem(
     )
     length = q_len or (1 if kind == "decode" else 4096)
     return Problem(structure, 2, 8 * group, 8, length, kv_len)
+
+
+def choices(*given, **more):
+    """What may serve a problem, best first, each with its sources; as candidates_of."""
+    return (each.choice() for each in candidates_of(*given, **more))

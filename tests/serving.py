@@ -148,7 +148,10 @@ def wanted(each, b, precision, score_mod=None, mask_mod=None, sinks=None, scale=
 
 
 def assert_right(got, each, *, exact=None, **call):
-    """Hold all requests of (out, lse) to the oracle; `exact` has the cache's values widened."""
+    """Hold all requests of (out, lse or None) to the oracle.
+
+    exact: the batch with the cache's values widened.
+    """
     out, lse = got
     requests = range(len(each.q_lens))
     oracle, rounded = (
@@ -159,7 +162,8 @@ def assert_right(got, each, *, exact=None, **call):
         Reference(*(torch.cat(x, 2) for x in zip(*found, strict=True)))
         for found in (oracle, rounded)
     ]
-    verdict = judge((out.transpose(0, 1)[None], lse.T[None], None), *whole, each.q.dtype)
+    lse = None if lse is None else lse.T[None]
+    verdict = judge((out.transpose(0, 1)[None], lse, None), *whole, each.q.dtype)
     assert verdict.passed, verdict.message()
 
 
@@ -175,3 +179,45 @@ def quantized(each, dtype, per_head):
         wides.append([x.float() * step for x in eights[-1]])
     few = replace(each, k=eights[0], v=eights[1])
     return few, replace(each, k=wides[0], v=wides[1]), scales[0], scales[1]
+
+
+def finely_quantized(each, dtype, scales, page):
+    """The batch with K and V in 8 bits, what they stand for, and a batch of scales [keys, H, 1].
+
+    Scales differ by up to 10,000 from one page, token or head to the next.
+    """
+    draw = torch.Generator().manual_seed(11)
+    found = []
+    for source in (each.k, each.v):
+        eights, wides, steps = [], [], []
+        for x in source:
+            n, Hkv = x.shape[:2]
+            count, heads = -(-n // page) if "page" in scales else n, Hkv if "head" in scales else 1
+            step = 10.0 ** (4 * torch.rand(count, heads, 1, generator=draw) - 3).to(x.device)
+            step = step.repeat_interleave(page, 0)[:n] if "page" in scales else step
+            eights.append(x.to(dtype))
+            wides.append(eights[-1].float() * step)
+            steps.append(step)
+        found.append((eights, wides, steps))
+    (k, wide_k, k_steps), (v, wide_v, v_steps) = found
+    return (replace(each, k=k, v=v), replace(each, k=wide_k, v=wide_v),
+            replace(each, k=k_steps, v=v_steps))  # fmt: skip
+
+
+def scale_tensors(steps, plan, scales, layout="NHD"):
+    """k_scale and v_scale of a plan's run, where `run` has the tokens; NaN where no key is."""
+    page = plan.maxima.page
+    if page:
+        laid, _ = poisoned_pages(steps, page, layout)
+    else:
+        laid = poisoned_cache(steps, plan.maxima.kv_len, layout)
+    keys_at = 1 if layout == "NHD" else 2
+    found = []
+    for x in laid:
+        x = x[..., 0]
+        if "head" not in scales:
+            x = x.squeeze(3 - keys_at)
+            found.append(x[:, 0] if "page" in scales else x)
+        else:
+            found.append(x.select(keys_at, 0) if "page" in scales else x)
+    return {"k_scale": found[0], "v_scale": found[1]}

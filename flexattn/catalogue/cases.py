@@ -33,13 +33,11 @@ def _score(make: Callable[[Setup], ScoreMod]) -> Callable[[Setup], Built]:
 
 
 def _learned(
-    make: Callable[..., ScoreMod],
-    table: Callable[[Setup], Tensor],
-    mask: Callable[[Setup], MaskMod] | None = None,
+    make: Callable[..., ScoreMod], table: Callable[[Setup], Tensor]
 ) -> Callable[[Setup], Built]:
     def build(s: Setup) -> Built:
         values = table(s)
-        return Built(make(values, s), None if mask is None else mask(s), (values,))
+        return Built(make(values, s), None, (values,))
 
     return build
 

@@ -43,6 +43,10 @@ Batch = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend o
 QueryLength = Annotated[
     int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
 ]
+Workloads = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="WORKLOADS", help="Workload files, TOML, YAML or JSON."),
+]
 WorkloadFiles = Annotated[
     list[Path] | None, typer.Option("--workload", help="A workload file's problems; repeatable.")
 ]
@@ -60,6 +64,20 @@ DeviceName = Annotated[
            "may be left out: h200."),
 ]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Problems of workload files and presets, of all or of those whose titles match."""
+
+    workload: WorkloadFiles = None
+    preset: Presets = None
+    only: Only = None
+
+    @property
+    def named(self) -> bool:
+        """Whether a file or a preset is."""
+        return bool(self.workload or self.preset)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Benched:
 
 def bench(asked: options.Bench) -> None:
     """As `flexattn bench` is asked."""
-    rows = rows_of(asked.workloads or (), asked.preset or (), asked.only, backward=False)
+    rows = rows_of(asked, backward=False)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "torch sees no GPU here",

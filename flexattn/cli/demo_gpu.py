@@ -20,7 +20,7 @@ from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import campaign
-from flexattn.tune.crew import Crew
+from flexattn.tune.gpu_tuner import GpuTuner
 from flexattn.tune.method import Method, method_for
 from flexattn.tune.tasks import tasks
 
@@ -115,10 +115,10 @@ def _tune(
     with (
         Watch(len(todo), console) as watch,
         compilers() as pool,
-        Crew(method, pool, None, watch.lane(), gpu=where.index or 0) as crew,
+        GpuTuner(method, pool, None, watch.lane(), gpu=where.index or 0) as tuner,
     ):
         failed = 0
-        for outcome in campaign(todo, store, [crew.tune]):
+        for outcome in campaign(todo, store, [tuner.tune]):
             if outcome.status == "failed":
                 failed += 1
                 watch.finished(f"{outcome.title}: {outcome.message}")

@@ -41,8 +41,8 @@ def export(asked: options.Export) -> None:
     target = device_of(asked.device, assumed=False)
     chosen: list[Task] | None = None
     mods: list[tuple[Callable[..., Any], str]] = []
-    if asked.workload or asked.preset:
-        rows = rows_of(asked.workload or (), asked.preset or (), asked.only)
+    if asked.named:
+        rows = rows_of(asked)
         chosen, _ = distinct(tasks(rows, target))
         if asked.with_binaries:
             pairs = (zip(mods_of(row), ("score", "mask"), strict=True) for row in rows)

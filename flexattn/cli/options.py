@@ -20,6 +20,7 @@ from flexattn.cli.arguments import (
     Batch,
     BlockSize,
     Call,
+    Chosen,
     DeviceName,
     Dtype,
     Effort,
@@ -27,17 +28,15 @@ from flexattn.cli.arguments import (
     HeadDimV,
     KeyHeads,
     ModArguments,
-    Only,
-    Presets,
     QueryHeads,
     Role,
-    WorkloadFiles,
+    Workloads,
 )
 from flexattn.cli.choices import option
 
 
-@dataclass(frozen=True)
-class Tune:
+@dataclass(frozen=True, kw_only=True)
+class Tune(Chosen):
     """Tune a workload's problems; each record is kept as soon as its problem is done.
 
     Ctrl-C keeps what is finished, and the same command goes on from there. For trn1, trn2 and trn3
@@ -45,18 +44,16 @@ class Tune:
     and measured.
     """
 
-    workloads: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Workload files, TOML, YAML or JSON; lists with --from-untuned."),
-    ] = None
-    preset: Presets = None
+    workload: Workloads = None
     list_presets: Annotated[
         bool, typer.Option("--list-presets", help="List the presets and stop.")
     ] = False
-    only: Only = None
     from_untuned: Annotated[
         bool,
-        typer.Option("--from-untuned", help="Tune what dispatch listed in untuned.jsonl."),
+        typer.Option(
+            "--from-untuned",
+            help="Tune what dispatch listed in untuned.jsonl, or in lists in the files' place.",
+        ),
     ] = False
     effort: Effort = "full"
     budget: Annotated[
@@ -127,8 +124,8 @@ class Show:
     as_json: AsJson = False
 
 
-@dataclass(frozen=True)
-class Why:
+@dataclass(frozen=True, kw_only=True)
+class Why(Chosen):
     """Say whether a problem's config is a hit, a hint, the nearest or the default, and why.
 
     The problem is that of MOD, or those of a workload or a preset.
@@ -147,9 +144,6 @@ class Why:
     head_dim_v: HeadDimV = None
     dtype: Dtype = "bfloat16"
     block_size: BlockSize = 128
-    workload: WorkloadFiles = None
-    preset: Presets = None
-    only: Only = None
     device: DeviceName = None
     as_json: AsJson = False
 
@@ -165,8 +159,8 @@ class Merge:
     as_json: AsJson = False
 
 
-@dataclass(frozen=True)
-class Export:
+@dataclass(frozen=True, kw_only=True)
+class Export(Chosen):
     """Collect a device's tuned records in a directory for FLEXATTN_CACHE, each one checked.
 
     With a workload or a preset, only its problems; those without a record are named, and the
@@ -174,9 +168,6 @@ class Export:
     """
 
     out: Annotated[Path, typer.Argument(help="The directory; what lies there stays.")]
-    workload: WorkloadFiles = None
-    preset: Presets = None
-    only: Only = None
     source: Annotated[
         list[Path] | None,
         typer.Option("--from", help="A directory of records; every layer by default."),
@@ -225,19 +216,15 @@ class ReplayStudy:
     as_json: AsJson = False
 
 
-@dataclass(frozen=True)
-class Bench:
+@dataclass(frozen=True, kw_only=True)
+class Bench(Chosen):
     """Time a workload as dispatch serves it, beside the static default and torch's compiled flex.
 
     Above 1 a ratio says that flexattn is faster. The status is 1 if an accuracy gate is red.
     Gradients are left out: python -m bench.backward times those.
     """
 
-    workloads: Annotated[
-        list[Path] | None, typer.Argument(help="Workload files, TOML, YAML or JSON.")
-    ] = None
-    preset: Presets = None
-    only: Only = None
+    workload: Workloads = None
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
     min_ms: Annotated[float, typer.Option(help="Milliseconds that each value fills.")] = 5.0
     rivals: Annotated[

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import torch
 
 from flexattn.cli import choices
-from flexattn.cli.arguments import OFFLINE
+from flexattn.cli.arguments import OFFLINE, Chosen
 from flexattn.cli.choices import choice, device_name
 from flexattn.cli.terminal import say
 from flexattn.device import INTERPRETER, NEURON, Device, detect, named
@@ -41,28 +40,24 @@ def presets(names: Sequence[str]) -> list[Workload]:
     return [read(known[name]) for name in dict.fromkeys(chosen)]
 
 
-def rows_of(
-    workloads: Sequence[Path],
-    names: Sequence[str],
-    only: str | None,
-    plans: bool = False,
-    backward: bool = True,
-) -> list[Row]:
+def rows_of(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[Row]:
     """Rows of the files and presets whose titles `only` finds; raises InputError for none.
 
     plans: those of a DecodePlan, too. backward: those of gradients.
     """
-    if not workloads and not names:
+    if not chosen.named:
         raise InputError(
             "no workload",
             "a verb works on workload files or on --preset",
             "list the presets with flexattn tune --list-presets",
         )
-    rows = [row for each in [*map(read, workloads), *presets(names)] for row in each.rows]
+    workloads = [*map(read, chosen.workload or ()), *presets(chosen.preset or ())]
+    rows = [row for each in workloads for row in each.rows]
     rows = [row for row in rows if plans or row.served is None]
     rows = [row for row in rows if backward or row.kind != "backward"]
     if not rows:
         raise InputError("rows of serving plans alone", "this verb works on calls")
+    only = chosen.only
     if only is None:
         return rows
     try:

@@ -46,14 +46,13 @@ def tune(asked: options.Tune) -> None:
     if target.backend == "neuron":
         check_measuring(target, which, asked.budget, asked.storage)
         where = environment_there
-    lists = asked.workloads or [untuned_path()] if asked.from_untuned else []
+    lists = asked.workload or [untuned_path()] if asked.from_untuned else []
     if asked.from_untuned and asked.preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
     gpu = target.backend != "neuron"
     rows = []
     if not asked.from_untuned:
-        named = asked.workloads or (), asked.preset or ()
-        rows = rows_of(*named, asked.only, plans=gpu, backward=gpu)
+        rows = rows_of(asked, plans=gpu, backward=gpu)
     if not asked.dry_run and where is environment_of:
         _can_time(target)
     found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]

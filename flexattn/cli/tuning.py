@@ -26,8 +26,8 @@ from flexattn.records.record import Record
 from flexattn.records.store import Store
 from flexattn.tune.builds import compilers
 from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
-from flexattn.tune.crew import Crew, build_ahead
-from flexattn.tune.foundry import Foundry
+from flexattn.tune.compile_queue import CompileQueue
+from flexattn.tune.gpu_tuner import GpuTuner, build_ahead
 from flexattn.tune.journal import settle
 from flexattn.tune.method import Method
 from flexattn.tune.pool import default_jobs
@@ -72,20 +72,20 @@ def run(
     # What launches kernels and times them has a core of its own.
     jobs = jobs or max(1, default_jobs() - len(gpus))
     with Watch(len(todo), Console(stderr=True)) as watch, ExitStack() as stack:
-        foundry = stack.enter_context(Foundry(compilers(jobs)))
-        crews = [
+        compile_queue = stack.enter_context(CompileQueue(compilers(jobs)))
+        on_gpus = [
             stack.enter_context(
-                Crew(
-                    method, foundry, journals, watch.lane(), gpu=gpu, storage=storage,
+                GpuTuner(
+                    method, compile_queue, journals, watch.lane(), gpu=gpu, storage=storage,
                     again_since=time.time() if again else None,
                 )
             )
             for gpu in gpus
         ]  # fmt: skip
         if storage is None:
-            build_ahead(todo, method, foundry)
+            build_ahead(todo, method, compile_queue)
         names = [f"GPU {gpu}" for gpu in gpus]
-        tuners = [crew.tune for crew in crews]
+        tuners = [each.tune for each in on_gpus]
         landed = _landing(store, device, prune)
         # Workers of one database share each problem; without it a problem is one tuner's.
         locks = TaskLocks(store.root / LOCKS) if storage is None else None

@@ -17,6 +17,7 @@ from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.choose.registry import family_of
 from flexattn.measure.task import Task
 from flexattn.mods.expr import pretty
 from flexattn.problem import Captures, Shape
@@ -36,10 +37,10 @@ CPU = torch.device("cpu")
 def why(asked: options.Why) -> None:
     """As `flexattn why` is asked."""
     target = device_of(asked.device)
-    if asked.workload or asked.preset:
+    if asked.named:
         if asked.mod is not None:
             raise InputError(f"{asked.mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(rows_of(asked.workload or (), asked.preset or (), asked.only), target))
+        found = list(tasks(rows_of(asked), target))
     else:
         keys = asked.q_len if asked.kv_len is None else asked.kv_len
         v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
@@ -74,6 +75,12 @@ def _tried(task: Task, device: Device) -> list[Attempt]:
     return told(candidates_of(task.problem, device, NONE), device, memory())
 
 
+def _estimate(task: Task, found: Explanation) -> str | None:
+    """What the model of the config's family expects of it; None where it has none."""
+    known = family_of(found.config).expected(task.problem, found.config, task.device)
+    return None if known is None else str(known)
+
+
 def _told(task: Task, found: Explanation, tried: Sequence[Attempt]) -> dict[str, Any]:
     return {
         "title": task.title,
@@ -83,6 +90,7 @@ def _told(task: Task, found: Explanation, tried: Sequence[Attempt]) -> dict[str,
         "environment": asdict(found.environment),
         "how": found.how,
         "config": asdict(found.config),
+        "estimate": _estimate(task, found),
         "origin": None if found.found is None else found.found.origin,
         "expected": [{"layer": layer, "path": str(path)} for layer, path in found.expected],
         "passed": [{"path": str(p.path), "reasons": p.reasons} for p in found.passed],
@@ -114,6 +122,8 @@ def _print(answers: Sequence[tuple[Task, Explanation, Sequence[Attempt]]]) -> No
             if captures is not None:
                 say_text(indented(f"  {name}_mod".ljust(12), pretty(captures.mod.expr)))
         say(f"  config    {describe(found.config)}")
+        if told := _estimate(task, found):
+            say(f"            {told}")
         if found.found is not None:
             stored = found.found.stored
             say(f"            {origin(stored, found.key.sizes, repr(stored.answer.title))}")

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from flexattn.device.limits import Limits
-from flexattn.device.neuroncore import CORES
+from flexattn.device.neuroncore import CORES, KIB
 from flexattn.errors import InputError, PlaceError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Device:
         return self.capability >= 75
 
 
-KIB = 1024
 # A row a device, with its limits. Shared memory is the opt-in maximum of one block, as vendors
 # state it. Rates are without sparsity; where a data sheet has them with sparsity alone, half.
 _ROWS: tuple[tuple[Device, Limits], ...] = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 # The same on every generation [arch2, arch3, arch4].
 PARTITIONS = 128
 PSUM_BANKS = 8
+KIB = 1024
 BANK_BYTES = 2048
 STATIONARY_MAX = 128
 
@@ -74,7 +75,6 @@ class NeuronCore:
         return self.generation >= 4
 
 
-KIB = 1024
 CORES: dict[str, NeuronCore] = {
     core.name: core
     for core in (

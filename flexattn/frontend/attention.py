@@ -264,7 +264,7 @@ def _laid_as(q: Tensor, out: Tensor) -> Tensor:
 
 def _torch(call: Call) -> Outputs:
     """torch's own flex_attention, which differentiates what the kernels here do not."""
-    from flexattn.frontend.training import torch_flex_attention
+    from flexattn.frontend.torch_own import torch_flex_attention
 
     asked = call.statistics
     out, aux = torch_flex_attention()(

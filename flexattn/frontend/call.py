@@ -104,3 +104,10 @@ class Call(NamedTuple):
             self.q, self.k, self.scale, self.descales, self.score_mod, self.score,
             self.block_mask, self.mask,
         )  # fmt: skip
+
+
+def identity(bound: Bound | None) -> object:
+    """What a launch depends on in a mod: its expression, and which inner strides are 1."""
+    if bound is None:
+        return None
+    return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])

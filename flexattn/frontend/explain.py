@@ -19,6 +19,7 @@ from flexattn.frontend.compiled.rules import breaks
 from flexattn.frontend.gradients import check_gradients, choice_of, repeats_bits
 from flexattn.frontend.plan import plan
 from flexattn.kernels.base.config import Config, Language, describe
+from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
@@ -73,6 +74,7 @@ class Explanation:
 
     route: "kernel", "interpreter", "reference" (plain torch on the CPU), "torch" (gradients that
     are not those of the score_mod's expression) or "empty" (no query, or no key).
+    expected: what the family's model says of the config at these sizes; None where it has none.
     language: "triton" or "gluon", of the template. language_why: why not the other; both are None
     where there is no other. breaks: why the call breaks a graph of torch.compile, "" where it is a
     node of it. source, combine_source: paths of the rendered files. candidates: the
@@ -89,6 +91,7 @@ class Explanation:
     language_why: str | None = None
     config: Config | None = None
     config_origin: str | None = None
+    expected: Estimate | None = None
     grid: Geometry | None = None
     source: Path | None = None
     combine_source: Path | None = None
@@ -106,6 +109,7 @@ class Explanation:
             ("language", self.language and f"{self.language}: {self.language_why}"),
             ("config", self.config and f"{describe(self.config)}\n{self.config_origin}"),
             ("tried", "\n".join(map(str, self.candidates)) if len(self.candidates) > 1 else None),
+            ("expected", self.expected),
             ("grid", self.grid and _grid(self.grid)),
             ("score_mod", self.score_mod),
             ("mask_mod", self.mask_mod),
@@ -185,6 +189,7 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
         language_why=language_why,
         config=choice.config,
         config_origin=choice.origin,
+        expected=family_of(choice.config).expected(problem, choice.config, choice.device),
         grid=launch.geometry,
         source=path_of(choice.source),
         combine_source=path_of(choice.combine) if choice.combine is not None else None,

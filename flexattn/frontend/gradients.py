@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.device import Device, detect
 from flexattn.errors import ConfigError, UnsupportedError
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, identity
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.choose.defaults import default, reasons, refused
 from flexattn.kernels.choose.options import NONE, Options
@@ -60,6 +60,10 @@ class Asked(NamedTuple):
             slots_of(call.score), call.dropout,
         )  # fmt: skip
 
+    def lists(self) -> BothLists | None:
+        """Those of the block mask, by query and by key."""
+        return None if self.block_mask is None else BothLists.of(self.block_mask)
+
 
 class BackwardPlan(NamedTuple):
     """A prepared launch, and what this call gives it beside q, k and v."""
@@ -75,18 +79,13 @@ def check_gradients(call: Call) -> Asked:
     mask = call.block_mask
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
     key = (
-        call.facts(), _identity(call.score), _identity(call.mask), blocks, asked.slots,
+        call.facts(), identity(call.score), identity(call.mask), blocks, asked.slots,
         asked.options, detect(call.q.device), torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     if _checked.get(key) is None:
-        _check(call, asked)
+        check_backward(asked, call.q, call.k, call.v, asked.lists(), detect(call.q.device))
         _checked.put(key, True)
     return asked
-
-
-def _check(call: Call, asked: Asked) -> None:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
-    check_backward(asked, call.q, call.k, call.v, lists, detect(call.q.device))
 
 
 def check_backward(
@@ -128,15 +127,11 @@ def check_order(asked: Asked) -> None:
 def choice_of(call: Call) -> tuple[Problem, Choice]:
     """What the backward of an admitted call runs; it is built, and nothing is launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
-    problem = _problem_of(call, Asked.of(call))
+    asked = Asked.of(call)
+    problem = _problem(asked, call.q, call.k, call.v, asked.lists())
     options = _options(call.options, problem, target)
     choice, _, _ = dispatcher().kernels(problem, target, index, options)
     return problem, choice
-
-
-def _problem_of(call: Call, asked: Asked) -> Problem:
-    lists = None if call.block_mask is None else BothLists.of(call.block_mask)
-    return _problem(asked, call.q, call.k, call.v, lists)
 
 
 def run_backward(
@@ -193,7 +188,7 @@ def plan_backward(
         shapes = [None if x is None else x.shape for each in lists for x in each]
         sizes = mask.BLOCK_SIZE, *shapes
     key = (
-        *map(facts_of, (q, k, v, out, dout)), _identity(asked.score), _identity(asked.mask),
+        *map(facts_of, (q, k, v, out, dout)), identity(asked.score), identity(asked.mask),
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
         asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
         torch.are_deterministic_algorithms_enabled(),
@@ -263,9 +258,3 @@ def _language(given: Options, problem: Problem, target: Device) -> Language | No
 def repeats_bits(given: Options) -> bool:
     """Whether gradients of the same bits in every run are asked for."""
     return given.deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-def _identity(bound: Bound | None) -> object:
-    if bound is None:
-        return None
-    return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])

@@ -179,10 +179,10 @@ def remember(
     score = mask = None
     if given.score_mod is not None:
         assert call.score is not None
-        watched = watch(given.score_mod, "score", call.score, call.looks[0])
-        if watched is None:
+        guard = watch(given.score_mod, "score", call.score, call.looks[0])
+        if guard is None:
             return
-        score = _Score(weakref.ref(given.score_mod, _forgetting(key)), watched)
+        score = _Score(weakref.ref(given.score_mod, _forgetting(key)), guard)
     if block_mask is not None:
         mask = _mask_of(block_mask, plan, key)
         if mask is None:
@@ -217,13 +217,13 @@ def _mask_of(block_mask: BlockMask, plan: Plan, key: tuple[Any, ...]) -> _Mask |
         fixed = known_class(block_mask) not in (None, UNKNOWN)
         fixed = fixed and all(map(is_, (plan.lists or ())[:4], parts[1:5]))
     assert bound is not None
-    watched = watch(parts[0], "mask", bound, look)
-    if watched is None or not fixed:
+    guard = watch(parts[0], "mask", bound, look)
+    if guard is None or not fixed:
         return None
     reference = weakref.ref(block_mask, _forgetting(key))
     if by_version:
-        return _Mask(reference, parts, versions(lists), unwritten, watched)
-    return _Mask(reference, parts, _shapes(lists), _as_large, watched)
+        return _Mask(reference, parts, versions(lists), unwritten, guard)
+    return _Mask(reference, parts, _shapes(lists), _as_large, guard)
 
 
 def _forgetting(key: tuple[Any, ...]) -> Callable[[object], None]:

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from flexattn.device import Device, detect
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.call import Call
+from flexattn.frontend.call import Call, identity
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.defaults import refused
-from flexattn.mods import Bound
 from flexattn.problem import DTYPES, FP8, Problem, Shape, checks, kind_for, make_problem
 from flexattn.problem.facts import TensorFacts, layout_of
 from flexattn.problem.mask_class import mask_class
@@ -54,7 +53,7 @@ def plan(call: Call, facts: tuple[Any, ...] | None = None) -> Plan:
         sizes = mask.BLOCK_SIZE, *[None if each is None else each.shape for each in lists]
     facts = call.facts() if facts is None else facts
     key = (
-        facts, call.scale > 0, _identity(call.score), _identity(call.mask), masked, sizes,
+        facts, call.scale > 0, identity(call.score), identity(call.mask), masked, sizes,
         settings.mode, settings.cache, settings.cache_dir, generation(), settings.batch_invariant,
     )  # fmt: skip
     launch = _launches.get(key)
@@ -151,9 +150,3 @@ def _check_mixed(problem: Problem, target: Device, chosen: options.Options) -> N
             "templates alone",
             f"pass key and value in {problem.structure.dtype}",
         )
-
-
-def _identity(bound: Bound | None) -> object:
-    if bound is None:
-        return None
-    return (bound.mod.fingerprint, *[t.stride()[-1:] == (1,) for t in bound.tensors])

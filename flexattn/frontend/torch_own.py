@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 _own = FunctionType(
@@ -17,3 +20,9 @@ _own.__kwdefaults__ = flex_attention.__kwdefaults__
 torch_own: Any = _own
 # Who served calls of torch's function, and nodes of graphs as they were compiled.
 served: Counter[str] = Counter()
+
+
+@lru_cache(maxsize=1)
+def torch_flex_attention() -> Callable[..., Any]:
+    """torch's flex_attention, compiled, for calls that it differentiates; shapes may change."""
+    return torch.compile(torch_own)

@@ -16,7 +16,7 @@ from flexattn.mods.derivative import derivatives
 from flexattn.problem import checks
 from flexattn.problem.facts import facts_of
 from flexattn.problem.mask_class import UNKNOWN, known_class
-from flexattn.problem.runs import unwritten, versions
+from flexattn.problem.runs import query_lists, unwritten, versions
 from flexattn.records.store import generation
 from flexattn.settings import current
 
@@ -124,7 +124,4 @@ class _Last(NamedTuple):
 def _parts(mask: BlockMask | None) -> tuple[Any, ...]:
     if mask is None:
         return ()
-    return (
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        mask.BLOCK_SIZE, mask.seq_lengths,
-    )  # fmt: skip
+    return (*query_lists(mask), mask.BLOCK_SIZE, mask.seq_lengths)

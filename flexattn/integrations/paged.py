@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from flexattn import catalogue
 from flexattn.errors import UnsupportedError
+from flexattn.integrations.plans import Layer, Plans
 from flexattn.records.key import rounded
 from flexattn.serving import DecodePlan
 
@@ -23,7 +23,7 @@ _LARGEST = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _Place:
     """One layer in a forward. batch: what generate_batch says of its requests."""
 
     index: int
@@ -70,7 +70,8 @@ class _Batch:
 class _State:
     """Plans, outputs and tables of one cache."""
 
-    plans: dict[Any, tuple[DecodePlan, Tensor]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=Plans)
+    outs: dict[DecodePlan, Tensor] = field(default_factory=dict)
     batches: dict[int, _Batch] = field(default_factory=dict)
 
 
@@ -110,20 +111,24 @@ def attend_paged(
         )
     state = _states.setdefault(cache, _State())
     index: Any = module.layer_idx
-    layer = _Layer(index, cache, cache.layer_to_allocator[index], batch)
+    layer = _Place(index, cache, cache.layer_to_allocator[index], batch)
     read = _pages if layer.allocator.supports_block_table else _window
     pages, step = read(layer, state.batches, key, value)
     q = query[0].transpose(0, 1)
     page, requests = pages[0].shape[1], len(step.lens)
     single = batch["max_length_q"] == 1 and len(q) == requests
-    about = {
-        "heads": (query.shape[1], key.shape[1]), "head_dim": (query.shape[3], value.shape[3]),
-        "dtype": query.dtype, "page_size": page, "scale": scaling, "score_mod": softcap,
-        "mask_mod": sliding_window, "sinks": s_aux is not None,
-        "batch": max(_REQUESTS, rounded(requests)),
-        "kv_len": max(_KEYS, rounded(step.table.shape[1] * page)),
-    }  # fmt: skip
-    plan, out = _plan(state, about, 0 if single else cache.max_batch_tokens, query.device)
+    kind = Layer(
+        (query.shape[1], key.shape[1]), (query.shape[3], value.shape[3]), query.dtype,
+        query.device, page, scale=scaling, softcap=softcap, window=sliding_window,
+        sinks=s_aux is not None,
+    )  # fmt: skip
+    plan = state.plans.plan(
+        kind,
+        batch=max(_REQUESTS, rounded(requests)),
+        kv_len=max(_KEYS, rounded(step.table.shape[1] * page)),
+        total_q=0 if single else cache.max_batch_tokens,
+    )
+    out = _outputs(state, plan)
     given: dict[str, Any] = {"seq_lens": step.lens, "block_table": step.table}
     if single:
         q = q.unsqueeze(1)
@@ -136,29 +141,19 @@ def attend_paged(
     return out.unsqueeze(0), None
 
 
-def _plan(
-    state: _State, about: Mapping[str, Any], rows: int, device: torch.device
-) -> tuple[DecodePlan, Tensor]:
-    """The plan of layers like this one, and the rows that it writes; made once.
-
-    rows: of all requests, or 0 where each has one.
-    """
-    key = (rows, *about.values())
-    found = state.plans.get(key)
+def _outputs(state: _State, plan: DecodePlan) -> Tensor:
+    """The rows that a plan writes."""
+    found = state.outs.get(plan)
     if found is None:
-        cap, window = about["score_mod"], about["mask_mod"]
-        mask = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
-        mods = {"score_mod": None if cap is None else catalogue.softcap(cap), "mask_mod": mask}
-        plan = DecodePlan(device=device, **{**about, **mods, "total_q": rows})
         m = plan.maxima
         # Rows of nobody are never written: what stands there goes through the model's layers.
-        out = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.dtype, device=device)
-        found = state.plans[key] = plan, out
+        found = torch.zeros(m.rows, m.Hq, m.head_dim_v, dtype=m.dtype, device=plan.device)
+        state.outs[plan] = found
     return found
 
 
 def _pages(
-    layer: _Layer, batches: dict[int, _Batch], key: Tensor, value: Tensor
+    layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor
 ) -> tuple[tuple[Tensor, Tensor], _Batch]:
     """The pages of a layer of full attention, with the new keys and values in them."""
     allocator = layer.allocator
@@ -180,7 +175,7 @@ def _pages(
     return pages, step
 
 
-def _listed(layer: _Layer, page: int) -> _Batch:
+def _listed(layer: _Place, page: int) -> _Batch:
     """A step of single tokens whose pages transformers lists."""
     table, lens = layer.batch["block_table"][layer.allocator.index], layer.lens
     last = (lens - 1).clamp_(min=0).long()
@@ -188,7 +183,7 @@ def _listed(layer: _Layer, page: int) -> _Batch:
     return _Batch(table, lens, torch.where(lens > 0, rows, layer.allocator.write_trash_index))
 
 
-def _gathered(layer: _Layer, page: int) -> _Batch:
+def _gathered(layer: _Place, page: int) -> _Batch:
     """Pages of each request, from where transformers would gather its tokens one by one."""
     tokens, begins = layer.batch["read_index"][layer.allocator.index], layer.begins
     if not tokens.shape[0]:  # nothing is cached yet: the keys are those that are written
@@ -200,7 +195,7 @@ def _gathered(layer: _Layer, page: int) -> _Batch:
 
 
 def _window(
-    layer: _Layer, batches: dict[int, _Batch], key: Tensor, value: Tensor
+    layer: _Place, batches: dict[int, _Batch], key: Tensor, value: Tensor
 ) -> tuple[tuple[Tensor, Tensor], _Batch]:
     """The keys that a layer with a window may see, of all requests in a row, as pages of one."""
     if layer.first:

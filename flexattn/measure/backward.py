@@ -1,4 +1,4 @@
-"""A backward in a lab: what its forward saved, a config's launches, and what judges gradients."""
+"""A backward in a runner: what its forward saved, a config's launches, and what judges them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,14 @@ from torch import Tensor
 
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import Verdict, badness, judge_named
 from flexattn.measure.inputs import make_inputs, moved
-from flexattn.measure.oracle import (
-    WHOLE_SCORES,
-    block_mask_of,
-    kept,
-    mask_callable,
-    score_callable,
-)
-from flexattn.measure.slices import MaskMod, Place
+from flexattn.measure.oracle import WHOLE_SCORES, block_mask_of, kept
+from flexattn.measure.slices import Place
 from flexattn.measure.task import Task
 from flexattn.mods import Bound
+from flexattn.mods.signatures import MaskMod
 from flexattn.reference import Precision, attention
 from flexattn.runtime.backward import Gradients, prepare_backward
 from flexattn.runtime.dispatch import dispatcher
@@ -115,7 +111,7 @@ def make_saved(task: Task, where: torch.device) -> Saved:
     if p.broadcast_kv:
         k, v = k[:1], v[:1]
     score, mask = moved(task.score, where), moved(task.mask, where)
-    mask_mod = None if mask is None else mask_callable(mask)
+    mask_mod = mask_callable(mask)
     lists = block_mask = None
     if task.lists is not None and task.by_key is not None and sparsity is not None:
         lists = BothLists(task.lists.to(where), task.by_key.to(where))
@@ -123,7 +119,7 @@ def make_saved(task: Task, where: torch.device) -> Saved:
         mask_mod = kept(lists.by_query, sparsity, mask_mod, p.kv_len)
     with torch.no_grad():
         forward = attention(
-            q, k, v, score_mod=None if score is None else score_callable(score),
+            q, k, v, score_mod=score_callable(score),
             block_mask=block_mask, scale=task.scale, precision=Precision.ROUNDED,
         )  # fmt: skip
     heads = judged_heads(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len)

@@ -1,4 +1,4 @@
-"""The child of a worker: serves its requests with a Lab, and ends with its parent."""
+"""The child of a worker: serves its requests with a Runner, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from flexattn.errors import FlexAttnError
 from flexattn.measure.failures import failed, is_sticky
-from flexattn.measure.lab import Lab
+from flexattn.measure.runner import Runner
 from flexattn.measure.timing import Left
 from flexattn.measure.wire import Answer, Begun, Request, Trouble, end_with_parent, receive, send
 from flexattn.records.record import Failed
@@ -25,8 +25,8 @@ def main(handle: int, where: str) -> None:
     end_with_parent(handle, lambda: os.kill(os.getpid(), signal.SIGKILL))
     pipe: Connection[Any, Any] = Connection(handle)
     try:
-        lab = _load(where)
-        send(pipe, Answer(lab.device))
+        runner = _load(where)
+        send(pipe, Answer(runner.device))
     except Exception as error:
         send(pipe, _trouble(error))
         return
@@ -36,31 +36,31 @@ def main(handle: int, where: str) -> None:
         except (EOFError, OSError):
             return
         send(pipe, Begun())
-        answer = _served(lab, request, pipe)
+        answer = _served(runner, request, pipe)
         send(pipe, answer)
         if isinstance(answer, Trouble) and answer.lost:
             # Not a normal exit: that would clean up in a CUDA context that is lost.
             os._exit(1)
 
 
-def _served(lab: Lab, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
     try:
         if request.method == "race":
-            return _race(lab, request, pipe)
-        return Answer(getattr(lab, request.method)(*request.args))
+            return _race(runner, request, pipe)
+        return Answer(getattr(runner, request.method)(*request.args))
     except Exception as error:
         trouble = _trouble(error)
     # What holds the tensors of a failed run is the exception's traceback, which has ended here.
-    lost = is_sticky(trouble.failed) or not lab.recover()
+    lost = is_sticky(trouble.failed) or not runner.recover()
     return Trouble(_crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error)
 
 
-def _race(lab: Lab, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
-    for event in lab.race(*request.args):
+def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+    for event in runner.race(*request.args):
         if isinstance(event, Left) and event.failure is not None:
             what = event.failure
             found = failed(what.error, what.message, what.stage)
-            if is_sticky(found) or not lab.recover():
+            if is_sticky(found) or not runner.recover():
                 return Trouble(_crashed(found), lost=True, index=event.index)
         send(pipe, event)
     return Answer()
@@ -75,10 +75,10 @@ def _crashed(found: Failed) -> Failed:
     return Failed("crash", found.error, found.message)
 
 
-def _load(where: str) -> Lab:
+def _load(where: str) -> Runner:
     module, _, name = where.partition(":")
-    lab: Lab = getattr(importlib.import_module(module), name)()
-    return lab
+    runner: Runner = getattr(importlib.import_module(module), name)()
+    return runner
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from flexattn.errors import InputError
 
 Triple: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_NAMES = ("out", "lse", "max_scores")
+NAMES = ("out", "lse", "max_scores")
 _CHUNK = 2**22
 _SAMPLES = 8
 
@@ -92,7 +92,7 @@ def judge(got: Triple, oracle: Triple, rounded: Triple, dtype: torch.dtype) -> V
     reached = oracle[1] if oracle[2] is None else oracle[2]
     empty = None if reached is None else (reached == -math.inf)
     checks = []
-    for name, mine, exact, reference in zip(_NAMES, got, oracle, rounded, strict=True):
+    for name, mine, exact, reference in zip(NAMES, got, oracle, rounded, strict=True):
         if mine is None:
             continue
         if exact is None or reference is None or exact.shape != reference.shape:

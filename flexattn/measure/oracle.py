@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import Triple, Verdict, judge
-from flexattn.measure.slices import MaskMod, ScoreMod, Slices
+from flexattn.measure.slices import Slices
 from flexattn.mods import Bound
+from flexattn.mods.signatures import MaskMod
 from flexattn.problem import Sparsity, out_dtype
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.reference import Precision, Reference, attention
@@ -40,8 +41,7 @@ def oracle(
 
     All of them where the oracle is affordable, else slices. It is computed here, once for all.
     """
-    score_mod = None if score is None else score_callable(score)
-    mask_mod = None if mask is None else mask_callable(mask)
+    score_mod, mask_mod = score_callable(score), mask_callable(mask)
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if scores > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV:
         if lists is not None and sparsity is not None:
@@ -60,27 +60,6 @@ def oracle(
     with torch.no_grad():
         exact, rounded = run(Precision.ORACLE), run(Precision.ROUNDED)
     return lambda got: judge(got, exact, rounded, out_dtype(q.dtype))
-
-
-def score_callable(bound: Bound) -> ScoreMod:
-    """A score_mod as torch's callable; in float64 where the score is."""
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        env = {"score": score, "b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
-        wide = score.dtype == torch.float64
-        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
-
-    return score_mod
-
-
-def mask_callable(bound: Bound) -> MaskMod:
-    """A mask_mod as torch's callable, in the dtypes that the kernel has: it decides as it does."""
-
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        env = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
-        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
-
-    return mask_mod
 
 
 def kept(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int) -> MaskMod:

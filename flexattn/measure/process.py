@@ -1,4 +1,4 @@
-"""ChildProcess: a process of its own that measures, with a deadline on everything it is asked."""
+"""Spawned, a Python process with a pipe to it, and ChildProcess, one that measures on demand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
@@ -31,41 +31,30 @@ class Died(Exception):
         self.failed = failed
 
 
-class ChildProcess:
-    """A child that serves requests with a Lab on one GPU; not for two threads at once.
+class Spawned:
+    """A Python process of its own, with a pipe to it; what it prints is kept.
 
-    Not multiprocessing's: that would import the caller's script a second time, and the GPU is
+    Not multiprocessing's: that would import the caller's script a second time, and devices are
     chosen by an environment that must stand before anything is imported.
     """
 
-    def __init__(self, lab: str, gpu: int, patience: float) -> None:
-        """Start it, and wait until its lab is there. Raises MeasureError, or what the lab says."""
-        self._pipe: Connection[Any, Any]
-        self._pipe, theirs = Pipe()
+    def __init__(self, start: Sequence[str], what: str, environment: Mapping[str, str]) -> None:
+        """start: the interpreter's arguments; its pipe's handle and `what` come behind them."""
+        self.pipe: Connection[Any, Any]
+        self.pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flexattn.measure.child", str(theirs.fileno()), lab],
-                env=worker_environment(gpu),
+                [sys.executable, *start, str(theirs.fileno()), what],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
+                # A group of its own, with the compilers that it starts; Ctrl-C is for the parent.
+                start_new_session=True,
             )
         assert self._process.stdout is not None
         self._words = _Words(self._process.stdout)
-        try:
-            hello = self._receive(patience)
-        except Died as died:
-            raise MeasureError(f"the worker's child did not start: {died}") from died
-        except BaseException:
-            self.end()
-            raise
-        if isinstance(hello, Trouble):
-            self.end()
-            if hello.error is not None:
-                raise hello.error
-            raise MeasureError(f"{lab} did not start: {hello.failed.message}")
-        self.device: str = hello.value
 
     @property
     def pid(self) -> int:
@@ -77,6 +66,54 @@ class ChildProcess:
         """Whether it still runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """Kill it, with the processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it and give everything back."""
+        self.kill()
+        self.pipe.close()
+        try:
+            self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d does not die; its GPU may stay busy", self.pid)
+
+    def ended(self, patience: float) -> str:
+        """How it ended, within a few seconds, in a word: a signal's name, or its exit status."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)  # the pipe closes a moment before the process is gone
+        self.end()
+        status = self._process.returncode or 0
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def told(self, what: str) -> str:
+        """What became of it, with its last words."""
+        words = self._words.last()
+        return f"{what}; its last words:\n{words}" if words else what
+
+
+class ChildProcess(Spawned):
+    """A child that serves requests with a Runner on one GPU; not for two threads at once."""
+
+    def __init__(self, runner: str, gpu: int, patience: float) -> None:
+        """Start it, and wait for its runner. Raises MeasureError, or what the runner says."""
+        super().__init__(("-m", "flexattn.measure.child"), runner, worker_environment(gpu))
+        try:
+            hello = self._receive(patience)
+        except Died as died:
+            raise MeasureError(f"the worker's child did not start: {died}") from died
+        except BaseException:
+            self.end()
+            raise
+        if isinstance(hello, Trouble):
+            self.end()
+            if hello.error is not None:
+                raise hello.error
+            raise MeasureError(f"{runner} did not start: {hello.failed.message}")
+        self.device: str = hello.value
+
     def exchange(self, request: Request, patience: float) -> Iterator[Any]:
         """Its messages about a request, the first Begun, the last an Answer or a Trouble.
 
@@ -84,10 +121,10 @@ class ChildProcess:
         must end the child.
         """
         # A child that does not read blocks the writer of a large task.
-        watch = threading.Timer(patience, self._process.kill)
+        watch = threading.Timer(patience, self.kill)
         watch.start()
         try:
-            send(self._pipe, request)
+            send(self.pipe, request)
         except OSError:
             raise self._died() from None
         finally:
@@ -98,37 +135,18 @@ class ChildProcess:
             if isinstance(message, (Answer, Trouble)):
                 return
 
-    def end(self) -> None:
-        """Kill it and give everything back."""
-        self._process.kill()
-        self._pipe.close()
-        try:
-            self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            log.warning("process %d does not die; its GPU may stay busy", self.pid)
-
     def _receive(self, patience: float) -> Any:
         try:
-            if self._pipe.poll(patience):
-                return receive(self._pipe)
+            if self.pipe.poll(patience):
+                return receive(self.pipe)
         except (EOFError, OSError):
             raise self._died() from None
         self.end()
-        raise Died(Failed("hang", "Deadline", self._told(f"silent for {patience:g} s, killed")))
+        raise Died(Failed("hang", "Deadline", self.told(f"silent for {patience:g} s, killed")))
 
     def _died(self) -> Died:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # the pipe closes a moment before the process is gone
-        self.end()
-        status = self._process.returncode or 0
-        name = f"exit status {status}"
-        if status < 0:
-            name = signal.Signals(-status).name
-        return Died(Failed("crash", name, self._told(f"the worker's child ended with {name}")))
-
-    def _told(self, what: str) -> str:
-        words = self._words.last()
-        return f"{what}; its last words:\n{words}" if words else what
+        name = self.ended(1.0)
+        return Died(Failed("crash", name, self.told(f"the worker's child ended with {name}")))
 
 
 class _Words(threading.Thread):

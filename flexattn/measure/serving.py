@@ -1,4 +1,4 @@
-"""A serving task in a lab: a batch over a cache, a config's plan, and what judges its runs."""
+"""A serving task in a runner: a batch over a cache, a config's plan, and what judges its runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.config import Scales, ServingConfig
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import judge
 from flexattn.measure.inputs import moved
-from flexattn.measure.oracle import Judge, mask_callable, score_callable
+from flexattn.measure.oracle import Judge
 from flexattn.measure.task import ServingTask
 from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
+from flexattn.serving.scales import shape_of, spread
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4
@@ -41,15 +43,18 @@ class Batch:
     sinks: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
+    scales: Scales = ""
 
     def keys(self, m: Maxima, b: int, count: int) -> tuple[Tensor, Tensor]:
         """K and V of request b as they count: [Hkv, count, D] in q's dtype or wider."""
         found = []
         for cache, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            if self.table is None:
-                each = cache[b : b + 1]
-            else:
-                each = cache[self.table[b, : -(-count // m.page)].long()]
+            where: Any = slice(b, b + 1)
+            if self.table is not None:
+                where = self.table[b, : -(-count // m.page)].long()
+            each = cache[where]
+            if self.scales and scale is not None:
+                each, scale = each.float() * spread(scale, self.scales, m.layout)[where], None
             each = each if m.layout == "HND" else each.transpose(1, 2)  # [pages, Hkv, page, D]
             each = each.transpose(0, 1).flatten(1, 2)[:, :count]
             found.append(each if scale is None else each.float() * scale)
@@ -84,6 +89,15 @@ def make_batch(task: ServingTask, where: torch.device) -> Batch:
     k = normal(*shape, m.head_dim_qk, dtype=m.kv_dtype)
     v = k[..., : m.head_dim_v] if form.shared_kv else None
     ends = torch.tensor([0, *task.q_lens]).cumsum(0).tolist()
+    k_scale, v_scale = (
+        torch.full((1,), size, device=where) if form.scaled else None
+        for size in (K_SCALE, V_SCALE)
+    )
+    if form.scales:
+        sizes = shape_of(form.scales, m.layout, (pages, keys, m.Hkv))
+        k_scale, v_scale = (
+            size + torch.rand(sizes, generator=draw, device=where) for size in (K_SCALE, V_SCALE)
+        )
     return Batch(
         q=normal(sum(task.q_lens), m.Hq, m.head_dim_qk),
         k=k,
@@ -92,8 +106,9 @@ def make_batch(task: ServingTask, where: torch.device) -> Batch:
         table=table,
         cu_seqlens=numbers(ends) if m.total_q else None,
         sinks=torch.randn(m.Hq, generator=draw, device=where) if form.sinks else None,
-        k_scale=torch.full((1,), K_SCALE, device=where) if form.scaled else None,
-        v_scale=torch.full((1,), V_SCALE, device=where) if form.scaled else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scales=form.scales,
     )
 
 
@@ -121,7 +136,7 @@ def plan_call(
         mask_mod=moved(task.mask, where),
         scale=task.scale,
         sinks=form.sinks,
-        scaled=form.scaled,
+        scaled=form.scales or form.scaled,
         shared_kv=form.shared_kv,
         lse=form.lse,
         batch_invariant=form.split_keys > 0,
@@ -176,8 +191,7 @@ def _request(
     q = batch.q[start : start + q_len].transpose(0, 1)[None]
     k, v = (each[None] for each in batch.keys(task.problem.maxima, b, kv_len))
     score, mask = moved(task.score, q.device), moved(task.mask, q.device)
-    score_mod = None if score is None else score_callable(score)
-    mask_mod = None if mask is None else mask_callable(mask)
+    score_mod, mask_mod = score_callable(score), mask_callable(mask)
 
     def scored(s: Tensor, i: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         if score_mod is not None:

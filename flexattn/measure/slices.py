@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexattn.measure.gate import Triple, Verdict, badness, judge
+from flexattn.measure.gate import NAMES, Triple, Verdict, badness, judge
+from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.problem import out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.reference import Precision, Reference, attention
 
 SLICE_ROWS = 64
-_NAMES = ("out", "lse", "max_scores")
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class Slices:
         Each slice is judged by itself, so that long rows, whose values are small, are not excused
         by the larger errors of short ones.
         """
-        for name, x, shape in zip(_NAMES, got, (self.shape, *[self.shape[:3]] * 2), strict=True):
+        for name, x, shape in zip(NAMES, got, (self.shape, *[self.shape[:3]] * 2), strict=True):
             if x is not None and x.shape != shape:
                 return Verdict((), (f"{name} has shape {tuple(x.shape)}, not {shape}",), ())
         verdicts = []

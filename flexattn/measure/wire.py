@@ -16,7 +16,7 @@ from flexattn.records.record import Failed
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A method of the child's Lab, with its arguments."""
+    """A method of the child's Runner, with its arguments."""
 
     method: str
     args: tuple[Any, ...] = ()

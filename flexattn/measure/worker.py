@@ -41,19 +41,19 @@ class Deadlines:
 class Worker(Closing):
     """The Measurer of a GPU: asks a child process, kills it at a deadline, and starts another.
 
-    lab: "package.module:Class" of the child's Lab. gpu: index among the GPUs this process sees.
-    say: told when the worker waits for another tuner. A config whose child died or hung is a
-    typed failure and never tried again on its problem; the others go on in the next child.
+    runner: "package.module:Class" of the child's Runner. gpu: index among the GPUs this process
+    sees. say: told when the worker waits for another tuner. A config whose child died or hung is
+    a typed failure and never tried again on its problem; the others go on in the next child.
     """
 
     def __init__(
         self,
-        lab: str = "flexattn.measure.lab:DeviceLab",
+        runner: str = "flexattn.measure.runner:DeviceRunner",
         gpu: int = 0,
         deadlines: Deadlines | None = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
-        self._lab = lab
+        self._runner = runner
         self._gpu = gpu
         self._deadlines = deadlines or Deadlines()
         self._say = say
@@ -159,7 +159,7 @@ class Worker(Closing):
             self._end()
         if self._child is None:
             try:
-                self._child = ChildProcess(self._lab, self._gpu, self._deadlines.start)
+                self._child = ChildProcess(self._runner, self._gpu, self._deadlines.start)
             except FlexAttnError as error:
                 got = f"nothing can be measured on GPU {self._gpu}: {error.got}"
                 raise DeviceError(got, error.rule, error.do) from error

@@ -24,8 +24,8 @@ from flexattn.kernels.nki.source import NkiSource
 from flexattn.kernels.nki.space import Effort
 from flexattn.measure.failures import clipped
 from flexattn.measure.inputs import make_inputs
-from flexattn.measure.lab import gated
 from flexattn.measure.oracle import Judge, oracle
+from flexattn.measure.runner import gated
 from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
 from flexattn.neuron.device_child import Job

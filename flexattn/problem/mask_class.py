@@ -7,13 +7,14 @@ Masks of one class take the same config; two of different classes may not, at th
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from flexattn.problem.runs import keep_runs, rows_of
+from flexattn.problem.runs import keep_runs, query_lists, rows_of
 
 UNKNOWN = "unknown"
 # The coarsest densities and imbalances that are still told apart: 1/64 and 16.
@@ -35,11 +36,7 @@ def mask_class(mask: BlockMask) -> str:
         return found
     if not _readable(mask.kv_num_blocks):
         return UNKNOWN
-    lists = (
-        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]),
-    )  # fmt: skip
-    found, runs = look(*lists)
+    found, runs = look(query_lists(mask), -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
     keep_class(mask, found)
     if runs is not None:
         keep_runs(mask, runs)
@@ -72,17 +69,13 @@ def keeps_all(mask: BlockMask) -> bool:
     return mask.kv_num_blocks.tolist() == [[[1]]] and mask.kv_indices.tolist() == [[[[0]]]]
 
 
-def look(
-    num: Tensor,
-    idx: Tensor,
-    full_num: Tensor | None,
-    full_idx: Tensor | None,
-    kv_blocks: int,
-) -> tuple[str, Tensor | None]:
+def look(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str, Tensor | None]:
     """The class of lists of blocks, and their runs where the blocks of each row join up.
 
-    num [..., rows], idx [..., rows, width]. One read back.
+    lists: counts [..., rows], indices [..., rows, width], as of `query_lists`. One read back.
     """
+    num, idx, full_num, full_idx = lists
+    assert num is not None and idx is not None
     if not num.numel() or not kv_blocks:
         return "empty", None
     rows = rows_of(num, idx, full_num, full_idx, kv_blocks)
@@ -112,6 +105,25 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+class Kept(NamedTuple):
+    """The share of the keys that a mask's blocks keep in the mean row, and the most over that."""
+
+    share: float
+    imbalance: float
+
+
+@lru_cache(maxsize=256)
+def kept(name: str) -> Kept:
+    """What a class says of a mask's blocks; of "", all of them, and of "unknown", causal's."""
+    if not name:
+        return Kept(1.0, 1.0)
+    if name == "empty":
+        return Kept(0.0, 1.0)
+    density, imbalance, _ = (UNKNOWN_LIKE if name == UNKNOWN else name).split()
+    share = 1 / int(density.removeprefix("d1/")) if "/" in density else 1.0
+    return Kept(share, float(imbalance.removeprefix("i")))
+
+
 def representative(name: str, rows: int, kv_blocks: int) -> Tensor:
     """A dense block mask [rows, kv_blocks] of a class, as near as its size allows.
 
@@ -119,9 +131,8 @@ def representative(name: str, rows: int, kv_blocks: int) -> Tensor:
     """
     if name == "empty" or not rows or not kv_blocks:
         return torch.zeros(rows, kv_blocks, dtype=torch.bool)
-    density, imbalance, shape = (UNKNOWN_LIKE if name == UNKNOWN else name).split()
-    share = 1 / int(density.removeprefix("d1/")) if "/" in density else 1.0
-    most = min(1.0, share * int(imbalance.removeprefix("i")))
+    share, imbalance = kept(name)
+    most = min(1.0, share * imbalance)
     # A straight line from `least` to `most` has the mean, as causal's rows have.
     least = max(0.0, 2 * share - most)
     steps = torch.linspace(0, 1, rows) if rows > 1 else torch.tensor([1.0])
@@ -129,7 +140,7 @@ def representative(name: str, rows: int, kv_blocks: int) -> Tensor:
     line = flat if most == share else least + (most - least) * steps ** _bend(share, least, most)
     counts = (line * kv_blocks).round().clamp(1, kv_blocks).long()
     columns = torch.arange(kv_blocks)
-    if shape == "runs":
+    if name == UNKNOWN or name.endswith("runs"):
         return columns < counts[:, None]
     # Spread evenly: every row has a block at its start, and the others apart from it.
     stride = (kv_blocks / counts.double())[:, None]

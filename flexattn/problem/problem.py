@@ -286,14 +286,15 @@ def fingerprint(structure: Structure) -> str:
     """A sha256 of the structure, equal in every process: names files and, later, cache entries."""
     # What is seldom changed is told only then: names that were given before it existed stay.
     parts = [
-        f"{name}={_stable(value)}"
+        f"{name}={stable(value)}"
         for name, field in Structure.__dataclass_fields__.items()
         if (value := getattr(structure, name)) != field.default
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _stable(value: object) -> str:
+def stable(value: object) -> str:
+    """A field of a structure as text that is equal in every process."""
     if isinstance(value, Captures):
         return f"{value.mod.fingerprint}:{value.contiguous}"
     return repr(value)

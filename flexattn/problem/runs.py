@@ -30,9 +30,9 @@ class Rows(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Runs, the lists that they are of, and how often those had been written to."""
+    """What was found in lists, the lists, and how often those had been written to."""
 
-    runs: Tensor
+    found: Any
     lists: tuple[Tensor | None, ...]
     versions: list[Any]
 
@@ -81,25 +81,33 @@ def _ends(counts: Tensor, indices: Tensor, kv_blocks: int) -> tuple[Tensor, ...]
 
 def keep_runs(mask: BlockMask, runs: Tensor) -> None:
     """Keep a mask's runs with it, while nobody writes to its lists."""
-    lists = _lists(mask)
-    given = [each for each in lists if each is not None]
-    if not any(each.is_inference() for each in given):
-        setattr(mask, _ATTRIBUTE, _Kept(runs, lists, versions(given)))
+    keep_with(mask, _ATTRIBUTE, runs)
 
 
 def known_runs(mask: BlockMask) -> Tensor | None:
-    """The runs kept with a mask, [B, H, rows, 4]; None where there are none that still hold.
+    """The runs kept with a mask, [B, H, rows, 4]; None where there are none that still hold."""
+    found: Tensor | None = kept_with(mask, _ATTRIBUTE)
+    return found
 
-    A tensor that was made in inference mode does not tell when it is written to: such a mask
-    has no runs. What a replayed CUDA graph writes into lists goes unseen.
+
+def keep_with(mask: BlockMask, attribute: str, found: Any) -> None:
+    """Keep what was found in a mask's lists by query with it, while nobody writes to them.
+
+    A tensor that was made in inference mode does not tell when it is written to: nothing is kept
+    with such a mask. What a replayed CUDA graph writes into lists goes unseen.
     """
-    kept: _Kept | None = getattr(mask, _ATTRIBUTE, None)
-    if kept is None:
+    lists = query_lists(mask)
+    given = [each for each in lists if each is not None]
+    if not any(each.is_inference() for each in given):
+        setattr(mask, attribute, _Kept(found, lists, versions(given)))
+
+
+def kept_with(mask: BlockMask, attribute: str) -> Any:
+    """What `keep_with` kept; None where there is nothing that still holds."""
+    kept: _Kept | None = getattr(mask, attribute, None)
+    if kept is None or not all(map(is_, query_lists(mask), kept.lists)):
         return None
-    lists = _lists(mask)
-    if not all(map(is_, lists, kept.lists)):
-        return None
-    return kept.runs if unwritten(kept.versions) else None
+    return kept.found if unwritten(kept.versions) else None
 
 
 def versions(lists: list[Tensor]) -> list[Any]:
@@ -120,7 +128,8 @@ def unwritten(seen: list[Any]) -> bool:
     return True
 
 
-def _lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
+def query_lists(mask: BlockMask) -> tuple[Tensor | None, ...]:
+    """A mask's lists by query: counts and indices of partial blocks, then of full ones."""
     return (
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
     )  # fmt: skip

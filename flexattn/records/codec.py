@@ -1,8 +1,9 @@
 """A Record as a file's text and back: data alone, checked field by field against the types.
 
-The text is one JSON object that people can read: what dispatch needs stands first, then a line for
-each trial, then a checksum of all before it. Dispatch checks the sum and decodes the head alone,
-so a lookup costs the same however many samples a record keeps.
+The text is one JSON object that people can read, a line for each field: what dispatch needs stands
+first, then a line for each trial (records/trials.py), then a checksum of all before it. Dispatch
+checks the sum and decodes the head alone, so a lookup costs the same however many samples a record
+keeps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from flexattn.device import is_neuron
 from flexattn.errors import CacheError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
-from flexattn.records.former import current
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
+from flexattn.records.trials import compact, lines, whole
 
 T = TypeVar("T")
 
@@ -61,18 +62,11 @@ def encode_record(record: Record) -> str:
     """The text of a record's file."""
     head = {"schema": SCHEMA, **encode(record.answer)}
     head |= {name: encode(getattr(record, name)) for name in TAIL}
-    trials = ",\n".join("  " + json.dumps(told(trial)) for trial in record.trials)
-    body = json.dumps(head, indent=1, allow_nan=False).removesuffix("\n}")
-    body += _TRIALS_MARK + trials + "\n ]"
+    rows = (f' "{name}": {compact(each)}' for name, each in head.items())
+    trials = lines(record.trials, encode, head["config"])
+    body = "{\n" + ",\n".join(rows) + _TRIALS_MARK + trials + "\n ]"
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{body}{_SUM_MARK.decode()}{digest}"\n}}\n'
-
-
-def told(trial: Trial) -> dict[str, Any]:
-    """A trial without the fields that say nothing: most have no twin, and many no failure."""
-    defaults = {field.name: field.default for field in fields(trial)}
-    told = ((name, getattr(trial, name)) for name in defaults)
-    return {name: encode(value) for name, value in told if value != defaults[name]}
 
 
 def decode_answer(
@@ -92,6 +86,7 @@ def decode_record(raw: bytes) -> Record:
     """A whole record, its trials too; raises CacheError for anything that is none."""
     data = _object(_parse(_checked(raw) + b"\n}"), "record")
     tail = {name: data.pop(name, None) for name in (*TAIL, "trials")}
+    tail["trials"] = whole(tail["trials"], data.get("config"))
     answer = _answer(data)
     found = {name: decode(_hints(Record)[name], each, name) for name, each in tail.items()}
     given = {field.name: getattr(answer, field.name) for field in fields(answer)}
@@ -106,8 +101,7 @@ def decode_record(raw: bytes) -> Record:
 def decode(kind: Any, data: Any, where: str) -> Any:
     """JSON data as a value of a type: no field but its own, exactly their types, sane sizes.
 
-    A field that has a default may be missing, so a config that gained a knob still reads; one that
-    was renamed reads by its former name too.
+    A field that has a default may be missing, so a config that gained a knob still reads.
 
     kind: a dataclass, int, float, bool, str, a Literal, a tuple or a union of these. where: what
     an error calls it. Raises CacheError.
@@ -316,7 +310,6 @@ def _config(data: Any) -> Any:
     """A config: its class by name, its numbers in the ranges that any template could take."""
     name = data.get("type") if type(data) is dict else None
     given = {k: v for k, v in data.items() if k != "type"} if type(name) is str else {}
-    name, given = current(str(name), given)
     if name not in config_names():
         raise CacheError(" is no config", f"its type is one of {', '.join(config_names())}")
     config = _fields(config_class(name))(given)

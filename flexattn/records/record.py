@@ -87,8 +87,13 @@ class Failed:
 
 
 def kept_us(us: float) -> float:
-    """Microseconds as a record keeps them: to 0.1 ns."""
-    return round(us, 4)
+    """Microseconds as a record keeps them: five significant digits, and none below 0.1 ns."""
+    return round(float(f"{us:.5g}"), 4)
+
+
+def kept_error(error: float) -> float:
+    """An error or a budget as a record keeps it: four significant digits."""
+    return float(f"{error:.4g}")
 
 
 def is_time(us: float) -> bool:

@@ -31,6 +31,8 @@ from flexattn.settings import current
 
 # Records of other families that are compared; a fleet's cache may hold tens of thousands.
 MAX_COMPARED = 20000
+# Of the closest, all of a kind on a device.
+SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +88,8 @@ class Explanation:
     broken: tuple[tuple[Path, str], ...]
 
 
-def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
-    """Explain a problem's config; reads every record of the device, so it takes its time.
-
-    most: how many of the closest records are compared, all of this kind on this device.
-    """
+def why(problem: Problem, device: Device) -> Explanation:
+    """Explain a problem's config; reads every record of the device, so it takes its time."""
     key, here = key_of(problem), environment(problem.structure.kind, device)
     places = layers(device)
     off = current().mode == "off"
@@ -114,7 +113,7 @@ def why(problem: Problem, device: Device, most: int = 3) -> Explanation:
     closest.sort(key=lambda each: (each.path != taken, *_weight(each, key), str(each.path)))
     told = [
         replace(each, untaken=_untaken(each, key, served, refused.get(each.path, ()), off))
-        for each in closest[:most]
+        for each in closest[:SHOWN]
     ]
     return Explanation(
         problem=problem.describe(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.device import KNOWN, Device
+from flexattn.device.neuroncore import KIB
 from flexattn.records.record import Trial
 
-KIB = 1024
 # CUDA programming guide, technical specifications per compute capability: most threads of an SM,
 # its shared memory in KiB, and the most blocks.
 _SM: dict[str, tuple[int, int, int]] = {

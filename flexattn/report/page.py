@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
-from flexattn.records.record import Record
+from flexattn.records.record import Record, slug
 from flexattn.report.drawing import Picture, number
 from flexattn.report.figures import pictures
 from flexattn.report.overview import bar, beside
@@ -88,7 +88,7 @@ def write(
     for place, record in enumerate(records, 1):
         entries.append(_entry(place, record, tuple(benches)))
         say(entries[-1].summary.title)
-    rivals = tuple((bench, beside(bench, _slug(bench.name))) for bench in benches)
+    rivals = tuple((bench, beside(bench, slug(bench.name))) for bench in benches)
     text = html(entries, rivals)
     out.mkdir(parents=True, exist_ok=True)
     page = out / PAGE
@@ -117,7 +117,7 @@ def html(entries: Sequence[Entry], rivals: Sequence[tuple[Bench, Picture | None]
         rivals=rivals,
         script=script,
         script_hash=f"sha256-{digest}",
-        mean_speedup=_mean(speedups),
+        mean_speedup=statistics.geometric_mean(speedups) if speedups else None,
     )
 
 
@@ -132,13 +132,14 @@ def models(entries: Sequence[Entry]) -> tuple[Model, ...]:
         own = tuple(group)
         speedups = [e.summary.speedup for e in own if e.summary.speedup]
         best = max(speedups, default=None)
-        found.append(Model(model, f"m{len(found) + 1}", own, _mean(speedups), best))
+        mean = statistics.geometric_mean(speedups) if speedups else None
+        found.append(Model(model, f"m{len(found) + 1}", own, mean, best))
     return tuple(found)
 
 
 def _entry(place: int, record: Record, benches: tuple[Bench, ...]) -> Entry:
     summary = summarize(record, benches)
-    name = f"{place:02d}-{_slug(summary.title)}"
+    name = f"{place:02d}-{slug(summary.title)}"
     return Entry(f"p{place}", summary, pictures(record, summary.importance, name))
 
 
@@ -166,13 +167,3 @@ def _environment() -> jinja2.Environment:
 def _shown(value: Any) -> Any:
     """Text as UTF-8 can write it and a browser shows it; what is markup already is ours."""
     return printable(value) if type(value) is str else value
-
-
-def _slug(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:60] or "problem"
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    if not values:
-        return None
-    return math.exp(math.fsum(map(math.log, values)) / len(values))

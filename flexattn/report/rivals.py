@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,13 @@ def _from_verb(data: dict[str, Any]) -> Bench:
 
 def geometric_mean(bench: Bench, rival: str) -> float:
     """Geometric mean of a rival's time over ours; NaN where no row has both."""
-    logs = [
-        math.log(each.ratio.value)
+    ratios = [
+        each.ratio.value
         for row in bench.rows
         for each in row.rivals
         if each.name == rival and each.ratio.value > 0
     ]
-    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+    return statistics.geometric_mean(ratios) if ratios else math.nan
 
 
 def _row(data: dict[str, Any]) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from flexattn.report.drawing import Box, Dots, Label, Line, Picture, Point, Shape
+from flexattn.report.drawing import COLORS, Box, Dots, Label, Line, Picture, Point, Shape
 from flexattn.util.printable import one_line
 
 
@@ -15,6 +15,22 @@ def svg(picture: Picture) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(one_line(picture.alt))}">{shapes}</svg>'
+    )
+
+
+def standalone(picture: Picture, under: str = "") -> str:
+    """As `svg`, as a file of its own, which has its colors; white behind, for pages that are dark.
+
+    under: more of SVG, below the shapes.
+    """
+    roles = sorted({shape.role for shape in picture.shapes})
+    style = "text{font:12px Helvetica,Arial,sans-serif}.l{fill:none}" + "".join(
+        f".l.{role}{{stroke:{COLORS[role]}}}.f.{role}{{fill:{COLORS[role]}}}" for role in roles
+    )
+    head, shapes = svg(picture).split(">", 1)
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{under}{shapes}\n'
     )
 
 

@@ -14,11 +14,6 @@ import torch
 from torch import Tensor
 
 from flexattn.device import Device
-from flexattn.kernels.base.arguments import (
-    captured_arguments,
-    captured_values,
-    dropout_arguments,
-)
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.family import Around
 from flexattn.kernels.base.tiles import Geometry
@@ -32,7 +27,16 @@ from flexattn.problem.dropout import Dropout
 from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
-from flexattn.runtime.launch import Box, box_of, dense_box, raw_stream, strides_like
+from flexattn.runtime.launch import (
+    Box,
+    box_of,
+    dense_box,
+    input_strides,
+    raw_stream,
+    rest_names,
+    rest_values,
+    strides_like,
+)
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
 _GIVEN = ("Q", "K", "V", "DO", "LSE", "DELTA", "DQ", "DK", "DV", "sm_scale")
@@ -112,13 +116,8 @@ class BackwardLaunch:
         dropout: Dropout | None = None,
     ) -> tuple[Any, ...]:
         """What the mask's lists hold and what the mods capture, as the kernel is given it."""
-        structure = self.problem.structure
-        values: dict[str, Any] = {} if lists is None else lists.read(self.runs, self.deterministic)
-        values.update(captured_values(structure.score, score))
-        values.update(captured_values(structure.mask, mask))
-        if dropout is not None:
-            values |= dropout.arguments()
-        return tuple([values[name] for name in self.rest])
+        read = {} if lists is None else lists.read(self.runs, self.deterministic)
+        return rest_values(self.rest, self.problem, read, score, mask, dropout)
 
     def run(
         self,
@@ -192,13 +191,10 @@ def prepare_backward(
     config, structure = choice.config, problem.structure
     family = family_of(config)
     grid = family.grid(problem, config, target)
-    layout = structure.layout
     q, k, v = inputs
     dq, dk, dv = (strides_like(x, tuple(x.shape)) for x in inputs)
     fixed: dict[str, Any] = {
-        **strides("stride_q", "bhm" if layout.q_contiguous else "bhmd", q),
-        **strides("stride_k", "bhn" if layout.k_contiguous else "bhnd", k),
-        **strides("stride_v", "bhn" if layout.v_contiguous else "bhnd", v),
+        **input_strides(problem, q, k, v),
         **strides("stride_do", "bhm", dout),
         **_named("stride_dq", "bhm", dq),
         **_named("stride_dk", "bhn", dk),
@@ -207,16 +203,12 @@ def prepare_backward(
         "q_len": problem.q_len, "kv_len": problem.kv_len,
         **family.bind(problem, config, grid),
     }  # fmt: skip
-    rest: list[str] = []
     names = {each.name: each for each in choice.source.arguments}
     runs = not names.keys().isdisjoint(("KV_RUNS", "Q_RUNS"))
     deterministic = "DQ_SEMAPHORES" in names
     if lists is not None:
         fixed |= _mask_strides(lists, runs, deterministic)
-        rest += lists.read(runs, deterministic)
-    for captures in (structure.score, structure.mask):
-        rest += [argument.name for argument in captured_arguments(captures)]
-    rest += [argument.name for argument in dropout_arguments(structure)]
+    rest = rest_names(structure, () if lists is None else lists.read(runs, deterministic))
     boxes = {name: box_of(x) for name, x in zip("QKV", inputs, strict=True)}
     boxes |= {f"{name}_TILES": box for name, box in boxes.items()}
     boxes |= {"DO": box_of(dout), "DO_TILES": box_of(dout)}
@@ -243,7 +235,7 @@ def prepare_backward(
         _deltas(problem, target, index, out, dout),
         kernel.prepare(grid.programs, fixed, given, boxes, spare=spare),
         runs,
-        tuple(rest),
+        rest,
         launched,
         deterministic,
     )

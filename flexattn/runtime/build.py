@@ -107,7 +107,7 @@ class TritonLaunch:
         for argument, place in bound.given:
             args[argument] = given[place]
         if self.index < 0:
-            _interpret(self.compiled, self.programs, args)
+            _interpret(self.compiled, self.programs, bound.types, args)
             return
         compiled = self.compiled
         compiled.run(
@@ -116,16 +116,26 @@ class TritonLaunch:
         )  # fmt: skip
 
 
-def _interpret(function: Any, programs: int, args: Sequence[Any]) -> None:
+def _interpret(function: Any, programs: int, types: Sequence[str], args: Sequence[Any]) -> None:
     """Run a kernel in Triton's interpreter.
 
-    Minus infinity less itself, the logarithm of 0 and the like are what kernels mean: a GPU says
-    nothing of them, and numpy warns.
+    It takes a number's type from its value: strides without a sign are given theirs, or offsets
+    would wrap at 2^31 where a GPU's do not. Minus infinity less itself, the logarithm of 0 and
+    the like are what kernels mean: a GPU says nothing of them, and numpy warns.
     """
     import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
 
+    def unsigned(value: int) -> Any:
+        return tl.tensor(TensorHandle(np.array([value], np.uint32), tl.uint32), tl.uint32)
+
+    typed = [
+        unsigned(value) if kind == "u32" else value
+        for kind, value in zip(types, args, strict=True)
+    ]
     with _interpreter, np.errstate(all="ignore"):
-        function[(programs,)](*args)
+        function[(programs,)](*typed)
 
 
 _functions: Lru[Path, Any] = Lru(4096)
@@ -257,9 +267,9 @@ class Builder:
     the settings name.
     """
 
-    def __init__(self, capacity: int = 512) -> None:
-        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(capacity)
-        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(capacity)
+    def __init__(self) -> None:
+        self._kernels: Lru[tuple[str, str, int], Kernel] = Lru(512)
+        self._locks: Lru[tuple[str, str, int], threading.Lock] = Lru(512)
         self._guard = threading.Lock()
         self.compiled = self.loaded = 0
 

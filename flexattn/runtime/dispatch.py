@@ -177,13 +177,6 @@ def _defaults(
     return found
 
 
-def choices(
-    problem: Problem, device: Device, options: Options, stored: bool = False
-) -> Iterator[Choice]:
-    """The candidates with their sources, one rendered when the one before did not do."""
-    return (each.choice() for each in candidates_of(problem, device, options, stored))
-
-
 def chosen(
     problem: Problem,
     device: Device,
@@ -262,9 +255,9 @@ def _rendered(problem: Problem, config: Config, device: Device) -> tuple[Source,
 class Dispatcher:
     """The in-memory table: problem and options to a choice and its kernels."""
 
-    def __init__(self, build: Builder, capacity: int = 4096) -> None:
+    def __init__(self, build: Builder) -> None:
         self._build = build
-        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(capacity)
+        self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(4096)
 
     def kernels(
         self, problem: Problem, device: Device, index: int, options: Options

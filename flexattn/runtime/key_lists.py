@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +11,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.errors import UnsupportedError
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
-from flexattn.problem.runs import rows_of, unwritten, versions
+from flexattn.problem.runs import keep_with, kept_with, rows_of
 from flexattn.runtime.launch import Lists
 
 _ATTRIBUTE = "_flexattn_by_key"
 _ORDER = "_flexattn_order"
-
-
-class _Kept(NamedTuple):
-    """Lists by key, the lists by query that they are of, and how often these were written to."""
-
-    lists: Lists
-    sources: tuple[Tensor | None, ...]
-    versions: list[Any]
 
 
 class BothLists(NamedTuple):
@@ -42,24 +33,13 @@ class BothLists(NamedTuple):
         whether its columns have.
         """
         by_query = Lists.of(mask)
-        sources = (
-            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        )  # fmt: skip
-        given = [each for each in sources if each is not None]
-        kept: _Kept | None = getattr(mask, _ATTRIBUTE, None)
-        if (
-            kept is None
-            or not all(map(is_, sources, kept.sources))
-            or not unwritten(kept.versions)
-        ):
+        by_key: Lists | None = kept_with(mask, _ATTRIBUTE)
+        if by_key is None:
             mask_class(mask)  # finds the runs that its lists may have, which by_query has then
             by_query = Lists.of(mask)
-            kept = _Kept(_by_key(mask, by_query), sources, [])
-            # What was made in inference mode does not tell when it is written to.
-            tells = not any(each.is_inference() for each in given)
-            if tells and not _capturing(by_query.kv_num):
-                keep_by_key(mask, kept.lists)
-        by_key = kept.lists
+            by_key = _by_key(mask, by_query)
+            if not _capturing(by_query.kv_num):
+                keep_by_key(mask, by_key)
         if by_query.runs is None or by_key.runs is None:
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
         return cls(by_query, by_key)
@@ -111,9 +91,7 @@ class BothLists(NamedTuple):
 
 def keep_by_key(mask: BlockMask, by_key: Lists) -> None:
     """Keep lists by key with a mask, while nobody writes to those by query."""
-    sources = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    given = [each for each in sources if each is not None]
-    setattr(mask, _ATTRIBUTE, _Kept(by_key, sources, versions(given)))
+    keep_with(mask, _ATTRIBUTE, by_key)
 
 
 def _by_key(mask: BlockMask, by_query: Lists) -> Lists:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import Bound
-from flexattn.problem import Problem, Sparsity, out_dtype
+from flexattn.problem import Problem, Sparsity, Structure, out_dtype
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
-from flexattn.problem.runs import known_runs
+from flexattn.problem.runs import known_runs, query_lists
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.counters import counter
 from flexattn.runtime.decay_skip import DecaySkip, begin as begin_decay_skip, pays
@@ -56,10 +56,7 @@ class Lists(NamedTuple):
     @classmethod
     def of(cls, mask: BlockMask) -> Lists:
         """The lists of a BlockMask; views of them where they are as kernels read them."""
-        lists = (
-            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices,
-        )  # fmt: skip
-        return cls.made(lists, known_runs(mask))
+        return cls.made(query_lists(mask), known_runs(mask))
 
     @classmethod
     def made(cls, lists: Sequence[Tensor | None], runs: Tensor | None = None) -> Lists:
@@ -150,15 +147,8 @@ class Launch:
 
         The values are the same for as long as these tensors have the sizes and strides they have.
         """
-        structure = self.choice.problem.structure
-        if not self.rest:
-            return ()
-        values: dict[str, Any] = {} if lists is None else {**lists.read(self.runs)}
-        values.update(captured_values(structure.score, score))
-        values.update(captured_values(structure.mask, mask))
-        if dropout is not None:
-            values |= dropout.arguments()
-        return tuple([values[name] for name in self.rest])
+        read = {} if lists is None or not self.rest else lists.read(self.runs)
+        return rest_values(self.rest, self.problem, read, score, mask, dropout)
 
     def run(
         self,
@@ -206,6 +196,31 @@ class Launch:
         return Outputs(out, lse, maxima)
 
 
+def rest_values(
+    rest: Sequence[str],
+    problem: Problem,
+    read: Mapping[str, Tensor],
+    score: Bound | None,
+    mask: Bound | None,
+    dropout: Dropout | None,
+) -> tuple[Any, ...]:
+    """What a call gives for the arguments of these names; read: of its mask's lists."""
+    if not rest:
+        return ()
+    values: dict[str, Any] = {**read}
+    for captures, bound in ((problem.structure.score, score), (problem.structure.mask, mask)):
+        values |= captured_values(captures, bound)
+    if dropout is not None:
+        values |= dropout.arguments()
+    return tuple([values[name] for name in rest])
+
+
+def rest_names(structure: Structure, read: Iterable[str]) -> tuple[str, ...]:
+    """The names of those arguments; read: of the mask's lists."""
+    found = [each for c in (structure.score, structure.mask) for each in captured_arguments(c)]
+    return (*read, *(each.name for each in (*found, *dropout_arguments(structure))))
+
+
 def _list(tensor: Tensor) -> Tensor:
     if tensor.dtype != torch.int32:
         tensor = tensor.to(torch.int32)
@@ -240,8 +255,8 @@ def prepare(
     out_strides = strides_like(q, out_shape)
     runs = walks_runs(structure, config)
     fixed: dict[str, Any] = {
-        **_strides_of(problem, q, k, v),
-        **{f"stride_o{axis}": step for axis, step in zip("bhm", out_strides, strict=False)},
+        **input_strides(problem, q, k, v),
+        **dict(zip(("stride_ob", "stride_oh", "stride_om"), out_strides, strict=False)),
         "Hq": problem.Hq, "group": problem.Hq // problem.Hkv,
         "q_len": problem.q_len, "kv_len": problem.kv_len, "num_tiles": grid.num_tiles,
         **family.bind(problem, config, grid),
@@ -250,13 +265,9 @@ def prepare(
         fixed |= descales.strides()
         # A factor that is not given has address 0, which the kernel reads as 1.
         fixed |= {f"{x.upper()}_DESCALE": 0 for x in "qkv" if getattr(descales, x) is None}
-    rest: list[str] = []
     if lists is not None:
         fixed |= _mask_strides(lists, runs)
-        rest += lists.read(runs)
-    for captures in (structure.score, structure.mask):
-        rest += [argument.name for argument in captured_arguments(captures)]
-    rest += [argument.name for argument in dropout_arguments(structure)]
+    rest = rest_names(structure, () if lists is None else lists.read(runs))
     given, decay_skip = (*_GIVEN, *rest), None
     if skips_far(structure, config):
         # Where it would not pay it has address 0, and the same kernel visits all keys; its own
@@ -290,14 +301,14 @@ def prepare(
         combine,
         rows * grid.num_splits * (structure.head_dim_v + 2) if combine is not None else 0,
         runs,
-        tuple(rest),
+        rest,
         "COUNTER" in names,
         transpose_v,
         decay_skip,
     )
 
 
-def _strides_of(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+def input_strides(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """Strides of q, k and v: of the head dimension where it is not 1."""
     layout = problem.structure.layout
     return {

@@ -21,7 +21,8 @@ from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.source import Source, digest_of
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.problem import Captures, Structure
+from flexattn.problem import Structure
+from flexattn.problem.problem import stable
 from flexattn.records.codec import decode
 from flexattn.records.renderers import source_hash
 from flexattn.settings import say_once
@@ -113,15 +114,9 @@ class Sources:
 
 def _key(structure: Structure, config: Config, device: Device) -> str:
     parts = [
-        f"{field.name}={_told(getattr(structure, field.name))}" for field in fields(structure)
+        f"{field.name}={stable(getattr(structure, field.name))}" for field in fields(structure)
     ]
     parts += [type(config).__name__, repr(config), repr(device)]
     # Which value an argument gets, a launch finds by its name.
     parts.append(source_hash(structure.kind, device))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _told(value: object) -> str:
-    if isinstance(value, Captures):
-        return f"{value.mod.fingerprint} {value.contiguous}"
-    return repr(value)

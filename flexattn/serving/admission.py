@@ -15,7 +15,7 @@ from flexattn.serving.request import Maxima
 
 def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: bool) -> int:
     """How many requests a run has; raises InputError for lengths that are not as they must be."""
-    _numbers("seq_lens", seq_lens, 1)
+    numbers("seq_lens", seq_lens, 1)
     found = seq_lens.shape[0]
     if prefix:
         if found != 1:
@@ -31,7 +31,7 @@ def requests(m: Maxima, seq_lens: Tensor, cu_seqlens: Tensor | None, prefix: boo
             "a plan with total_q is given cu_seqlens_q, one with q_len is not",
         )
     if cu_seqlens is not None:
-        _numbers("cu_seqlens_q", cu_seqlens, 1)
+        numbers("cu_seqlens_q", cu_seqlens, 1)
         if cu_seqlens.shape[0] != found + 1:
             raise InputError(
                 f"cu_seqlens_q has {cu_seqlens.shape[0]} elements, seq_lens {found}",
@@ -67,11 +67,12 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
             )
     wide = 16 // q.element_size()
     misplaced = q.data_ptr() % 16 or step % wide or q.stride(-2) % wide
-    if q.stride(-1) != 1 or (form.aligned and misplaced) or max(q.stride()) >= 2**31:
+    far = max(q.stride()) >= 2**31 or (m.Hq - 1) * q.stride(-2) >= 2**32
+    if q.stride(-1) != 1 or (form.aligned and misplaced) or far:
         raise InputError(
             f"query at {q.data_ptr():#x} with strides {q.stride()}",
             "the head dimension has stride 1, other strides are multiples of 16 bytes and below "
-            "2**31 elements",
+            "2**31 elements, and all heads of a row lie within 2**32",
             "pass query.contiguous()",
         )
     return q_len, (step, q.stride(-2))
@@ -90,7 +91,7 @@ def keys(m: Maxima, table: Tensor | None, cache: Cache, requests: int) -> int:
                 f"a cache of {cache.pages} requests for {requests}", "each request has its keys"
             )
         return cache.keys
-    _numbers("block_table", table, 2)
+    numbers("block_table", table, 2)
     if table.shape[0] < requests:
         raise InputError(
             f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
@@ -109,11 +110,11 @@ def extras(
 
     given: by the names that `run` has for it. batch: requests whose rows q has.
     """
-    k_scale, v_scale = given["k_scale"], given["v_scale"]
+    scaled = form.scaled or form.scales != ""
     for name, wanted in (
         ("sinks", form.sinks),
-        ("k_scale", form.scaled),
-        ("v_scale", form.scaled),
+        ("k_scale", scaled),
+        ("v_scale", scaled),
         ("kv_start", form.offset),
         ("row_lens", form.prefix),
     ):
@@ -128,22 +129,20 @@ def extras(
             devices(device, {name: tensor})
     for name in ("kv_start", "row_lens"):
         if (each := given[name]) is not None:
-            _numbers(name, each, 1)
+            numbers(name, each, 1)
             if each.shape[0] < batch:
                 raise InputError(
                     f"{name} has {each.shape[0]} elements for {batch} requests",
                     "it has one for each",
                 )
-    for name, sizes in (("sinks", (m.Hq,)), ("k_scale", (1, m.Hkv)), ("v_scale", (1, m.Hkv))):
-        if (each := given[name]) is None:
-            continue
-        if each.dtype != torch.float32 or not each.is_contiguous() or each.numel() not in sizes:
-            raise InputError(
-                f"{name} is {each.dtype} {list(each.shape)}",
-                f"it is contiguous float32 of {' or '.join(map(str, sizes))} elements",
-            )
-    if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
-        raise InputError("k_scale and v_scale differ in shape", "both are [1], or both [Hkv]")
+    sinks = given["sinks"]
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or not sinks.is_contiguous() or sinks.numel() != m.Hq
+    ):
+        raise InputError(
+            f"sinks is {sinks.dtype} {list(sinks.shape)}",
+            f"it is contiguous float32 of {m.Hq} elements",
+        )
 
 
 def gradients(named: dict[str, Tensor | None]) -> None:
@@ -170,7 +169,8 @@ def devices(device: torch.device, named: dict[str, Tensor]) -> None:
             )
 
 
-def _numbers(name: str, tensor: Tensor, rank: int) -> None:
+def numbers(name: str, tensor: Tensor, rank: int) -> None:
+    """That a tensor holds int32 numbers without gaps; raises InputError."""
     spaced = tensor.dim() == rank and tensor.shape[-1] > 1 and tensor.stride(-1) != 1
     if tensor.dtype != torch.int32 or tensor.dim() != rank or spaced:
         raise InputError(

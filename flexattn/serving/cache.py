@@ -32,8 +32,11 @@ def split(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tens
     return kv_cache.select(1, 0), kv_cache.select(1, 1)
 
 
-def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool) -> Cache:
-    """The cache's steps; raises InputError for one that does not fit the plan."""
+def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: int) -> Cache:
+    """The cache's steps; raises InputError for one that does not fit the plan.
+
+    tile: keys of a tile of the plan's kernel.
+    """
     m = maxima
     keys_at, heads_at = LAYOUTS[m.layout]
     sizes = [0, 0, 0, 0]
@@ -50,26 +53,39 @@ def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool) -> Cache:
             raise InputError(got, rule, do)
         if tensor.dtype != m.kv_dtype or (m.page and tensor.shape[keys_at] != m.page):
             raise InputError(got, rule, do)
-        _check_steps(name, tensor, aligned)
+        _check_steps(name, tensor, aligned, heads_at, m.page or tile)
     empty = k.shape[0] == 0 or k.shape[keys_at] == 0
     if k.shape[:3] != v.shape[:3] or empty or k.device != v.device:
         raise InputError(
             f"K {list(k.shape)} on {k.device}, V {list(v.shape)} on {v.device}",
             "K and V have as many pages and keys, on one device, and at least one",
         )
-    steps = [(each.stride(0), each.stride(keys_at), each.stride(heads_at)) for each in (k, v)]
+    # Of one page, or one request, there is no next one: 1M keys of 16 heads may lie in a row.
+    steps = [
+        (each.stride(0) if each.shape[0] > 1 else 0, each.stride(keys_at), each.stride(heads_at))
+        for each in (k, v)
+    ]
     return Cache(k, v, steps[0], steps[1], k.shape[0], k.shape[keys_at])
 
 
-def _check_steps(name: str, tensor: Tensor, aligned: bool) -> None:
+def _check_steps(name: str, tensor: Tensor, aligned: bool, heads_at: int, tile: int) -> None:
     step = 16 // tensor.element_size()
+    got = f"{name} of shape {list(tensor.shape)} with strides {tensor.stride()}"
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise InputError(got, "the head dimension has stride 1")
+    taken = [
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
+    if any(each >= 2**31 for each in taken):
+        raise InputError(got, "a stride is below 2**31 elements", "keep the cache in pages")
+    # Kernels multiply by strides of pages in 64 bits, by those of heads and of keys in 32.
+    heads, keys = tensor.shape[heads_at], min(tile, tensor.shape[3 - heads_at])
+    steps = (heads - 1) * tensor.stride(heads_at), (keys - 1) * tensor.stride(3 - heads_at)
+    if max(steps) >= 2**32:
         raise InputError(
-            f"{name} with strides {tensor.stride()}", "the head dimension has stride 1"
-        )
-    if any(each >= 2**31 for each in tensor.stride()):
-        raise InputError(
-            f"{name} with strides {tensor.stride()}", "a stride is below 2**31 elements"
+            got,
+            f"all {heads} heads of a key, and {keys} keys of a head, lie within 2**32 elements",
+            "put pages, or requests, first in memory: [pages, ...].contiguous()",
         )
     if aligned and (tensor.data_ptr() % 16 or any(each % step for each in tensor.stride()[:3])):
         raise InputError(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.serving.beside import Beside
 from flexattn.serving.cache import KVCache
 from flexattn.serving.join import Join
 from flexattn.serving.merge import merge_states
 from flexattn.serving.plan import DecodePlan
-from flexattn.serving.streams import Streams
 from flexattn.settings import current, log
 
 
@@ -54,7 +54,7 @@ class CascadePlan:
         assert self.own._lse is not None
         self._out = torch.empty_like(self.own._out)
         self._lse = torch.empty_like(self.own._lse)
-        self._beside = _Beside(self.own.device) if self.own.device.type == "cuda" else None
+        self._beside = Beside(self.own.device) if self.own.device.type == "cuda" else None
         # Who finishes last of a unit has merged its parts already.
         self._join = self._joined(prefix_config, {"kv_len": prefix_len, **common})
         if self._join is None:
@@ -95,6 +95,7 @@ class CascadePlan:
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        prefix_scales: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Launch on the current stream: the prefix, each request's own keys, and the merge.
 
@@ -103,15 +104,23 @@ class CascadePlan:
         request, the prefix included. prefix_table int32 [1, pages] lists the prefix's pages, and
         block_table int32 [B, pages] those of each request's own keys. prefix_cache: where the
         prefix lies, kv_cache otherwise; [1, keys, Hkv, D] where the cache is contiguous.
+        prefix_scales: its k_scale and v_scale where its pages or tokens have scales of their own.
 
         Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
         """
         scales = {"k_scale": k_scale, "v_scale": v_scale}
+        first = scales if prefix_scales is None else dict(zip(scales, prefix_scales, strict=True))
+        if self.own.form.scales and (prefix_cache is None) != (prefix_scales is None):
+            raise InputError(
+                f"prefix_scales is {'missing' if prefix_scales is None else 'given'}",
+                f"a prefix_cache brings scales of its own where scaled={self.own.form.scales!r}",
+                "give prefix_cache and prefix_scales together, or neither",
+            )
         if self._beside is not None:
             self._beside.begin()
         before = self.prefix.run(
             q, kv_cache if prefix_cache is None else prefix_cache, seq_lens=prefix_len,
-            block_table=prefix_table, row_lens=seq_lens, **scales,
+            block_table=prefix_table, row_lens=seq_lens, **first,
         )  # fmt: skip
         with self._beside or nullcontext():
             own = self.own.run(
@@ -125,38 +134,3 @@ class CascadePlan:
             return merge_states(*before, *own, out=out, lse=lse)
         assert isinstance(before, tuple) and isinstance(own, tuple)
         return self._join(before, own, out, lse, prefix_len, v_scale)
-
-
-class _Beside:
-    """A stream in which a part of the current stream's work runs beside the rest of it.
-
-    begin: that work waits for what the stream holds now. As a context, launches inside are its
-    work; at the end the stream waits for them. Captured, it is a branch of the graph.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)
-            self._begun, self._ended = torch.cuda.Event(), torch.cuda.Event()
-        self._inside = torch.cuda.StreamContext(self._stream)
-        self._device = device
-        self._callers = Streams(device.index)
-
-    def begin(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        if current.cuda_stream != self._callers.last:
-            # The last launch of the run before reads what this one's passes write.
-            with torch.cuda.device(self._device):
-                self._callers.follow()
-        self._begun.record(current)
-
-    def __enter__(self) -> None:
-        self._stream.wait_event(self._begun)
-        self._inside.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._ended.record(self._stream)
-        finally:
-            self._inside.__exit__(*error)
-        torch.cuda.current_stream(self._device).wait_event(self._ended)

@@ -15,6 +15,7 @@ from flexattn.records.key import rounded
 from flexattn.serving.cache import KVCache
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
+from flexattn.serving.scales import Scaled
 from flexattn.serving.types import refuse_types
 from flexattn.settings import current
 from flexattn.util.lru import Lru
@@ -35,6 +36,7 @@ def flex_decode(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    scaled: Scaled = True,
     scale: float | None = None,
     layout: str = "NHD",
     head_dim_v: int | None = None,
@@ -49,8 +51,8 @@ def flex_decode(
     head_dim_v is MLA's, where V is the first columns of K. seq_lens int32 [B] on q's device: keys
     of each request, those of its queries included. score_mod, mask_mod: as flex_attention's, over
     positions in the request; the last query stands at the last key, and no mask_mod means that
-    every query sees every key. sinks fp32 [Hq], k_scale and v_scale fp32 [1] or [Hkv].
-    batch_invariant: as DecodePlan's.
+    every query sees every key. sinks fp32 [Hq]. k_scale and v_scale fp32:
+    scaled says of what, as DecodePlan's, True: [1] or [Hkv]. batch_invariant: as DecodePlan's.
 
     Returns out like q (with V's head dimension), and with return_lse the natural log-sum-exp fp32
     of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Raises
@@ -74,6 +76,8 @@ def flex_decode(
     total_q = 0 if cu_seqlens_q is None else _above(q.shape[0])
     if isinstance(kv_cache, tuple):
         head_dim_v = kv_cache[1].shape[-1]
+    if k_scale is None and scaled is True:
+        scaled = False
     if batch_invariant is None:
         batch_invariant = current().batch_invariant
     bound = [bind(score_mod, "score"), bind(mask_mod, "mask")]
@@ -81,8 +85,8 @@ def flex_decode(
     key = (
         q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
         _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
-        head_dim_v, shared, *[_identity(each) for each in bound], sinks is None, k_scale is None,
-        scale, return_lse, stream, batch_invariant,
+        head_dim_v, shared, *[identity(each) for each in bound], sinks is None,
+        scaled, scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -103,7 +107,7 @@ def flex_decode(
                 mask_mod=mask_mod,
                 scale=scale,
                 sinks=sinks is not None,
-                scaled=k_scale is not None,
+                scaled=scaled,
                 shared_kv=shared,
                 lse=return_lse,
                 batch_invariant=batch_invariant,
@@ -127,7 +131,8 @@ def _above(size: int) -> int:
     return rounded(max(1, size))
 
 
-def _identity(bound: Bound | None) -> object:
+def identity(bound: Bound | None) -> object:
+    """Equal where a mod is the same and reads the same tensors, while these live."""
     if bound is None:
         return None
     captured = [(t.data_ptr(), t.shape, t.stride()) for t in bound.tensors]

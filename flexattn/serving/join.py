@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flexattn.kernels.paged_decode.join import join_programs, render_join
 from flexattn.runtime.build import Launcher, builder
+from flexattn.serving.launching import launch_here
 from flexattn.serving.plan import DecodePlan
 
 # Launchers that a cascade remembers, one for each number of rows and of keys that may be read.
@@ -55,14 +55,7 @@ class Join:
                 self._launchers.clear()
             launcher = self._launchers[key] = self._prepared(*key)
         given = (*before, *own, out, lse, prefix_len, v_scale)  # in the order of _GIVEN
-        gpu = self._kernel.index
-        if gpu < 0:
-            launcher.launch(-1, given)
-        elif gpu == torch._C._cuda_getDevice():
-            launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
-        else:
-            with torch.cuda.device(gpu):
-                launcher.launch(torch._C._cuda_getCurrentRawStream(gpu), given)
+        launch_here(launcher, self._kernel.index, given)
         return out, lse
 
     def _prepared(self, q_rows: int, max_keys: int, stride_scale: int) -> Launcher:

@@ -12,6 +12,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.source import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
+from flexattn.serving.launching import launch_here
 from flexattn.settings import current
 
 # What a launch passes, by the names that the kernel has for it.
@@ -55,11 +56,7 @@ def merge_states(
     if a.numel():
         launcher = _launcher(DTYPES[a.dtype], a.shape[-1], la.numel(), a.device)
         given = (a, la, b, lb, out, lse)  # in the order of _GIVEN
-        if a.is_cuda:
-            with torch.cuda.device(a.device):
-                launcher.launch(torch._C._cuda_getCurrentRawStream(a.get_device()), given)
-        else:
-            launcher.launch(-1, given)
+        launch_here(launcher, a.get_device(), given)
     return out, lse
 
 

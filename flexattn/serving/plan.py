@@ -25,7 +25,9 @@ from flexattn.serving import admission
 from flexattn.serving.cache import KVCache, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
+from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.scales import Scaled, asked, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.serving.stalled import GivenUp
 from flexattn.serving.streams import Streams
@@ -52,11 +54,11 @@ class _Ready:
     keys: int
     pages: int
 
-    def launch(self, stream: int, tensors: Sequence[Any]) -> None:
+    def launch(self, stream: int, given: Sequence[Any]) -> None:
         """Launch on a stream, with what `_TENSORS` names."""
-        self.attend.launch(stream, tensors)
+        self.attend.launch(stream, given)
         if self.combine is not None:
-            self.combine.launch(stream, tensors)
+            self.combine.launch(stream, given)
 
 
 class DecodePlan:
@@ -69,7 +71,9 @@ class DecodePlan:
     score_mod, mask_mod: as flex_attention's; `b` is the request, and q_idx and kv_idx are
     positions in the request: the last query of a request stands at its last key. No mask_mod
     means that every query sees every key. sinks: `run` is given a logit for each query head that
-    joins the softmax and has no value. scaled: `run` is given k_scale and v_scale, [1] or [Hkv].
+    joins the softmax and has no value. scaled: `run` is given k_scale and v_scale:
+    True, [1] or [Hkv], or "page" [pages], "page_head" [pages, Hkv], "token" [pages, page] or
+    "token_head" [pages, page, Hkv] ("HND": [pages, Hkv, page]; contiguous: B and keys for pages).
     shared_kv: V is the first Dv columns of K (MLA). lse: the runs return the log-sum-exp too.
     config: ServingConfig; where None the one of a tuned record, looked for now, or the static
     default, and `origin` says which. lengths: "uniform" or "ragged", the class of batches whose
@@ -110,7 +114,7 @@ class DecodePlan:
         mask_mod: Any = None,
         scale: float | None = None,
         sinks: bool = False,
-        scaled: bool = False,
+        scaled: Scaled = False,
         shared_kv: bool = False,
         lse: bool = False,
         config: ServingConfig | None = None,
@@ -129,8 +133,8 @@ class DecodePlan:
         )  # fmt: skip
         self.maxima.check()
         check_choices(lengths, config, {
-            "sinks": sinks, "scaled": scaled, "shared_kv": shared_kv, "lse": lse,
-            "prefix": prefix, "offset": offset, "batch_invariant": batch_invariant or False,
+            "sinks": sinks, "shared_kv": shared_kv, "lse": lse, "prefix": prefix,
+            "offset": offset, "batch_invariant": batch_invariant or False,
         })  # fmt: skip
         if batch_invariant is None:
             batch_invariant = current().batch_invariant
@@ -143,9 +147,9 @@ class DecodePlan:
             _readable(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
-            self.maxima, self._score, self._mask, shared_kv=shared_kv, scaled=scaled, sinks=sinks,
-            lse=lse, prefix=prefix, offset=offset, positive_scale=self.scale > 0,
-            batch_invariant=batch_invariant,
+            self.maxima, self._score, self._mask, **asked(scaled, self.maxima.page)._asdict(),
+            shared_kv=shared_kv, sinks=sinks, lse=lse, prefix=prefix, offset=offset,
+            positive_scale=self.scale > 0, batch_invariant=batch_invariant,
         )  # fmt: skip
         self._kernels: Kernels = build(self.form, self.maxima, self.device, config, lengths)
         self.config, self.origin = self._kernels.config, self._kernels.origin
@@ -206,7 +210,7 @@ class DecodePlan:
         each [pages or B, keys, Hkv, D] ("HND": heads before keys), or one tensor with K and V at
         [:, 0] and [:, 1], or MLA's one. seq_lens int32 [B]: keys of each request, those of this
         call's queries included; 0 leaves zeros. block_table int32 [B, pages of a request].
-        sinks fp32 [Hq]; k_scale, v_scale fp32 [1] or [Hkv].
+        sinks fp32 [Hq]; k_scale, v_scale fp32, as the plan's `scaled` says.
 
         Returns out, as q with Dv for D; with lse also the natural log-sum-exp fp32, as out without
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
@@ -274,28 +278,20 @@ class DecodePlan:
             q, k, v, out, lse, sinks, v_scale, seq_lens, kv_start, cu_seqlens_q, table, row_lens,
             k_scale,
         )  # fmt: skip
-        gpu = self._gpu
-        if gpu < 0:
-            ready.launch(-1, tensors)
-        elif gpu == torch._C._cuda_getDevice():
-            self._launch(ready, tensors)
-        else:
-            with torch.cuda.device(gpu):
-                self._launch(ready, tensors)
+        launch_here(ready, self._gpu, tensors, self._streams)
         return out if lse is None else (out, lse)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the plan holds on its device: its workspace, its counters and its outputs."""
+        held = (self._workspace, self._count, self._out, self._lse)
+        return sum(each.nbytes for each in held if each is not None)
 
     @property
     def max_keys(self) -> int:
         """The most keys that the last run could read of a request."""
         ready = self._last[1]
         return 0 if ready is None else min(self.maxima.kv_len, ready.keys)
-
-    def _launch(self, ready: _Ready, tensors: Sequence[Any]) -> None:
-        """Launch on the current stream of the plan's GPU, which is the current one."""
-        stream = torch._C._cuda_getCurrentRawStream(self._gpu)
-        if stream != self._streams.last:
-            self._streams.follow()
-        ready.launch(stream, tensors)
 
     def _outputs(
         self, ready: _Ready, out: Tensor | None, lse: Tensor | None
@@ -322,11 +318,11 @@ class DecodePlan:
     ) -> _Ready:
         """Check shapes, dtypes and strides, and compute what they decide; allocates nothing."""
         m, form = self.maxima, self.form
-        cu_seqlens, k_scale = more["cu_seqlens_q"], more["k_scale"]
+        cu_seqlens = more["cu_seqlens_q"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
-        cache = describe(k, v, m, form.aligned)
+        cache = describe(k, v, m, form.aligned, self.config.BLOCK_N)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
-        q_rows, steps = admission.rows(m, q, requests, form)
+        q_rows, spaced = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
         batch = q.shape[0] if form.prefix else requests
         admission.extras(m, form, more, self.device, batch)
@@ -340,9 +336,10 @@ class DecodePlan:
             "stride_om": m.Hq * m.head_dim_v,
             "num_requests": 1 if form.prefix else requests,
             "max_keys": min(m.kv_len, keys),
-            "stride_qm": steps[0],
-            "stride_qh": steps[1],
+            "stride_qm": spaced[0],
+            "stride_qh": spaced[1],
             "softmax_scale": self.scale,
+            **steps(m, form, cache.pages, cache.keys, more),
         }
         rows_of = rows if form.prefix or form.ragged else q_rows
         fixed["total_q" if form.ragged else "q_rows"] = rows_of
@@ -350,8 +347,6 @@ class DecodePlan:
             fixed["q_len_each"] = q_rows
         if form.split_keys:
             fixed["part_slots"] = self._slots
-        if form.scaled:
-            fixed["stride_scale"] = 0 if k_scale is None or k_scale.numel() == 1 else 1
         if form.page:
             fixed["stride_table"] = 0 if table is None else table.stride(0)
             fixed["num_pages"] = cache.pages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ITEMSIZE, Scales, ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.invariant import SPLIT_KEYS
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
@@ -108,6 +108,7 @@ def form_of(
     *,
     shared_kv: bool = False,
     scaled: bool = False,
+    scales: Scales = "",
     sinks: bool = False,
     lse: bool = False,
     prefix: bool = False,
@@ -135,6 +136,7 @@ def form_of(
         mask=captures_of(mask),
         shared_kv=shared_kv,
         scaled=scaled,
+        scales=scales,
         sinks=sinks,
         lse=lse,
         prefix=prefix,

@@ -47,6 +47,7 @@ class ServingProblem:
         layout = [m.layout, *(name for name in _LAYOUT if getattr(form, name))]
         precision = [f"kv={form.kv_dtype}"] * (form.kv_dtype != form.dtype)
         precision += [f"invariant {form.split_keys}"] * (form.split_keys > 0)
+        precision += [f"scaled {form.scales}"] * (form.scales != "")
         precision += ["scaled"] * form.scaled + ["signed-scale"] * (not form.positive_scale)
         sizes = self.sizes.rounded()
         return Key(

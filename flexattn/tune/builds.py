@@ -23,7 +23,7 @@ from flexattn.runtime.machine_code import code_hash
 from flexattn.runtime.resources import Resources, resources, spills_too_much
 from flexattn.serving.tuned import ServingProblem
 from flexattn.settings import current, override
-from flexattn.tune.foundry import Runs
+from flexattn.tune.compile_queue import Runs
 from flexattn.tune.pool import Lost, Pool, default_jobs
 from flexattn.tune.serving import serving_sources
 
@@ -98,7 +98,7 @@ def build_all(
     """Compile configs in processes of their own; the results in the order of the configs.
 
     jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
-    does. pool: one of `compilers`, or a Foundry over it, that lives on and has its own jobs,
+    does. pool: one of `compilers`, or a CompileQueue over it, that lives on and has its own jobs,
     deadline and work. Configs with one source are compiled once. Triton's cache then has every
     kernel: another process of this Triton compiles none again.
     """
@@ -178,9 +178,9 @@ def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[Order]:
         yield Order(config, source, combine, device, current().cache_dir)
 
 
-def compilers(jobs: int = 0, deadline: float = DEADLINE) -> Pool:
+def compilers(jobs: int = 0) -> Pool:
     """Processes for many calls of build_all; they start when there is work. 0 jobs: one a core."""
-    return Pool(compile_one, jobs or default_jobs(), deadline)
+    return Pool(compile_one, jobs or default_jobs(), DEADLINE)
 
 
 def compile_one(order: Order) -> Compiled:

@@ -7,18 +7,15 @@ import importlib
 import math
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO, Any, Literal
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
 
-from flexattn.measure.failures import clipped
+from flexattn.measure.process import Spawned
 from flexattn.measure.wire import end_with_parent, receive, send
 from flexattn.settings import compiler_environment
 from flexattn.util.closing import Closing
@@ -41,9 +38,7 @@ class Lost:
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
-    pipe: Connection[Any, Any]
-    words: IO[bytes]
+    process: Spawned
     task: int | None = None
     until: float = 0.0
     ready: bool = field(default=False)
@@ -55,7 +50,6 @@ class Pool(Closing):
     work: a function of a module that a new process can import; tasks and results are pickled.
     Processes start when there is a task for them, and stay for the next `run` until `close`.
     environment: what makes theirs; without another they compile and see no GPU.
-    Not multiprocessing's: that would run the caller's script again.
     """
 
     def __init__(
@@ -101,7 +95,7 @@ class Pool(Closing):
             worker.until += STARTUP
         # A process that is already dead is found when its end of the pipe is read.
         with contextlib.suppress(OSError):
-            send(worker.pipe, task)
+            send(worker.process.pipe, task)
 
     def close(self) -> None:
         """End every process, whatever it is doing."""
@@ -114,31 +108,16 @@ class Pool(Closing):
                 return worker
         if len(self._workers) >= self._jobs:
             return None
-        self._workers.append(self._started())
+        process = Spawned(("-c", _SERVE), self._work, self._environment())
+        self._workers.append(_Worker(process))
         return self._workers[-1]
-
-    def _started(self) -> _Worker:
-        ours, theirs = Pipe()
-        words = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno()), self._work],
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
-                pass_fds=[theirs.fileno()],
-                # A group of its own, with the compilers that it starts; Ctrl-C is for the parent.
-                start_new_session=True,
-            )
-        return _Worker(process, ours, words)
 
     def ended(self, patience: float = math.inf) -> Iterator[tuple[int, Any]]:
         """Wait until a process says something or is late, for `patience` seconds at most.
 
         Yields number and result of each task that ended by then.
         """
-        busy = {worker.pipe: worker for worker in self._workers if worker.task is not None}
+        busy = {worker.process.pipe: worker for worker in self._workers if worker.task is not None}
         nearest = min(worker.until for worker in busy.values())
         for pipe in wait(list(busy), min(patience, max(0.0, nearest - time.monotonic()))):
             assert isinstance(pipe, Connection)
@@ -163,23 +142,15 @@ class Pool(Closing):
                 yield task, Lost("hang", "Deadline", message)
 
     def _crashed(self, worker: _Worker) -> Lost:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(5.0)  # the pipe closes a moment before the process is gone
-        status = worker.process.poll() or 0
-        name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        worker.words.seek(0)
-        words = clipped(worker.words.read().decode(errors="replace"))
-        self._end(worker)
-        said = f"; its last words:\n{words}" if words else ""
-        return Lost("crash", name, f"the compiler's process ended with {name}{said}")
+        name = worker.process.ended(5.0)
+        self._workers.remove(worker)
+        return Lost(
+            "crash", name, worker.process.told(f"the compiler's process ended with {name}")
+        )
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        worker.pipe.close()
-        worker.words.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait()
+        worker.process.end()
 
 
 def default_jobs() -> int:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from flexattn.measure.protocol import Measurer
 from flexattn.records.record import Decision, Failed
 from flexattn.tune.decide import LOOKS, TIE, alpha, decide, speedups
-from flexattn.tune.ledger import Ledger
 from flexattn.tune.signed_rank import signed_rank
+from flexattn.tune.trial_table import TrialTable
 
 # A candidate this many times slower than the best is not timed again.
 HOPELESS = 3.0
@@ -23,32 +23,32 @@ FIRST_LOOK = 8
 
 
 def screen(
-    measurer: Measurer, ledger: Ledger, batch: Sequence[int], rounds: int, min_ms: float
+    measurer: Measurer, table: TrialTable, batch: Sequence[int], rounds: int, min_ms: float
 ) -> None:
     """Time a batch and the default in the same rounds; the hopeless leave after one value."""
-    default = ledger.default
-    start = len(ledger[default].screening)
-    group = [default] if ledger.healthy(default) else []
-    group += [i for i in batch if i != default and ledger.healthy(i)]
-    configs = [ledger[i].config for i in group]
+    default = table.default
+    start = len(table[default].screening)
+    group = [default] if table.healthy(default) else []
+    group += [i for i in batch if i != default and table.healthy(i)]
+    configs = [table[i].config for i in group]
     limit = math.inf
-    if (best := ledger.best_us()) is not None:
+    if (best := table.best_us()) is not None:
         # The default stays in any case: what the others are compared with has all the rounds.
-        limit = max(HOPELESS * best, HOPELESS * (ledger.us(default) or 0.0) / 2)
+        limit = max(HOPELESS * best, HOPELESS * (table.us(default) or 0.0) / 2)
     samples = measurer.sample(configs, rounds, min_ms, limit)
     if group and group[0] == default and not isinstance(samples[0], Failed):
         # A value without the default's of its round compares with nothing.
         most = len(samples[0])
         samples = [s if isinstance(s, Failed) else s[:most] for s in samples]
-    ledger.screened(group, samples, start)
+    table.screened(group, samples, start)
 
 
-def finalists(ledger: Ledger) -> list[int]:
+def finalists(table: TrialTable) -> list[int]:
     """The default, then the best of the screening that are near the very best of it."""
-    ranked = ledger.ranked()
-    near = [i for i in ranked if ledger.cost(i) <= NEAR * ledger.cost(ranked[0])]
-    challengers = [i for i in near if i != ledger.default][:FINALISTS]
-    return [i for i in ranked if i == ledger.default] + challengers
+    ranked = table.ranked()
+    near = [i for i in ranked if table.cost(i) <= NEAR * table.cost(ranked[0])]
+    challengers = [i for i in near if i != table.default][:FINALISTS]
+    return [i for i in ranked if i == table.default] + challengers
 
 
 def looks(rounds: int) -> list[int]:
@@ -61,7 +61,7 @@ def looks(rounds: int) -> list[int]:
 
 def race(
     measurer: Measurer,
-    ledger: Ledger,
+    table: TrialTable,
     rounds: int,
     min_ms: float,
     margin: float,
@@ -73,19 +73,19 @@ def race(
 
     Fewer rounds than the first look needs could convince nobody: it has at least those.
     """
-    running = finalists(ledger)
-    default = ledger.default
+    running = finalists(table)
+    default = table.default
     if running == [default]:
         # Nothing to compare it with; the rounds would tell nothing.
-        return decide(ledger.trials, default, margin, confidence)
+        return decide(table.trials, default, margin, confidence)
     decision, taken = None, 0
     for look in looks(max(rounds, FIRST_LOOK)):
-        configs = [ledger[i].config for i in running]
-        ledger.raced(running, measurer.sample(configs, look - taken, min_ms))
+        configs = [table[i].config for i in running]
+        table.raced(running, measurer.sample(configs, look - taken, min_ms))
         taken = look
-        decision = decide(ledger.trials, default, margin, confidence)
-        running = [i for i in running if ledger[i].failed is None]
-        running = _undecided(ledger, running, decision)
+        decision = decide(table.trials, default, margin, confidence)
+        running = [i for i in running if table[i].failed is None]
+        running = _undecided(table, running, decision)
         said(f"{taken} rounds, {len(running)} left")
         if not running or expired():
             break
@@ -93,17 +93,17 @@ def race(
     return decision
 
 
-def _undecided(ledger: Ledger, running: list[int], decision: Decision) -> list[int]:
+def _undecided(table: TrialTable, running: list[int], decision: Decision) -> list[int]:
     """Who must run on; nobody once it is settled.
 
     A challenger leaves when it is surely not above the margin, or surely slower than the winner;
     the winner has won when the others that are left tie with it.
     """
     default = decision.default
-    finals = {i: ledger[i].finals for i in running}
+    finals = {i: table[i].finals for i in running}
     if default not in finals:
         return [] if len(running) < 2 else running
-    level = alpha(sum(bool(t.finals) for t in ledger.trials) - 1, decision.confidence)
+    level = alpha(sum(bool(t.finals) for t in table.trials) - 1, decision.confidence)
     base, winner = finals[default], decision.winner
     challengers = []
     for i in running:

@@ -7,20 +7,19 @@ from dataclasses import fields, replace
 from math import log2
 from typing import Any
 
-import torch
-
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.family import PAGED_DECODE
 from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
 from flexattn.records.record import Policy
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
+from flexattn.serving.scales import asked
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
@@ -69,10 +68,8 @@ def serving_sources(
     """Each config with its kernel, and the second one that merges where the config has it."""
     title = f"serving {form.dtype} keys {form.kv_dtype} page={form.page} for {device.arch}"
     for config in configs:
-        combine = None
-        if config.combine == "launch" and not form.prefix:
-            combine = render_serving_combine(form, config, device)
-        yield config, render_serving(form, config, device, title), combine
+        source = PAGED_DECODE.render(form, config, device, title)
+        yield config, source, PAGED_DECODE.combine(form, config, device)
 
 
 def serving_task(
@@ -89,14 +86,15 @@ def serving_task(
     lengths: Lengths = "uniform",
     layout: str = "NHD",
     kv_dtype: str = "",
+    scaled: str = "",
     sinks: bool = False,
     shared_kv: bool = False,
     batch_invariant: bool = False,
 ) -> ServingTask:
     """A plan whose maxima are the sizes of a shape, with a batch of this class.
 
-    kv_dtype: "" for dtype; a cache of eight bits has scales. Raises InputError for what no plan
-    is made for.
+    kv_dtype: "" for dtype; a cache of eight bits has scales, of what `scaled` says. Raises
+    InputError for what no plan is made for.
     """
     named = {name: each for each, name in KV_DTYPES.items()}
     kv = named.get(kv_dtype or dtype)
@@ -116,8 +114,9 @@ def serving_task(
         maxima = replace(maxima, q_len=1)
     maxima.check()
     form = form_of(
-        maxima, score, mask, shared_kv=shared_kv, scaled=torch.tensor([], dtype=kv).itemsize == 1,
-        sinks=sinks, positive_scale=scale > 0, batch_invariant=batch_invariant,
+        maxima, score, mask, **asked(scaled or kv.itemsize == 1, page)._asdict(),
+        shared_kv=shared_kv, sinks=sinks, positive_scale=scale > 0,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     problem = ServingProblem(form, maxima, lengths)
     return ServingTask(title, problem, device, policy, scale, q_lens, kv_lens, score, mask)

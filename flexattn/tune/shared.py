@@ -16,16 +16,16 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.codec import decode, decode_record, encode, encode_record
-from flexattn.records.environment import environment as environment_of
 from flexattn.records.record import Record, slug
-from flexattn.tune.board import Board, Heart, Held, Pulse, connect, rounds
+from flexattn.tune.campaign import environment_of
+from flexattn.tune.evaluator import Build, Evaluator
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.search import SHARE, Axes, distributions, sampler_of
+from flexattn.tune.shared_study import Heart, Held, Pulse, SharedStudy, connect, rounds
 from flexattn.tune.subject import Subject, subject_of
 from flexattn.tune.tuner import USUAL, record_of
-from flexattn.tune.workbench import Build, Workbench
 
 # Points that one worker holds at once: as many as a race beside the default makes good use of.
 HELD = 4
@@ -56,12 +56,11 @@ def tune_shared(
     (seconds of the clock) is left as it is and a new round of it begins, which all who ask so
     share. Raises InputError for a URL that is no database's.
     """
-    where = environment_of(task.kind, task.device, task.policy)
-    subject = subject_of(task, where, method.effort)
+    subject = subject_of(task, environment_of(task), method.effort)
     measurer.start()
-    bench = Workbench(subject, measurer, build, method, progress)
+    evaluator = Evaluator(subject, measurer, build, method, progress)
     measurer.open(task)
-    return Shared(subject, bench, url, PULSE, subject.index(seeds), again_since).run(HELD)
+    return Shared(subject, evaluator, url, PULSE, subject.index(seeds), again_since).run(HELD)
 
 
 def study_name(subject: Subject, method: Method) -> str:
@@ -78,19 +77,19 @@ def study_name(subject: Subject, method: Method) -> str:
 
 
 class Shared:
-    """One worker's view of a study: what the others found goes into its own ledger."""
+    """One worker's view of a study: what the others found goes into its own table."""
 
     def __init__(
         self,
         subject: Subject,
-        bench: Workbench,
+        evaluator: Evaluator,
         url: str,
         pulse: Pulse = PULSE,
         first: Sequence[int] = (),
         again_since: float | None = None,
     ) -> None:
-        self.subject, self.bench, self._first = subject, bench, first
-        self._method = bench.method
+        self.subject, self.evaluator, self._first = subject, evaluator, first
+        self._method = evaluator.method
         self._axes = Axes(subject.configs)
         self._whole = len(subject.configs) <= self._method.all_up_to
         self._limit = len(subject.configs)
@@ -102,7 +101,7 @@ class Shared:
         name = self._round(storage, study_name(subject, self._method), again_since)
         # Workers that draw alike would propose alike.
         self._draw = random.Random(uuid.uuid4().int)
-        self._board = Board(
+        self._study = SharedStudy(
             storage,
             self._heart,
             name,
@@ -115,9 +114,11 @@ class Shared:
         self._seen: set[int] = set()
         self._twins: list[tuple[Entry, ...]] = []
 
-    def _race_of(self, storage: Any, name: str) -> Board:
+    def _race_of(self, storage: Any, name: str) -> SharedStudy:
         """The study of one point that whoever races the finalists owns."""
-        return Board(storage, self._heart, f"{name} finals", lambda point: {}, lambda p: 0, {})
+        return SharedStudy(
+            storage, self._heart, f"{name} finals", lambda point: {}, lambda p: 0, {}
+        )
 
     def _round(self, storage: Any, name: str, again_since: float | None) -> str:
         """The newest round of a study, or the one after it where that was finished before."""
@@ -131,7 +132,7 @@ class Shared:
 
     def run(self, held: int) -> Record:
         """Measure what is left, with the others; then race the finalists, or wait for who does."""
-        self.bench.progress.stage("measure", self._limit)
+        self.evaluator.progress.stage("measure", self._limit)
         with self._heart:
             return self._run(held)
 
@@ -149,14 +150,14 @@ class Shared:
 
     def _ask(self, count: int) -> tuple[list[Held], bool]:
         """Points to measure; without any, whether others still measure some."""
-        states = self._board.known()
+        states = self._study.known()
         dead = [point for point, state in states.items() if state == "FAIL"]
-        if self.bench.left(FOR_SCREENING) <= 0 and self._board.noted(ENDED) is None:
-            self.bench.progress.note("the time budget ended the search")
-            self._board.note(ENDED, True)
-        ended = self._board.noted(ENDED) is not None and "COMPLETE" in states.values()
+        if self.evaluator.left(FOR_SCREENING) <= 0 and self._study.noted(ENDED) is None:
+            self.evaluator.progress.note("the time budget ended the search")
+            self._study.note(ENDED, True)
+        ended = self._study.noted(ENDED) is not None and "COMPLETE" in states.values()
         room = 0 if ended else self._limit - len(states)
-        batch = [held for point in dead[:count] if (held := self._board.take(point))]
+        batch = [held for point in dead[:count] if (held := self._study.take(point))]
         for _ in range(min(count - len(batch), room)):
             taken = states.keys() | {held.point for held in batch}
             if held := self._new([p for p in range(len(self._axes.points)) if p not in taken]):
@@ -167,39 +168,41 @@ class Shared:
     def _new(self, free: Sequence[int]) -> Held | None:
         """A point that nobody owns: a seed, or any of a small space, or the sampler's proposal."""
         if seeds := [point for point in self._first if point in free]:
-            return self._board.take(seeds[0])
+            return self._study.take(seeds[0])
         if not self._whole:
             for _ in range(PROPOSALS):
-                if held := self._board.propose():
+                if held := self._study.propose():
                     return held
         # Workers that take the same point lose a trial each: they begin at places of their own.
-        return self._board.take(self._draw.choice(free)) if free else None
+        return self._study.take(self._draw.choice(free)) if free else None
 
     def _measure(self, batch: Sequence[Held]) -> None:
         """Screen the points that this worker owns; tell each with the default's own times."""
         try:
             self._learn()
-            default, *entries = self.bench.screen([held.point for held in batch])
+            default, *entries = self.evaluator.screen([held.point for held in batch])
             by_config = {entry.trial.config: entry for entry in entries}
             for held in batch:
                 self._tell(held, default, by_config.get(self.subject.configs[held.point]))
         except BaseException:
             # Ctrl-C too: others need not wait for this heart to stop.
-            self._board.give_back(batch)
+            self._study.give_back(batch)
             raise
 
     def _tell(self, held: Held, default: Entry, own: Entry | None) -> None:
-        cost = self.bench.ledger.cost(held.point)
+        cost = self.evaluator.table.cost(held.point)
         entries = [default] if own is None else [default, own]
         text = json.dumps([encode(entry) for entry in entries])
-        if self._board.tell(held, cost if math.isfinite(cost) else math.inf, text):
+        if self._study.tell(held, cost if math.isfinite(cost) else math.inf, text):
             self._seen.add(held.point)
         else:
-            self.bench.progress.note("a point was taken over by another worker; its time is void")
+            self.evaluator.progress.note(
+                "a point was taken over by another worker; its time is void"
+            )
 
     def _learn(self) -> None:
-        """Take the others' results into the ledger: what is known is not timed again."""
-        for point, text in self._board.results().items():
+        """Take the others' results into this worker's table: what is known is not timed again."""
+        for point, text in self._study.results().items():
             if point not in self._seen:
                 self._seen.add(point)
                 try:
@@ -213,7 +216,7 @@ class Shared:
         # A twin has no times: it is understood once the one that was timed for it is known.
         self._twins.sort(key=lambda entries: not entries[-1].trial.screening)
         for entries in self._twins:
-            self.bench.restore(entries)
+            self.evaluator.restore(entries)
         self._twins.clear()
 
     def _race(self) -> Record | None:
@@ -228,8 +231,8 @@ class Shared:
             return None
         try:
             self._learn()
-            trials, decision, untried = self.bench.finals()
-            seconds = time.monotonic() - self.bench.begin
+            trials, decision, untried = self.evaluator.finals()
+            seconds = time.monotonic() - self.evaluator.begin
             record = record_of(self.subject, self._method, trials, decision, untried, seconds)
             self._finals.note(FINISHED, time.time())
             kept = self._finals.tell(held, 0.0, encode_record(record))

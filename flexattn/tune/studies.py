@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexattn.errors import CacheError
-from flexattn.records.codec import decode, encode, told
+from flexattn.records.codec import decode, encode
 from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Policy, Trial
+from flexattn.records.trials import lines, whole
 from flexattn.tune.subject import Subject
 
 MAX_BYTES = 32 * 2**20
@@ -51,15 +52,16 @@ class Study:
 
 
 def save(study: Study, path: Path) -> None:
-    """Write a study, a line for each config; fields at their default are left out."""
+    """Write a study, a line for each config, as records have them."""
     head = encode(study)
     del head["trials"]
     text = json.dumps(head, separators=(",", ":"))[:-1]
-    rows = ",\n".join(json.dumps(told(t), separators=(",", ":")) for t in study.trials)
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".part")
-    whole.write_text(f'{text},"trials":[\n{rows}\n]}}\n', encoding="utf-8")
-    whole.replace(path)
+    partial = path.with_suffix(".part")
+    partial.write_text(
+        f'{text},"trials":[\n{lines(study.trials, encode)}\n]}}\n', encoding="utf-8"
+    )
+    partial.replace(path)
 
 
 def load(path: Path) -> Study:
@@ -76,6 +78,8 @@ def loads(text: str) -> Study:
     """A study from its text, every field checked; raises CacheError."""
     try:
         data = json.loads(text)
+        if type(data) is dict and "trials" in data:
+            data["trials"] = whole(data["trials"])
     except (ValueError, RecursionError) as error:
         raise CacheError(f"no JSON: {str(error)[:200]}") from None
     study: Study = decode(Study, data, "study")

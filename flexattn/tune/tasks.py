@@ -54,7 +54,7 @@ def plan_task(row: Row, device: Device) -> ServingTask:
     return serving_task(
         row.title, shape, row.dtype, device, policy_for("serving", device, row.policy),
         checks.check_scale(row.scale, shape.D), score, mask, page=served.page,
-        lengths=served.lengths, kv_dtype=served.kv_dtype, sinks=row.sinks,
+        lengths=served.lengths, kv_dtype=served.kv_dtype, scaled=served.scaled, sinks=row.sinks,
         shared_kv=served.shared_kv, batch_invariant=served.batch_invariant,
     )  # fmt: skip
 
@@ -146,10 +146,6 @@ def _block_mask(
     assert there is not None
     kinds = block_kinds(there, sizes, row.block_size, where).cpu()
     return from_kinds(kinds, mask_mod, row.block_size, lengths)
-
-
-def _on_cpu(score_mod: Any, mask_mod: Any) -> tuple[Bound | None, Bound | None]:
-    return moved(bind(score_mod, "score"), "cpu"), moved(bind(mask_mod, "mask"), "cpu")
 
 
 def _made(mod: ModPath | None, role: str, row: Row) -> Callable[..., Any] | None:

@@ -13,14 +13,14 @@ from flexattn.errors import MeasureError
 from flexattn.kernels.base.config import Config
 from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
-from flexattn.records.environment import environment as environment_of
-from flexattn.records.record import Decision, Environment, Record, Trial
+from flexattn.records.record import Decision, Record, Trial
+from flexattn.tune.campaign import environment_of
+from flexattn.tune.evaluator import Build, Evaluator
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.search import Everything, Guided, Search
 from flexattn.tune.subject import Subject, subject_of
-from flexattn.tune.workbench import Build, Workbench
 
 NOT_TRIED = "not tried"
 USUAL = Method()
@@ -33,26 +33,24 @@ def tune(
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),
-    environment: Environment | None = None,
     journals: Path | None = None,
     progress: Progress = SILENT,
 ) -> Record:
     """Tune one problem.
 
     build: configs to what their builds tell. seeds: configs to look at first, such as the
-    neighbours' winners and the shipped ones. environment: the record's; this process's if None.
-    journals: a folder that keeps finished batches, so that the same call goes on after an
-    interrupt; whoever has written the record drops them with `flexattn.tune.journal.settle`.
+    neighbours' winners and the shipped ones. journals: a folder that keeps finished batches, so
+    that the same call goes on after an interrupt; whoever has written the record drops them with
+    `flexattn.tune.journal.settle`.
     Raises MeasureError where no config of the space runs.
     """
-    where = environment or environment_of(task.kind, task.device, task.policy)
-    subject = subject_of(task, where, method.effort, seeds)
+    subject = subject_of(task, environment_of(task), method.effort, seeds)
     journal = None if journals is None else Journal(journals, subject, method.provenance)
     measurer.start()
     # Its clock starts before the oracle is made, which the budget pays for.
-    bench = Workbench(subject, measurer, build, method, progress)
+    evaluator = Evaluator(subject, measurer, build, method, progress)
     measurer.open(task)
-    return _tuned(bench, seeds, journal)
+    return _tuned(evaluator, seeds, journal)
 
 
 def tune_subject(
@@ -66,35 +64,35 @@ def tune_subject(
     progress: Progress = SILENT,
 ) -> Record:
     """As `tune`, for a subject whose task the measurer has open already."""
-    return _tuned(Workbench(subject, measurer, build, method, progress), seeds, journal)
+    return _tuned(Evaluator(subject, measurer, build, method, progress), seeds, journal)
 
 
-def _tuned(bench: Workbench, seeds: Sequence[Config], journal: Journal | None) -> Record:
-    subject, method, progress = bench.subject, bench.method, bench.progress
+def _tuned(evaluator: Evaluator, seeds: Sequence[Config], journal: Journal | None) -> Record:
+    subject, method, progress = evaluator.subject, evaluator.method, evaluator.progress
     search = _search(subject, method, seeds)
     for entries in journal.batches() if journal else ():
-        for index in bench.restore(entries):
-            search.known(index, bench.ledger.cost(index))
+        for index in evaluator.restore(entries):
+            search.known(index, evaluator.table.cost(index))
     whole = isinstance(search, Everything)
     if whole:
-        bench.build(range(len(subject.configs)))
+        evaluator.build(range(len(subject.configs)))
     progress.stage("measure", search.total)
-    while bench.left(FOR_SCREENING) > 0 or not bench.ledger.ranked():
+    while evaluator.left(FOR_SCREENING) > 0 or not evaluator.table.ranked():
         batch = search.ask(min(method.batch, search.batch))
         if not batch:
             break
-        screened = bench.screen(batch)
+        screened = evaluator.screen(batch)
         # Where nothing ran, as on a GPU that somebody else had filled, the next call tries again.
         if journal and any(entry.trial.screening for entry in screened):
             journal.append(screened)
         for index in batch:
-            search.tell(index, bench.ledger.cost(index))
+            search.tell(index, evaluator.table.cost(index))
     else:
         progress.note("the time budget ended the search")
-    if refused := bench.ledger.infeasible:
+    if refused := evaluator.table.infeasible:
         progress.note(f"{refused} of {len(subject.configs)} configs are infeasible: refused")
-    trials, decision, untried = bench.finals()
-    seconds = time.monotonic() - bench.begin
+    trials, decision, untried = evaluator.finals()
+    seconds = time.monotonic() - evaluator.begin
     return record_of(subject, method, trials, decision, untried, seconds)
 
 

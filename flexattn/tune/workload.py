@@ -26,6 +26,7 @@ Its layers name heads, head dimensions and mods by import path; each has calls w
     page_size = [16, 64]                              # a contiguous cache without one
     lengths = ["uniform", "ragged"]                   # or "mixed": chunks of q_len and decoding
     kv_dtype = "float8_e4m3fn"                        # the queries' dtype without one
+    scaled = "token_head"                             # a scale of each tensor without it
     mixes = [[64, 1, 4096]]
 
 What a layer says holds for its calls unless they say otherwise. In args, "$B", "$Hq", "$Hkv",
@@ -50,7 +51,7 @@ from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 
-OF_PLANS = ("page_size", "lengths", "kv_dtype", "shared_kv", "batch_invariant")
+OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
 SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip
@@ -75,6 +76,7 @@ class Served:
     """What a row says of a DecodePlan's cache and batches; see flexattn.serving.
 
     page: keys of a page, 0 for a contiguous cache. kv_dtype: "" for the queries' dtype.
+    scaled: of what a cache of eight bits has scales, "" for one of each tensor.
     """
 
     page: int
@@ -82,6 +84,7 @@ class Served:
     kv_dtype: str = ""
     shared_kv: bool = False
     batch_invariant: bool = False
+    scaled: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +199,7 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
     """The caches and batches of a call's plans; [None] for a call of flex_attention."""
     pages = said("page_size").numbers("page_size", 0)
     if call.text("kind") != "serving" and not any(pages):
-        for key in ("lengths", "kv_dtype", "shared_kv", "batch_invariant"):
+        for key in OF_PLANS[1:]:
             if key in call:
                 raise call.wrong(key, 'it is of plans: kind = "serving"')
         return [None]
@@ -207,10 +210,11 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
         if each not in LENGTHS:
             raise said("lengths").wrong("lengths", f"it is one of {', '.join(LENGTHS)}")
     kv_dtype = said("kv_dtype").text("kv_dtype")
+    scaled = said("scaled").text("scaled")
     shared = said("shared_kv").flag("shared_kv") or False
     invariant = said("batch_invariant").flag("batch_invariant") or False
     return [
-        Served(page, name, kv_dtype, shared, invariant)  # type: ignore[arg-type]
+        Served(page, name, kv_dtype, shared, invariant, scaled)  # type: ignore[arg-type]
         for page, name in product(pages or (0,), names)
     ]
 

@@ -23,9 +23,9 @@ from flexattn.records.record import Policy
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.dispatch import choices, chosen
+from flexattn.runtime.dispatch import chosen
 from flexattn.settings import override
-from tests.problems import problem
+from tests.problems import choices, problem
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
 STRUCTURE = problem("decode", 64).structure

@@ -165,16 +165,15 @@ def test_every_fp8_pv_config_offered(D, mods):
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_both_dtypes(dtype):
-    wanted = problem("prefill", 128, dtype=dtype)
+def test_the_other_dtype():
+    wanted = problem("prefill", 128, dtype="float16")
     assert not (fault := wrong(wanted, default(wanted, H200, "gluon"))), fault
 
 
-@pytest.mark.parametrize("mods", [{}, {"mask_mod": causal, "runs": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("mods", [pytest.param("noop", marks=LONG), "causal"])
 def test_merged_consumers_are_compiled_once_and_wait_without_a_barrier(mods):
     """A program each compiled in twice or three times the time."""
-    wanted = problem("prefill", 64, **mods)
+    wanted = problem("prefill", 64, **MODS[mods])
     start = replace(default(wanted, H200, "gluon"), ping_pong=False, BLOCK_N=64)
     found = {
         count: compile_source(
@@ -260,7 +259,7 @@ def exchanged(ttgir):
 
 
 @pytest.mark.parametrize("D", [pytest.param(64, marks=LONG), 128])
-@pytest.mark.parametrize("case", EXCHANGED)
+@pytest.mark.parametrize("case", share(EXCHANGED, lambda case: case in ("words", "both")))
 def test_what_threads_exchange_has_a_buffer_for_each_consumer(case, D):
     """And no wait lacks the barrier that keeps one exchange from the next."""
     wanted = problem("prefill", D, **EXCHANGED[case])
@@ -274,7 +273,8 @@ PACKED = [(mods, order) for mods in ("noop", "causal", "lists", "relative_causal
 
 
 @pytest.mark.parametrize(
-    ("mods", "tile_scheduler"), share(PACKED, lambda case: case[1] == "dynamic")
+    ("mods", "tile_scheduler"),
+    share(PACKED, lambda case: "causal" in case[0] and case[1] == "dynamic"),
 )
 def test_pack_gqa(mods, tile_scheduler):
     """Each consumer has a head of its own, and spills no more than any may."""

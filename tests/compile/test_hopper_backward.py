@@ -20,6 +20,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.runtime.resources import _disassembled, resources
 from flexattn.settings import override
 from tests.compile.product_loops import product_loops
+from tests.compile.shares import share
 from tests.families import render
 from tests.problems import problem
 
@@ -155,8 +156,13 @@ def test_forms_that_a_search_tries_fit(D):
         assert taken.shared <= H200.shared_memory and taken.matrix_instructions, describe(config)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize(
+    ("D", "dropout"),
+    share(
+        [(128, True), (64, False), (128, False), (64, True)],
+        lambda case: case in ((128, True), (64, False)),
+    ),
+)
 def test_sums_in_order_overlap_their_products(D, dropout):
     wanted = problem("backward", D, group=1, **MODS["causal"])
     wanted = replace(wanted, structure=replace(wanted.structure, dropout=dropout))

@@ -62,7 +62,7 @@ def test_without_the_pass_each_consumer_is_compiled(mods):
     assert products[1] == start.consumers * products[0] and warps[0] == warps[1] == 12
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.full_matrix), 128])
 def test_a_mask_of_every_fourth_key_is_served(D):
     """It was refused: "a thread knows seven bits of its number", which its code does not need."""
 

@@ -21,10 +21,13 @@ from flexattn.catalogue import (
 )
 from flexattn.device import named
 from flexattn.kernels.block_mask.source import render_block_mask
+from flexattn.kernels.cache_append.form import AppendForm, RopeForm
+from flexattn.kernels.cache_append.source import render_append
 from flexattn.kernels.decay_skip.source import render_norms, render_window
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.join import render_join
+from flexattn.kernels.paged_decode.source import render_serving
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.kernels.triton.source import render_combine
 from flexattn.kernels.triton_backward.config import BackwardConfig
@@ -74,18 +77,21 @@ BIAS = torch.zeros(8)
 STRIDED = Layout(False, True, False, False)
 GOLDENS = {
     "prefill_noop": lambda: kernel(PREFILL),
-    "prefill_tma_causal_softcap": lambda: kernel(TMA, score_mod=softcap(50.0), mask_mod=causal),
     "prefill_relative_bias": lambda: kernel(
-        PREFILL, D=64, score_mod=relative_bias(torch.zeros(32, 64), 32), lse=False
+        replace(PREFILL, order="first"),
+        D=64,
+        score_mod=relative_bias(torch.zeros(32, 64), 32),
+        lse=False,
     ),
-    "prefill_alibi_causal": lambda: kernel(
-        TMA, score_mod=alibi(32, "cpu"), mask_mod=causal, lse=False
+    "prefill_causal_score_192_128": lambda: kernel(
+        PREFILL, D=192, Dv=128, score_mod=causal_score, lse=False
     ),
-    "prefill_causal_score": lambda: kernel(PREFILL, D=64, score_mod=causal_score, lse=False),
     "prefill_ragged_blocks": lambda: kernel(
         PrefillConfig(64, 32, 4, 2), D=64, mask_mod=causal, block=(48, 80)
     ),
-    "prefill_no_full_blocks": lambda: kernel(PREFILL, D=64, mask_mod=causal, has_full=False),
+    "prefill_no_full_blocks_sinks": lambda: kernel(
+        replace(PREFILL, order="group"), D=64, mask_mod=causal, has_full=False, sinks="bfloat16"
+    ),
     "prefill_runs_window": lambda: kernel(TMA, mask_mod=sliding_window(1024), runs=True),
     "prefill_runs_document": lambda: kernel(
         replace(TMA, BLOCK_M=64),
@@ -103,25 +109,20 @@ GOLDENS = {
     "decode_runs_prefix": lambda: kernel(
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
     ),
-    "prefill_192_128": lambda: kernel(PREFILL, D=192, Dv=128),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
-    "prefill_group_order": lambda: kernel(replace(PREFILL, order="group"), D=64, mask_mod=causal),
     "prefill_heads_order_late_loads": lambda: kernel(
         replace(PREFILL, order="heads", early_loads=False), D=64, score_mod=key_bias
     ),
-    "prefill_first_order_key_bias": lambda: kernel(
-        replace(PREFILL, order="first"), D=64, score_mod=key_bias
-    ),
     "gluon_noop": lambda: kernel(HOPPER),
     "gluon_lazy_rescale": lambda: kernel(replace(HOPPER, BLOCK_N=32, lazy_rescale=True), D=64),
-    "gluon_192_128": lambda: kernel(HOPPER, D=192, Dv=128, lse=False),
-    "gluon_lists_softcap": lambda: kernel(HOPPER, score_mod=softcap(50.0), mask_mod=causal),
-    "gluon_dynamic_sinks": lambda: kernel(TAKEN, D=64, sinks="bfloat16"),
+    "gluon_dynamic_alibi_sinks": lambda: kernel(
+        TAKEN, D=64, score_mod=alibi(32, "cpu"), sinks="bfloat16"
+    ),
+    "gluon_lists_softcap_192_128": lambda: kernel(
+        HOPPER, D=192, Dv=128, score_mod=softcap(50.0), mask_mod=causal
+    ),
     "gluon_runs_alibi": lambda: kernel(
         TAKEN, D=64, score_mod=alibi(32, "cpu"), mask_mod=causal, runs=True
-    ),
-    "gluon_alibi": lambda: kernel(
-        replace(HOPPER, tile_scheduler="static"), score_mod=alibi(32, "cpu"), lse=False
     ),
     "gluon_runs_document": lambda: kernel(
         replace(HOPPER, tile_scheduler="dynamic"),
@@ -137,7 +138,8 @@ GOLDENS = {
         lse=False,
     ),
     "gluon_relative_bias": lambda: kernel(
-        replace(HOPPER, early_loads=False), score_mod=relative_bias(torch.zeros(32, 64), 32)
+        replace(HOPPER, early_loads=False, tile_scheduler="static"),
+        score_mod=relative_bias(torch.zeros(32, 64), 32),
     ),
     "gluon_fp8_causal_sinks": lambda: kernel(
         TAKEN, dtype="float8_e4m3fn", mask_mod=causal, runs=True, sinks="bfloat16"
@@ -156,11 +158,9 @@ GOLDENS = {
     ),
     "delta_through_lse": lambda: render_delta(problem("backward").structure, DEVICE, True),
     "decode_noop": lambda: kernel(DECODE, "decode"),
-    "decode_alibi_document": lambda: kernel(
-        DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=document(torch.zeros(8).int())
+    "decode_alibi_per_head_mask": lambda: kernel(
+        DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=per_head, per_head=True
     ),
-    "decode_per_head_mask": lambda: kernel(DECODE, "decode", mask_mod=per_head, per_head=True),
-    "prefill_sinks_causal": lambda: kernel(PREFILL, D=64, mask_mod=causal, sinks="bfloat16"),
     "decode_sinks": lambda: kernel(DECODE, "decode", D=64, sinks="bfloat16"),
     "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
     "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
@@ -182,14 +182,39 @@ GOLDENS = {
         ServingConfig(64, 64, 4, 3, 1, combine="launch"),
         DEVICE,
     ),
+    "serving_token_head_scales": lambda: render_serving(
+        ServingForm("bfloat16", "float8_e4m3fn", 128, 128, 4, 8, 16, 64, 4, scales="token_head"),
+        ServingConfig(16, 64, 4, 3, 2, combine="launch"),
+        DEVICE,
+        "golden",
+    ),
+    "cache_append_token_head_rope": lambda: render_append(
+        AppendForm(
+            "bfloat16",
+            "float8_e4m3fn",
+            128,
+            128,
+            8,
+            16,
+            "ragged table",
+            "token_head",
+            RopeForm(64, False, "float32"),
+        ),
+        named("nvidia-a100"),
+    ),
     "block_mask_natten": lambda: block_mask(natten_2d(64, 48, 5), (128, 128)),
     "block_mask_document": lambda: block_mask(document(torch.zeros(8).int()), (48, 80)),
 }
 
 
 def rendered(name):
-    """The kernel without the template's hash, which changes where nothing that is shown does."""
-    return re.sub(r"(?m)^(# template: \S+) [0-9a-f]+$", r"\1", GOLDENS[name]().text)
+    """The kernel without what changes where nothing that is shown does.
+
+    That is the hash of its template, and the glossary, which the template begins with.
+    """
+    head, code = re.split(r"(?m)^(?=import |from )", GOLDENS[name]().text, maxsplit=1)
+    facts = re.match(r"(?s).*^# (?:pass|template): [^\n]+\n", head, re.MULTILINE)[0]
+    return re.sub(r"(?m)^(# template: \S+) [0-9a-f]+$", r"\1", facts) + code
 
 
 @pytest.mark.parametrize("name", GOLDENS)

@@ -1,4 +1,4 @@
-"""Labs of a real GPU whose configs do what a broken kernel does to it."""
+"""Runners of a real GPU whose configs do what a broken kernel does to it."""
 
 import ctypes
 import os
@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from flexattn.kernels.triton.config import PrefillConfig
-from flexattn.measure.lab import DeviceLab
+from flexattn.measure.runner import DeviceRunner
 from flexattn.runtime.launch import Outputs
 
-LAB = f"{__name__}:FaultyLab"
-# Never launched as attention: FaultyLab knows them by their num_warps.
+RUNNER = f"{__name__}:FaultyRunner"
+# Never launched as attention: FaultyRunner knows them by their num_warps.
 BAD_ADDRESS, SPIN, MEMORY, SCARCE, KILLED, SEGFAULT = (
     PrefillConfig(64, 64, warps, 1) for warps in range(101, 107)
 )
@@ -39,7 +39,7 @@ def write_at(address):
     tl.store(address.to(tl.pointer_type(tl.int32)), 1)
 
 
-class FaultyLab(DeviceLab):
+class FaultyRunner(DeviceRunner):
     def _call(self, config):
         fault = {
             101: self.write_far_away, 102: self.spin, 103: self.ask_for_too_much,
@@ -68,7 +68,7 @@ class FaultyLab(DeviceLab):
         ctypes.string_at(0)
 
 
-class ForgetfulLab(DeviceLab):
+class ForgetfulRunner(DeviceRunner):
     """Its kernels leave the last rows of the output as they were."""
 
     def _call(self, config):

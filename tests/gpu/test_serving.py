@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flexattn.serving.plan as plans
-from examples import serving
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
 from flexattn.errors import StalledError
 from flexattn.kernels.base.source import digest_of
@@ -273,10 +272,6 @@ def test_a_cascade(name):
         graph.replay()
         assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
         q.zero_()
-
-
-def test_the_serving_example_loses_no_page_and_is_right():
-    assert serving.main(["--requests", "400", "--judged", "40"]) == 0
 
 
 def test_who_waits_in_vain_gives_up_and_the_next_run_says_so(monkeypatch):

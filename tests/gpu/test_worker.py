@@ -9,12 +9,12 @@ from flexattn.catalogue import alibi, causal, document
 from flexattn.device import detect
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.measure.lab import DeviceLab
+from flexattn.measure.runner import DeviceRunner
 from flexattn.measure.timing import time_interleaved
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.problem import Layout
 from flexattn.records.record import Failed, Gated, Policy
-from tests.gpu.faults import BAD_ADDRESS, KILLED, LAB, MEMORY, SCARCE, SEGFAULT, SPIN
+from tests.gpu.faults import BAD_ADDRESS, KILLED, MEMORY, RUNNER, SCARCE, SEGFAULT, SPIN
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def here():
 
 @pytest.fixture(scope="module")
 def faulty(here):
-    with Worker(LAB, deadlines=DEADLINES) as worker:
+    with Worker(RUNNER, deadlines=DEADLINES) as worker:
         worker.open(make_task(SMALL, here, mask_mod=causal))
         yield worker
 
@@ -78,9 +78,9 @@ def test_times_are_those_of_the_kernels(worker, here, graph):
     for config in CONFIGS:
         gated = worker.gate(config)
         assert isinstance(gated, Gated) and gated.passed, gated
-    lab = DeviceLab()
-    lab.open(task)
-    calls = {str(config): lab._call(config) for config in CONFIGS}
+    runner = DeviceRunner()
+    runner.open(task)
+    calls = {str(config): runner._call(config) for config in CONFIGS}
     theirs = [float("inf")] * len(CONFIGS)
     mine = list(theirs)
     # The shortest of both by turns: other tests run on this GPU at the same time, and may double
@@ -143,7 +143,7 @@ def test_decode_with_and_without_splits(worker, here):
 
 
 def test_unwritten_output_does_not_pass(here):
-    with Worker("tests.gpu.faults:ForgetfulLab") as worker:
+    with Worker("tests.gpu.faults:ForgetfulRunner") as worker:
         worker.open(make_task(SMALL, here))
         got = worker.gate(GOOD)
     assert isinstance(got, Failed) and got.stage == "gate" and "NaN" in got.message

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn.errors import UnsupportedError
-from flexattn.integrations import paged
+from flexattn.integrations import paged, plans
 from flexattn.integrations.transformers import PAGED, register, serve_batches
 from tests.continuous import batched, drawn_prompts, one_by_one
 from tests.models import tiny
@@ -29,14 +29,13 @@ SMALL = {"page_size": 16, "num_blocks": 40, "max_batch_tokens": 24, "max_request
 def test_tokens_are_those_of_generate(name, monkeypatch):
     """Chunks beside single tokens; sinks, windows that are left behind, soft caps."""
     model, prompts = tiny(name), drawn_prompts((5, 17, 30, 9))
-    plans = []
-    made = paged.DecodePlan
-    monkeypatch.setattr(paged, "DecodePlan", lambda **more: plans.append(more) or made(**more))
+    built, made = [], plans.DecodePlan
+    monkeypatch.setattr(plans, "DecodePlan", lambda **more: built.append(more) or made(**more))
     wanted = one_by_one(model, prompts, 6)
     assert batched(model, prompts, 6, **SMALL) == wanted
     # A plan of chunks and one of single tokens, for each kind of layer.
     kinds = 1 if name == "Llama" else 2
-    assert 1 <= len(plans) <= 2 * kinds
+    assert 1 <= len(built) <= 2 * kinds
     assert len({token for each in wanted for token in each}) > 4
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import flexattn.serving.plan as plans
-from examples import serving
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
@@ -337,7 +336,3 @@ def test_lengths_at_the_ends_of_the_plan():
         page_size=16, config=SMALL, lse=True, mask_mod=sliding_window(200),
     )  # fmt: skip
     assert_right(run(plan, each), each, mask_mod=sliding_window(200))
-
-
-def test_the_serving_example_loses_no_page_and_is_right():
-    assert serving.main(["--requests", "4", "--batch", "2", "--rate", "1"]) == 0

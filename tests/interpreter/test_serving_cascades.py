@@ -11,9 +11,9 @@ import flexattn.serving.join as joins
 import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.errors import BuildError
-from flexattn.runtime.build import TritonLaunch, builder
 from flexattn.serving import CascadePlan, ServingConfig
 from flexattn.settings import override
+from tests.launches import launches_of
 from tests.serving import Batch, assert_right, batch, poisoned_cache, poisoned_pages, quantized
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -225,22 +225,9 @@ def test_a_join_that_does_not_build_leaves_the_merge_to_others(monkeypatch, capl
 def test_a_run_is_three_launches_and_allocates_nothing(monkeypatch):
     found = case(61, q_len=2, config=ServingConfig(16, 16, 4, 2))
     first = [x.clone() for x in found.run()]
-    before, count = builder().compiled, []
-
-    def refused(*args, **kwargs):
-        raise AssertionError("a run allocates nothing")
-
-    def counted(launch, stream, given):
-        count.append(launch)
-        return plain(launch, stream, given)
-
-    plain = TritonLaunch.launch
-    monkeypatch.setattr(TritonLaunch, "launch", counted)
-    for name in ("empty", "zeros", "empty_strided", "full", "empty_like"):
-        monkeypatch.setattr(torch, name, refused)
-    monkeypatch.setattr(plans, "build", refused)
-    monkeypatch.setattr(joins, "render_join", refused)
-    got = found.plan.run(found.q, found.cache, **found.call)
-    monkeypatch.undo()
-    assert len(count) == 3 and builder().compiled == before
+    got, launched = launches_of(
+        monkeypatch, lambda: found.plan.run(found.q, found.cache, **found.call),
+        (plans, "build"), (joins, "render_join"),
+    )  # fmt: skip
+    assert len(launched) == 3
     assert all(torch.equal(x.flatten(0, 1), y) for x, y in zip(got, first, strict=True))

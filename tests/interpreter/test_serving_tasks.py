@@ -1,4 +1,4 @@
-"""Serving tasks in a lab: every class of batch and cache, judged by the oracle as calls are."""
+"""Serving tasks in a runner: every class of batch and cache, judged by the oracle as calls are."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.measure.lab import DeviceLab
+from flexattn.measure.runner import DeviceRunner
 from flexattn.measure.serving import judge_of, make_batch, plan_call
 from flexattn.mods import bind
 from flexattn.problem import Shape
@@ -41,24 +41,26 @@ CASES = {
     "mods": {"score": alibi(4, "cpu"), "mask": sliding_window(20)},
     "sinks": {"sinks": True},
     "eight bits": {"kv_dtype": "float8_e4m3fn"},
+    "eight bits, a scale a token": {"kv_dtype": "float8_e4m3fn", "scaled": "token_head"},
+    "a scale a page": {"kv_dtype": "float8_e5m2", "scaled": "page", "layout": "HND"},
     "mla": {"heads": (4, 1), "dims": (48, 32), "shared_kv": True},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_batch_is_judged(name):
-    lab = DeviceLab()
-    lab.open(task(**CASES[name]))
-    found = lab.gate(SMALL)
+    runner = DeviceRunner()
+    runner.open(task(**CASES[name]))
+    found = runner.gate(SMALL)
     assert isinstance(found, Gated) and found.passed and 0 < found.error <= found.budget, found
 
 
 def test_two_configs_are_timed():
-    lab = DeviceLab()
-    lab.open(task())
+    runner = DeviceRunner()
+    runner.open(task())
     configs = [SMALL, ServingConfig(16, 16, 4, 2, 1, 2, "launch")]
-    assert all(lab.gate(config).passed for config in configs)
-    assert len(list(lab.race(configs, 2, 0.0, math.inf))) == 2 + 2 * 2 * 2
+    assert all(runner.gate(config).passed for config in configs)
+    assert len(list(runner.race(configs, 2, 0.0, math.inf))) == 2 + 2 * 2 * 2
 
 
 @pytest.mark.parametrize("spoilt", ["one value", "unwritten"])

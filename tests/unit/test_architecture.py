@@ -88,6 +88,9 @@ OPTIONAL = {
     "rich": "cli/",
     "sympy": "kernels/stated/",  # printed as Python: no call imports it
     "numpy": "kernels/printers/interpreted_math.py",  # Triton's interpreter needs it
+    # Classes of a server's, made when it loads a backend.
+    "vllm": "integrations/vllm.py",
+    "sglang": "integrations/sglang.py",
     **dict.fromkeys(
         (
             "matplotlib",

@@ -61,6 +61,24 @@ def test_wheel_contains_code_and_data(wheel):
     assert not [n for n in names if n.startswith(strangers)]
 
 
+@pytest.mark.slow
+def test_servers_find_their_plug_ins(wheel, tmp_path):
+    """vLLM and SGLang load them wherever the wheel is installed: without torch, in an instant."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = f"""
+    import sys
+    from importlib.metadata import distributions
+    points = next(distributions(name="flexattn", path=[{str(tmp_path)!r}])).entry_points
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        (point,) = points.select(group=group)
+        print(point.name, point.load().__name__)
+    print([name for name in ("torch", "triton", "vllm", "sglang") if name in sys.modules])
+    """
+    found = python(code, tmp_path).splitlines()
+    assert found == ["flexattn register_vllm", "flexattn register_sglang", "[]"]
+
+
 FIND_TEMPLATES = """
 import flexattn
 from flexattn.kernels.base.environment import templates_folder

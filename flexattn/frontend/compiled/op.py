@@ -17,7 +17,7 @@ from flexattn.frontend.attention import run_admitted
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_look
 from flexattn.frontend.compiled.spec import Spec, parsed
-from flexattn.kernels.printers.torch_printer import evaluate
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.mods import Bound
 from flexattn.mods.graph import GraphMod
 from flexattn.mods.signatures import ScoreMod
@@ -43,7 +43,6 @@ _KEYS = reduce(
         )
     ),
 )  # fmt: skip
-_POSITIONS = ("b", "h", "q_idx", "kv_idx")
 library = torch.library.Library("flexattn", "FRAGMENT")
 library.define(_SCHEMA)
 
@@ -121,13 +120,7 @@ def score_of(
     if said.score is None or said.score.mod.expr.op == "var":
         return None, None
     bound = _on(q, said.score, tensors, integers)
-
-    def score_mod(score: Tensor, *positions: Tensor) -> Tensor:
-        env = {"score": score, **dict(zip(_POSITIONS, positions, strict=True))}
-        wide = score.dtype == torch.float64
-        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
-
-    return bound, score_mod
+    return bound, score_callable(bound)
 
 
 def mask_of(
@@ -142,11 +135,8 @@ def mask_of(
     if said.mask is None or said.block is None:
         return None, None
     bound = _on(q, said.mask, tensors, integers)
-
-    def mask_mod(*positions: Tensor) -> Tensor:
-        env = dict(zip(_POSITIONS, positions, strict=True))
-        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
-
+    mask_mod = mask_callable(bound)
+    assert mask_mod is not None
     mask = LazyBlockMask.of(tuple(lists), said.block, mask_mod, (q.shape[2], k.shape[2]))
     checks.check_block_mask(mask, q, k)
     remember_look(mask, lists, said)

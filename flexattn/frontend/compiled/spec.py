@@ -46,18 +46,9 @@ class Spec:
 
 def printed(spec: Spec) -> str:
     """The spec as text, which `parsed` reads in any process."""
-    data = {
-        "score": _told(spec.score),
-        "mask": _told(spec.mask),
-        "block": spec.block,
-        "lse": spec.lse,
-        "max_scores": spec.max_scores,
-        "options": spec.options,
-        "looks": spec.looks,
-        "backward": spec.backward,
-        "grads": spec.grads,
-    }
-    return json.dumps(data, sort_keys=True)
+    data = {name: getattr(spec, name) for name in _NAMES}
+    mods = {"score": _told(spec.score), "mask": _told(spec.mask)}
+    return json.dumps(data | mods, sort_keys=True)
 
 
 @lru_cache(maxsize=1024)

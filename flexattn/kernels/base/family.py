@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config, Language
+from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
@@ -61,6 +62,10 @@ class KernelFamily(ABC, Generic[C]):
     @abstractmethod
     def defaults(self, problem: Problem, device: Device) -> Iterator[C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
+
+    def expected(self, problem: Problem, config: C, device: Device) -> Estimate | None:
+        """What a launch is expected to take; None where no model was fitted to measured ones."""
+        return None
 
     def variants(self, config: C) -> Iterator[C]:
         """A config, then its tiles compiled otherwise."""

@@ -9,16 +9,18 @@ from typing import Any
 from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.features import FEW_BY_KEY, values_by_key
 from flexattn.kernels.base.knobs import at_rest, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
-from flexattn.kernels.hopper import printed, space
+from flexattn.kernels.hopper import cost, printed, space
 from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, CONSUMER_ROWS, HopperPrefillConfig
 from flexattn.kernels.hopper.grid import fit_to_mask, grid, with_consumers
+from flexattn.kernels.hopper.sized import sized
 from flexattn.kernels.hopper.source import render
 from flexattn.kernels.hopper.transpose_v import render_transpose_v
 from flexattn.kernels.ptx.assembler import preferred
@@ -27,6 +29,9 @@ from flexattn.problem import Kind, Problem, Structure
 # The one switch: whether it serves prefills on Hopper that nobody tuned. Either way another family
 # serves what this one cannot, and a tuner chooses between both.
 LEADS = True
+# Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
+# one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
+BY_SIZES = False
 
 
 class _Prefill(KernelFamily[HopperPrefillConfig]):
@@ -46,7 +51,14 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         return LEADS and self.offered(device) and values_by_key(structure) <= FEW_BY_KEY
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperPrefillConfig]:
+        if BY_SIZES:
+            return sized(problem, device, self.feasibility)
         return space.preferences(problem.structure)
+
+    def expected(
+        self, problem: Problem, config: HopperPrefillConfig, device: Device
+    ) -> Estimate | None:
+        return cost.expected(problem, config, device)
 
     def variants(self, config: HopperPrefillConfig) -> Iterator[HopperPrefillConfig]:
         return space.forms(config)

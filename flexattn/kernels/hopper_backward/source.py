@@ -24,8 +24,8 @@ from flexattn.kernels.hopper_backward.arguments import (
 )
 from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of
-from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_gradient
-from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
+from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.problem import Structure
 
 TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -60,7 +60,8 @@ def render(
     structure: Structure, config: HopperBackwardConfig, device: Device, title: str
 ) -> Source:
     """The kernel of a structure with a config; title goes into its header."""
-    score, mask = _printed(structure, device)
+    traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
+    score, mask = print_with_gradients(structure, traits)
     band = None if structure.mask is None else band_of(structure.mask.mod.expr)
     if band is not None:
         mask = None
@@ -144,18 +145,6 @@ def _used(structure: Structure) -> int:
 
 def _title(structure: Structure) -> str:
     return f"backward {structure.dtype} D={structure.head_dim_qk}"
-
-
-def _printed(
-    structure: Structure, device: Device
-) -> tuple[PrintedGradient | None, Printed | None]:
-    traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
-    score = mask = None
-    if structure.score is not None:
-        score = print_gradient(structure.score, (), traits)
-    if structure.mask is not None:
-        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
-    return score, mask
 
 
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:

@@ -68,8 +68,8 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     dense = structure.sparsity is None
     if dense:
         pipelines.append(replace(config, early_stats=True))
-    for each, turns in product(pipelines, (False, True)):
-        each = replace(each, ping_pong=turns)
+    for each, ping_pong in product(pipelines, (False, True)):
+        each = replace(each, ping_pong=ping_pong)
         yield each
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)

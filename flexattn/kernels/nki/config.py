@@ -17,7 +17,7 @@ Form = Literal["s", "st"]
 CHUNK = PARTITIONS
 # States of query rows that wait for the next section of keys.
 MAX_STATES = 32
-TURNS = 4
+TRANSPOSE_BUFFERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,10 @@ class NkiShape:
 
     section: keys of a section, whole blocks of a mask. chunks: of a section, at most. tile_parts:
     chunks of a tile, at most. pieces, value_pieces: (first, size) of the head dimensions. states:
-    of query rows at a time. group: turned chunks of P that one PSUM bank holds. lanes: elements of
-    a tile in one partition. exact_sums: P is summed before it is rounded, for the sake of lse.
-    reference: the dtype of what is subtracted before exp, where keys lie on the partitions.
+    of query rows at a time. group: turned chunks of P that one PSUM bank holds. transpose_buffers:
+    tiles in PSUM by which heads are transposed. lanes: elements of a tile in one partition.
+    exact_sums: P is summed before it is rounded, for the sake of lse. reference: the dtype of what
+    is subtracted before exp, where keys lie on the partitions.
     """
 
     section: int
@@ -93,7 +94,7 @@ class NkiShape:
     value_pieces: tuple[tuple[int, int], ...]
     states: int
     group: int
-    turns: int
+    transpose_buffers: int
     itemsize: int
     lanes: int
     exact_sums: bool
@@ -134,7 +135,7 @@ def shape_of(problem: Problem, config: NkiConfig) -> NkiShape:
         value_pieces=_pieces(structure.head_dim_v, 512),
         states=2 if sections == 1 else max(2, min(visits, MAX_STATES)),
         group=max(1, BANK_BYTES // (config.BLOCK_M * itemsize)),
-        turns=min(TURNS, BANK_BYTES // (128 * itemsize)),
+        transpose_buffers=min(TRANSPOSE_BUFFERS, BANK_BYTES // (128 * itemsize)),
         itemsize=itemsize,
         lanes=tile_parts * config.BLOCK_M if config.form == "st" else config.BLOCK_N,
         exact_sums=structure.lse and itemsize == 2,

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from flexattn.kernels.nki.config import NkiConfig
-from flexattn.kernels.nki.space import default, reasons, survey
 
 
 class _Nki:
     name = "nki"
     kind = "nki"
-    refuses = staticmethod(reasons)
-    defaults = staticmethod(default)
-    axes = staticmethod(survey)
 
     def short(self, config: NkiConfig) -> str:
         """128x512 k4096 dma is tiles of 512 keys, of 4096 that stay on the chip.

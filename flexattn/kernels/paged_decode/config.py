@@ -19,6 +19,8 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
+# What has a scale of its own, where more than a tensor or a head has.
+Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Bytes of a line of the L2 cache.
 LINE = 128
 
@@ -30,10 +32,11 @@ class ServingForm:
     page: keys of a page, 0 for a contiguous cache. requests: a power of two that is at least the
     largest batch. rows: packed rows (group x query positions) of the longest uniform request, 0
     where cu_seqlens_q gives the lengths. shared_kv: V is the first columns of K (MLA). scaled: the
-    cache's scales are given. prefix: one cache is shared by the rows of all requests (the first
-    pass of a cascade). offset: a request's keys begin behind a prefix (its second pass).
-    aligned: addresses and strides are multiples of 16 bytes. split_keys: of a batch-invariant
-    kernel, keys of a split; 0 where splits are cut for balance.
+    cache's scales are given, one or one for each head. scales: finer ones are. prefix: one cache
+    is shared by the rows of all requests (the first pass of a cascade). offset: a request's keys
+    begin behind a prefix (its second pass). aligned: addresses and strides are multiples of 16
+    bytes. split_keys: of a batch-invariant kernel, keys of a split; 0 where splits are cut for
+    balance.
     """
 
     dtype: str
@@ -56,6 +59,7 @@ class ServingForm:
     aligned: bool = True
     positive_scale: bool = True
     split_keys: int = 0
+    scales: Scales = ""
 
     @property
     def ragged(self) -> bool:

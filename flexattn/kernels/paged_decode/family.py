@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from flexattn.device import Device
-from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm, shared_memory
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
 
 # Told in a table's cell without their names.
 _NAMELESS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "per_sm", "combine")
@@ -19,20 +16,6 @@ _NAMELESS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "per_sm", "combine
 class _PagedDecode:
     name = "paged_decode"
     kind = "serving"
-
-    def refuses(self, config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
-        return reasons(config, form, device)
-
-    def defaults(self, form: ServingForm, device: Device) -> Iterator[ServingConfig]:
-        return serving_candidates(form, device)
-
-    def axes(self, form: ServingForm, device: Device, effort: Effort) -> Iterator[ServingConfig]:
-        return iter(space(form, device))
-
-    def resources(
-        self, config: ServingConfig, form: ServingForm, device: Device
-    ) -> tuple[int, int]:
-        return shared_memory(config, form), config.registers(form, device)
 
     def render(
         self, form: ServingForm, config: ServingConfig, device: Device, title: str

@@ -80,6 +80,7 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
             f"the MLA template is for shared_kv with head dimensions {LATENT + ROPE} and {LATENT}",
         ),
         (form.dtype == form.kv_dtype != "float32", "the MLA template multiplies 16 bits"),
+        (not form.scales, "the MLA template takes one scale of a cache, or one for each head"),
         (whole_boxes, f"a page of the MLA template has {LEAST_PAGE}, 32, 64, 128 or 256 keys"),
         (not form.prefix, "the MLA template takes no prefix that requests share"),
         (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),

@@ -27,6 +27,7 @@ from flexattn.kernels.paged_decode.reads import (
     prefetched,
     reads_last_keys,
 )
+from flexattn.kernels.paged_decode.scales import scale_arguments, scale_constants, scale_context
 from flexattn.kernels.printers.mask_parts import MaskParts, whole
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.printers.score_printer import whole_score
@@ -66,6 +67,7 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
         found.append(Argument("ROW_LENS", "*i32", 4))
     if form.scaled:
         found.append(Argument("K_SCALE", "*fp32", 4))
+    found += scale_arguments(form)
     q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
     kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
@@ -277,7 +279,7 @@ def _shared(
     names = [each.name for each in _described(form)]
     merged = merge_shape(form, config, device)
     slots = config.programs(device) * config.left * config.BLOCK_M
-    settings = {
+    settings: dict[str, float] = {
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "PACKED": form.group,
@@ -299,6 +301,7 @@ def _shared(
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
         settings |= mla.sizes(form)
+    settings |= scale_constants(form)
     if form.split_keys:
         settings |= {
             "SPLIT_KEYS": form.split_keys,
@@ -335,6 +338,7 @@ def _shared(
         "lse": form.lse,
         "sinks": form.sinks,
         "scaled": form.scaled,
+        **scale_context(form),
         "ragged": form.ragged,
         "offset": form.offset,
         "prefix": form.prefix,

@@ -9,9 +9,11 @@ from flexattn.kernels.base.dialect import Dialect, Tensor
 from flexattn.kernels.printers.triton_printer import (
     TILE,
     MultiPrinter,
+    Printed,
     Traits,
     View,
     buffer_names,
+    print_mod,
 )
 from flexattn.mods.analysis.dependence import along_diagonals
 from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
@@ -109,6 +111,21 @@ def print_gradient(
              for line in _steps(slot, captures.mod.buffers[slot].rank)]  # fmt: skip
     hoisted = (*printed.hoisted, *steps)
     return PrintedGradient(hoisted, printed.early, printed.body, result, factor, scatters)
+
+
+def print_with_gradients(
+    structure: Structure, traits: Traits, slots: tuple[int, ...] = (), diagonals: bool = False
+) -> tuple[PrintedGradient | None, Printed | None]:
+    """The score_mod with its derivatives and the mask_mod of a half; None where there is none.
+
+    slots, diagonals, and what is raised: as of `print_gradient`.
+    """
+    score = mask = None
+    if structure.score is not None:
+        score = print_gradient(structure.score, slots, traits, diagonals)
+    if structure.mask is not None:
+        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
+    return score, mask
 
 
 def _as_tile(printer: MultiPrinter, expr: Expr, text: str) -> str:

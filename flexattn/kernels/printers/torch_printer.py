@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import OPS
 from flexattn.mods.outside import read
+from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.util.lru import Lru
 
 _compiled: Lru[str, Callable[..., torch.Tensor]] = Lru(256)
@@ -63,6 +66,31 @@ def evaluate(
     inputs = [env.get(name) for name in ("score", "b", "h", "q_idx", "kv_idx")]
     with torch.device(device):
         return function(*inputs, tensors, scalars)
+
+
+def score_callable(bound: Bound | None) -> ScoreMod | None:
+    """A score_mod as torch's callable, in float64 where the score is; None for None."""
+    if bound is None:
+        return None
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        env = {"score": score, "b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        wide = score.dtype == torch.float64
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars, wide=wide)
+
+    return score_mod
+
+
+def mask_callable(bound: Bound | None) -> MaskMod | None:
+    """A mask_mod as torch's callable, in the dtypes that the kernel has: it decides as it does."""
+    if bound is None:
+        return None
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        env = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        return evaluate(bound.mod, env, bound.tensors, bound.scalars)
+
+    return mask_mod
 
 
 def _load(buffer: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:

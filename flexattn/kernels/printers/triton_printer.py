@@ -215,10 +215,10 @@ class MultiPrinter:
         args = [self.values[arg] for arg in node.args]
         row, key = any(arg.row for arg in args), any(arg.key for arg in args)
         if node.op == "cast":
-            dtype = self._narrow(node, args)
+            dtype = self._narrow((node,), args)
             return _Value(self._cast(args[0], node, dtype), dtype, row, key)
         if node.op == "where":
-            dtype = self._narrow(node, args[1:])
+            dtype = self._narrow((node,), args[1:])
             texts = [args[0].text, *(self._as(arg, dtype) for arg in args[1:])]
             text = self.dialect.computed(OPS["where"], dtype, texts)
             return _Value(text, dtype, row, key)
@@ -228,9 +228,9 @@ class MultiPrinter:
             above = above if above.text.isidentifier() else self._name(above)
             return _Value(spelled.format(above.text, args[1].text), "int32", row, key)
         operand = node.args[0].dtype
-        computed = "float32" if operand in HALVES else self._narrow(node, args)
+        computed = "float32" if operand in HALVES else self._narrow((node,), args)
         if node.dtype == "bool" and operand != "bool":
-            computed = "float32" if operand in HALVES else self._common(node.args, args)
+            computed = "float32" if operand in HALVES else self._narrow(node.args, args)
         text = self._spell(node, [self._as(arg, computed) for arg in args], computed)
         if node.dtype in HALVES:
             text, computed = self._converted(text, computed, node.dtype), node.dtype
@@ -238,14 +238,8 @@ class MultiPrinter:
             text, computed = f"{text}.to({self.tl}.int32)", "int32"
         return _Value(text, "bool" if node.dtype == "bool" else computed, row, key)
 
-    def _narrow(self, node: Expr, args: list[_Value]) -> str:
-        """32-bit arithmetic where neither the operands nor the result can leave 32 bits."""
-        if node.dtype != "int64":
-            return node.dtype
-        wide = any(arg.dtype == "int64" and not _is_literal(arg.text) for arg in args)
-        return "int64" if wide or not self._fits(node) else "int32"
-
-    def _common(self, nodes: tuple[Expr, ...], args: list[_Value]) -> str:
+    def _narrow(self, nodes: tuple[Expr, ...], args: list[_Value]) -> str:
+        """32-bit arithmetic where neither the operands nor these nodes can leave 32 bits."""
         if nodes[0].dtype != "int64":
             return nodes[0].dtype
         fits = all(self._fits(node) for node in nodes)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
+from flexattn.kernels.base.estimate import Estimate
 from flexattn.kernels.base.family import Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import at_rest, words
@@ -18,6 +19,7 @@ from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.cost import expected
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
 from flexattn.kernels.triton.invariant import invariant_config
 from flexattn.kernels.triton.source import render, render_combine
@@ -94,7 +96,13 @@ class _Decode(_Family[DecodeConfig]):
     kind: Kind = "decode"
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
-        return decode_defaults(problem, device)
+        def can_run(config: DecodeConfig) -> bool:
+            return not TRITON.violated(config, problem.structure, device)
+
+        return decode_defaults(problem, device, can_run)
+
+    def expected(self, problem: Problem, config: DecodeConfig, device: Device) -> Estimate | None:
+        return expected(problem, config, device) if device.has_wgmma else None
 
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
         can_run = (

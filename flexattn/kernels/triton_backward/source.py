@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe, power_above
-from flexattn.kernels.base.dialect import Dialect
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -20,10 +19,10 @@ from flexattn.kernels.printers.gradient_printer import (
     OVER_KEYS,
     OVER_ROWS,
     PrintedGradient,
-    print_gradient,
+    print_with_gradients,
 )
 from flexattn.kernels.printers.triton_ops import triton_type
-from flexattn.kernels.printers.triton_printer import Printed, print_mod
+from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.kernels.triton_backward.arguments import backward_arguments, delta_arguments
@@ -37,10 +36,11 @@ ELEMENTS = 4096
 
 def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
     """The backward kernel of a structure with a config; title goes into its header."""
-    over_keys, mask_over_keys = _printed(
-        structure, device, OVER_KEYS, structure.grads, config.sum_diagonals
+    traits = traits_of(device, structure)
+    over_keys, mask_over_keys = print_with_gradients(
+        structure, replace(traits, dialect=OVER_KEYS), structure.grads, config.sum_diagonals
     )
-    over_rows, mask_over_rows = _printed(structure, device, OVER_ROWS, ())
+    over_rows, mask_over_rows = print_with_gradients(structure, replace(traits, dialect=OVER_ROWS))
     qk, v = named_pieces("qk", structure.head_dim_qk), named_pieces("v", structure.head_dim_v)
     sparsity = structure.sparsity
     settings: dict[str, int] = dict(config.tiles)
@@ -103,23 +103,6 @@ def render_delta(structure: Structure, device: Device, through_lse: bool) -> Sou
     title = f"delta {structure.dtype} D={structure.head_dim_v} for {device.arch}"
     found = delta_arguments(structure, through_lse)
     return make_source("triton_backward/delta.py.jinja", device, [title], context, found, 4, 1)
-
-
-def _printed(
-    structure: Structure,
-    device: Device,
-    dialect: Dialect,
-    slots: tuple[int, ...],
-    diagonals: bool = False,
-) -> tuple[PrintedGradient | None, Printed | None]:
-    """The score_mod with its derivatives and the mask_mod, as one half has them."""
-    traits = replace(traits_of(device, structure), dialect=dialect)
-    score = mask = None
-    if structure.score is not None:
-        score = print_gradient(structure.score, slots, traits, diagonals)
-    if structure.mask is not None:
-        mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
-    return score, mask
 
 
 def _hoisted(score: PrintedGradient | None, mask: Printed | None) -> tuple[str, ...]:

@@ -65,8 +65,8 @@ def root() -> Path:
 class Memory:
     """What is known of sources before they are compiled."""
 
-    def __init__(self, capacity: int = 4096) -> None:
-        self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(capacity)
+    def __init__(self) -> None:
+        self._known: Lru[tuple[Path, str, str], tuple[Outcome | None]] = Lru(4096)
         self._noted = False
 
     def find(self, source: Source, device: Device) -> Outcome | None:

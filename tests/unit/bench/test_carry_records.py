@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.carry_child import in_former_words
 from bench.carry_records import (
     CARRIED,
-    FORMER,
     FORMER_ARGUMENTS,
     THERE,
     carry,
@@ -59,7 +57,8 @@ def test_a_record_of_the_same_kernel_moves_and_is_otherwise_as_it_was(root):
             encode_record(one).splitlines(), encode_record(other).splitlines(), strict=True
         )
         changed = [a.split(":")[0].strip(' "') for a, b in lines if a != b]
-        assert changed == ["template", "sha256"]
+        assert changed == ["environment", "sha256"]
+        assert one.environment.differing(other.environment) == ("template",)
     assert carry(root, told(root), told(root), dry=False) == {THERE: 2}
 
 
@@ -102,12 +101,3 @@ def test_others_stay_where_they_are_and_are_named(root, old, new, words, capsys)
     assert carry(root, *found, dry=False) == {words: 2}
     assert list(Store(root).paths()) == before
     assert capsys.readouterr().out.count(words) == 2
-
-
-def test_an_older_tree_reads_records_by_its_own_names():
-    """Of a tree from before a field was renamed, every record was one that it did not render."""
-    for path in list(Store(SHIPPED).paths())[::9]:
-        raw = path.read_bytes()
-        older = in_former_words(raw, FORMER)
-        assert decode_record(older) == decode_record(raw)
-        assert not any(f'"{name}"'.encode() in older for name in FORMER)

@@ -20,11 +20,17 @@ def test_rows_are_unique_and_have_the_bytes_of_the_issue():
     cascade = ROWS["b32-8k-256-cascade"]
     assert cascade.kv_bytes == (8192 + 32 * 256) * 8 * 256 * 2
     assert ROWS["b32-8k-256-plain"].kv_bytes == 32 * (8192 + 256) * 8 * 256 * 2
+    tree = ROWS["b64-3-levels-tree"]
+    assert tree.kv_bytes == (8192 + 4 * 4096 + 16 * 2048 + 64 * 256) * 8 * 256 * 2
+    assert ROWS["b64-3-levels-plain"].kv_bytes == 64 * (14336 + 256) * 8 * 256 * 2
+    assert ROWS["b8-1m"].kv_bytes == 8 * ROWS["b1-1m"].kv_bytes == 2**35
     # Read at 3.95 TB/s the ragged batch takes the 240 us of the issue.
     assert ROWS["ragged-b64"].kv_bytes / 3.95e6 == pytest.approx(240, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["b8-8k", "b8-8k-contiguous", "b32-8k-256-cascade"])
+@pytest.mark.parametrize(
+    "name", ["b8-8k", "b8-8k-contiguous", "b32-8k-256-cascade", "b1-8k-fp8-token-head"]
+)
 def test_the_judge_sees_one_wrong_request(name):
     row = ROWS[name]
     lens = (48,) * 3 if row.shared else (33, 70, 90)
@@ -41,3 +47,19 @@ def test_the_judge_sees_one_wrong_request(name):
     if row.shared:
         assert torch.equal(x.keys(0)[0][:32], x.keys(2)[0][:32])
         assert not torch.equal(x.keys(0)[0][32:], x.keys(2)[0][32:])
+
+
+def test_a_tree_of_three_levels_shares_its_pages():
+    """By a level's node, and pages of a request's own by nobody."""
+    levels = ((1, 32), (2, 16), (4, 48))
+    row = replace(
+        ROWS["b64-3-levels-tree"], lens=(110,) * 8, shared=96, levels=levels, hq=4, hkv=2, d=16,
+        dv=16,
+    )  # fmt: skip
+    x = make_served(row, "cpu")
+    assert len(x.k) == 2 + 2 + 4 * 3 + 8 and len(x.table.unique()) == len(x.k)
+    for a in range(8):
+        for b in range(a):
+            same = (x.table[a] == x.table[b]).tolist()
+            tool, conversation = a // 4 == b // 4, a // 2 == b // 2
+            assert same == [True] * 2 + [tool] + [conversation] * 3 + [False]

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from bench.tuned_results import flip, flipped, regret
-from flexattn.tune.ledger import cost
 from flexattn.tune.method import Method
 from flexattn.tune.replay import ReplayMeasurer
+from flexattn.tune.trial_table import cost
 from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, study
 

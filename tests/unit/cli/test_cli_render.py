@@ -16,8 +16,8 @@ from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
-from flexattn.runtime.dispatch import choices
 from flexattn.settings import override
+from tests.problems import choices
 
 H200 = named("nvidia-h200")
 B, HEADS, LENGTHS, D = 2, (8, 2), (611, 747), 64

@@ -127,7 +127,7 @@ CHILD = """
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     from flexattn.records.record import Gated
-    from flexattn.tune import crew
+    from flexattn.tune import gpu_tuner
 
     PAUSE = float(sys.argv.pop(1))
 
@@ -158,7 +158,7 @@ CHILD = """
         def close(self):
             pass
 
-    crew.Worker = Slow
+    gpu_tuner.Worker = Slow
     from flexattn.cli import main
     main()
 """

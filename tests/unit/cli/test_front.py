@@ -86,6 +86,8 @@ def test_version_and_short_help(flexattn):
 def test_completion_is_there_and_help_says_how():
     shown = command("--help").stdout
     assert "flexattn --install-completion" in shown and "TAB" in shown
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert "TAB" in page and all(f"--{word}-completion" in page for word in ("install", "show"))
 
     def completed(*words):
         """What TAB offers behind the words; the last one is begun."""

@@ -21,11 +21,10 @@ from flexattn.problem import Shape, fingerprint
 from flexattn.problem.descales import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
-from flexattn.runtime.dispatch import choices
 from flexattn.runtime.launch import prepare
 from flexattn.tune.serving import serving_task
 from tests.launches import Recorded
-from tests.problems import problem
+from tests.problems import choices, problem
 from tests.support import block_mask, inputs, sinks
 
 plans = importlib.import_module("flexattn.frontend.plan")

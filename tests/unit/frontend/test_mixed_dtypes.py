@@ -20,10 +20,9 @@ from flexattn.records.key import key_of
 from flexattn.records.untuned import note, read, untuned_path
 from flexattn.reference import Precision, attention
 from flexattn.reference.rounding import Rounding
-from flexattn.runtime.dispatch import choices
 from flexattn.settings import override
 from tests.families import gluon_refused
-from tests.problems import problem
+from tests.problems import choices, problem
 from tests.support import block_mask, inputs, run, sinks
 
 plans = importlib.import_module("flexattn.frontend.plan")

@@ -9,9 +9,10 @@ from hypothesis import given, settings, strategies as st
 
 import flexattn
 from flexattn.catalogue import causal
+from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure import oracle as oracles
 from flexattn.measure.inputs import make_inputs
-from flexattn.measure.oracle import kept, mask_callable, oracle, score_callable
+from flexattn.measure.oracle import kept, oracle
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
@@ -43,7 +44,7 @@ def test_an_expr_is_the_callable_that_it_came_from(entry):
     case, score, mask = built(entry)
     q, k, v = inputs(*SIZES.values())
     mine = {
-        "score_mod": None if score is None else score_callable(score),
+        "score_mod": score_callable(score),
         "block_mask": block_mask(case.mask_mod, q, k, BLOCK),
     }
     theirs = {"score_mod": case.score_mod, "block_mask": mine["block_mask"]}

@@ -18,7 +18,7 @@ from flexattn.measure.process import ChildProcess
 from flexattn.measure.worker import Deadlines, Worker
 from flexattn.records.record import Failed, Gated
 from flexattn.settings import override, say_once, worker_environment
-from tests.unit.measure.labs import LAB, config, task
+from tests.unit.measure.runners import RUNNER, config, task
 
 ROOT = Path(__file__).parents[3]
 SHORT = Deadlines(start=60, open=5, gate=1.5, step=1.5)
@@ -27,7 +27,7 @@ GOOD = config()
 
 @pytest.fixture(scope="module")
 def worker():
-    with Worker(LAB, deadlines=SHORT) as made:
+    with Worker(RUNNER, deadlines=SHORT) as made:
         made.open(task())
         yield made
 
@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_no_half_answered_child(worker, monkeypatch):
     ],
 )
 def test_a_task_that_cannot_be_opened_raises(title, error, says):
-    with Worker(LAB, deadlines=Deadlines(start=60, open=1)) as worker:
+    with Worker(RUNNER, deadlines=Deadlines(start=60, open=1)) as worker:
         with pytest.raises(error, match=says):
             worker.open(task(title))
         worker.open(task())
@@ -148,9 +148,9 @@ def test_a_task_that_cannot_be_opened_raises(title, error, says):
     assert worker.pid is None
 
 
-@pytest.mark.parametrize("lab", ["tests.unit.measure.labs:Missing", "no.such.module:Lab"])
-def test_a_lab_that_cannot_be_loaded_raises(lab):
-    with Worker(lab) as worker, pytest.raises(MeasureError, match=lab.split(":")[0]):
+@pytest.mark.parametrize("runner", ["tests.unit.measure.runners:Missing", "no.such.module:Runner"])
+def test_a_runner_that_cannot_be_loaded_raises(runner):
+    with Worker(runner) as worker, pytest.raises(MeasureError, match=runner.split(":")[0]):
         worker.open(task())
 
 
@@ -165,7 +165,7 @@ def test_a_device_that_lets_no_child_start_is_at_fault(tmp_path, monkeypatch, ch
     """The first child opens nothing; whether there is another one says who is to blame."""
     monkeypatch.setenv("FAULTY_LAB_STARTS", str(tmp_path / "starts"))
     monkeypatch.setenv("FAULTY_LAB_LAST", str(child - 1))
-    with Worker(LAB) as worker:
+    with Worker(RUNNER) as worker:
         worker.start()
         with pytest.raises(MeasureError) as caught:
             worker.open(task("aborts"))
@@ -175,7 +175,7 @@ def test_a_device_that_lets_no_child_start_is_at_fault(tmp_path, monkeypatch, ch
 
 def test_nothing_is_measured_without_a_task():
     with pytest.raises(MeasureError, match="open"):
-        Worker(LAB).gate(GOOD)
+        Worker(RUNNER).gate(GOOD)
 
 
 def test_the_child_dies_with_its_parent(tmp_path):
@@ -184,8 +184,8 @@ def test_the_child_dies_with_its_parent(tmp_path):
     script.write_text(
         "import sys, threading, time\n"
         "from flexattn.measure.worker import Worker\n"
-        "from tests.unit.measure.labs import LAB, config, task\n"
-        "worker = Worker(LAB)\n"
+        "from tests.unit.measure.runners import RUNNER, config, task\n"
+        "worker = Worker(RUNNER)\n"
         "maker = threading.Thread(target=worker.open, args=(task(),))\n"
         "maker.start(); maker.join()\n"
         "print(worker.pid, flush=True)\n"

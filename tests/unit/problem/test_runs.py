@@ -39,7 +39,7 @@ def lists(*rows, full=()):
     ],
 )
 def test_runs_of_lists(given, expected):
-    _, runs = look(*given, 6)
+    _, runs = look(given, 6)
     assert (None if runs is None else runs.tolist()) == expected
     assert runs is None or runs.dtype == torch.int32
 

@@ -13,6 +13,7 @@ from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode_record
 from flexattn.records.key import rounded
 from flexattn.records.record import SCHEMA, Failed, Gated, Trial
+from flexattn.records.trials import whole
 from tests.records import decode_record as split, prefill_record as record
 
 RECORD = record(provenance="measured")
@@ -59,8 +60,9 @@ def test_the_text_is_one_object_that_people_can_read():
     assert data["key"]["kv_len"] == 8192 and data["environment"]["device"] == "nvidia-h200"
     assert data["config"]["type"] == "DecodeConfig" and data["schema"] == SCHEMA
     lines = text.splitlines()
-    assert sum(line.startswith('  {"config"') for line in lines) == len(data["trials"])
-    assert lines.index(' "key": {') < lines.index(' "trials": [')
+    assert lines[lines.index(' "trials": [') + 1].startswith('["config","registers",')
+    assert sum(line.startswith("[{") for line in lines) == len(data["trials"]) - 1
+    assert [*data] == [line.split('"')[1] for line in lines if line.startswith(' "')]
 
 
 def test_errors_without_a_number_stay_readable():
@@ -83,6 +85,7 @@ def text_of(data):
 def forged(change):
     data = json.loads(encode_record(RECORD))
     del data["sha256"]
+    data["trials"] = whole(data["trials"], data["config"])
     change(data)
     return text_of(data)
 
@@ -190,7 +193,7 @@ BROKEN = {
     "no JSON": b"hello\n",
     "a cut": WHOLE[: len(WHOLE) // 2],
     "without its last byte": WHOLE[:-1],
-    "an edit": WHOLE.replace(b'"num_warps": 4', b'"num_warps": 8', 1),
+    "an edit": WHOLE.replace(b'"num_warps":4', b'"num_warps":8', 1),
     "an edit of a sample": WHOLE[:-400] + b"9" + WHOLE[-399:],
     "something behind it": WHOLE + b"{}",
     "two of them": WHOLE + WHOLE,

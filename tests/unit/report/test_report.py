@@ -258,7 +258,7 @@ def test_occupancy_is_not_guessed():
     assert device_of("x", "sm_1") is None
 
 
-@pytest.mark.parametrize("name", ["h200-decode", "h200-prefill"])
+@pytest.mark.parametrize("name", ["h200-decode", "h200-prefill-torch"])
 def test_a_bench_of_the_project_is_read(name):
     bench = rivals.read(ROOT / "bench" / "results" / f"{name}.json")
     assert "H200" in bench.machine and "torch-flex-tuned" in bench.rivals

@@ -16,11 +16,11 @@ from flexattn.runtime import build, dispatch
 from flexattn.runtime.binary import Binary
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Builder, Kernel
-from flexattn.runtime.dispatch import Dispatcher, choices
+from flexattn.runtime.dispatch import Dispatcher
 from flexattn.runtime.source_store import Sources
 from flexattn.settings import override, say_once
 from flexattn.util.files import sealed, unsealed
-from tests.problems import problem
+from tests.problems import choices, problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 CAPPED = {"score_mod": softcap(30.0), "mask_mod": causal, "runs": True}

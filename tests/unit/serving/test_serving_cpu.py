@@ -113,13 +113,15 @@ def test_strides_are_counted_in_32_bits():
     maxima = Maxima(
         1, 1, 0, 16, 2, 1, 16, 16, torch.bfloat16, torch.bfloat16, 16, "NHD"
     )  # fmt: skip
-    k = torch.empty(1, 16, 1, 16, dtype=torch.bfloat16)
+    k = torch.empty(2, 16, 1, 16, dtype=torch.bfloat16)
     far = torch.empty_strided(
         (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
     )
-    assert describe(k, k, maxima, True).steps_k == (256, 16, 16)
+    assert describe(k, k, maxima, True, 64).steps_k == (256, 16, 16)
+    # Of one page there is no next one.
+    assert describe(far[:1], far[:1], maxima, True, 64).steps_k == (0, 16, 16)
     with pytest.raises(InputError, match=r"below 2\*\*31"):
-        describe(far, far, maxima, True)
+        describe(far, far, maxima, True, 64)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 1, 16), (2, 0, 1, 16)], ids=str)
@@ -130,4 +132,4 @@ def test_a_cache_holds_a_key(shape):
     )  # fmt: skip
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
-        describe(k, k, maxima, True)
+        describe(k, k, maxima, True, 64)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.serving.plan import DecodePlan
+from flexattn.serving.launching import launch_here
 from flexattn.serving.streams import Streams
 
 
@@ -80,19 +80,19 @@ def test_a_run_does_not_join_the_capture_of_the_last_ones_stream(gpu):
     assert streams.last == 22 and not second.waits
 
 
-def test_a_plan_follows_where_the_stream_is_another(gpu, monkeypatch):
+def test_a_launch_follows_where_the_stream_is_another(gpu, monkeypatch):
     """Of runs on one stream nothing but its handle is compared."""
     launched, followed = [], []
-    plan = object.__new__(DecodePlan)
-    plan._gpu, plan._streams = 3, Streams(3)
+    streams = Streams(3)
     handle = lambda index: gpu.current.cuda_stream  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 3, raising=False)
     follow = Streams.follow
     monkeypatch.setattr(Streams, "follow", lambda self: (followed.append(1), follow(self)))
     ready = SimpleNamespace(launch=lambda stream, tensors: launched.append(stream))
     for stream in (gpu.current, first := Stream(11), first, Stream(22)):
         with gpu.stream(stream):
-            plan._launch(ready, ())
+            launch_here(ready, 3, (), streams)
     assert launched == [0, 11, 11, 22] and len(followed) == 2
 
 

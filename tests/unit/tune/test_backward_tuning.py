@@ -12,7 +12,7 @@ from flexattn.cli.app import app
 from flexattn.device import named
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.admission import make_call
-from flexattn.frontend.gradients import Asked, _problem_of
+from flexattn.frontend.gradients import choice_of
 from flexattn.kernels.choose.options import NONE
 from flexattn.kernels.choose.space import space
 from flexattn.measure.task import call_of
@@ -89,7 +89,7 @@ def test_a_task_is_what_a_call_with_gradients_would_look_up(masked, learned):
     mask = create_block_mask(causal, None, None, 300, 300, "cpu", 64) if masked else None
     sinks = torch.zeros(4, dtype=torch.bfloat16)
     call = make_call(q, k, v, score_mod, mask, -0.5, True, False, None, None, sinks)
-    problem = _problem_of(call, Asked.of(call))
+    problem, _ = choice_of(call)
     assert problem == task.problem and problem.structure.grads == ((0,) if learned else ())
     assert not task.score.tensors[0].requires_grad, "a task is data for other processes"
 

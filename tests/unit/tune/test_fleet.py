@@ -14,11 +14,11 @@ import optuna
 import pytest
 
 from flexattn.errors import InputError
-from flexattn.tune.board import Board, Heart, Pulse, connect
 from flexattn.tune.decide import replay_study
 from flexattn.tune.method import Method
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.shared import study_name
+from flexattn.tune.shared_study import Heart, Pulse, SharedStudy, connect
 from flexattn.tune.studies import save
 from tests import postgres
 from tests.fleet_worker import METHOD, PULSE, tune_shared_subject
@@ -141,16 +141,18 @@ def test_an_interrupted_worker_gives_its_points_back_at_once(url, tmp_path):
     assert len(again) <= 4
 
 
-def board(url, name, pulse):
-    """A board of five points, with the heart that its worker keeps beating."""
+def study(url, name, pulse):
+    """A study of five points, with the heart that its worker keeps beating."""
     numbers = {"n": optuna.distributions.CategoricalDistribution(list(range(5)))}
     storage = connect(url, pulse)
     heart = Heart(storage)
-    return heart, Board(storage, heart, name, lambda p: {"n": p}, lambda got: got["n"], numbers)
+    return heart, SharedStudy(
+        storage, heart, name, lambda p: {"n": p}, lambda got: got["n"], numbers
+    )
 
 
 def test_a_point_has_one_owner_until_its_heart_stops(url, tmp_path):
-    (heart, one), (_, two) = (board(url, f"owner {tmp_path}", Pulse(0.5, 2)) for _ in range(2))
+    (heart, one), (_, two) = (study(url, f"owner {tmp_path}", Pulse(0.5, 2)) for _ in range(2))
     with heart:
         held = one.take(3)
         assert held.point == 3 and two.take(3) is None
@@ -170,7 +172,7 @@ def test_of_many_that_want_a_point_one_gets_it(url, tmp_path):
     name = f"many {tmp_path}"
 
     def all_five(_):
-        _, mine = board(url, name, Pulse(30, 600))
+        _, mine = study(url, name, Pulse(30, 600))
         return [held.point for point in range(5) if (held := mine.take(point))]
 
     with ThreadPoolExecutor(6) as pool:

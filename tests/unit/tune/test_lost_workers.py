@@ -10,7 +10,7 @@ from flexattn.tune.method import Method
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
 from tests.studies import ENVIRONMENT, POLICY, key
-from tests.unit.measure.labs import LAB, config, task
+from tests.unit.measure.runners import RUNNER, config, task
 
 # What becomes of a config in the third round of its race, or of the finals.
 FATES = {
@@ -52,7 +52,7 @@ def tuned_beside(fates, at):
 
     # Everything runs alike here: each that lives is raced to the end.
     method = Method(rounds=4, margin=0.9)
-    with Worker(LAB, deadlines=Deadlines(start=60, open=5, gate=2, step=1)) as worker:
+    with Worker(RUNNER, deadlines=Deadlines(start=60, open=5, gate=2, step=1)) as worker:
         worker.open(task())
         record = tune_subject(subject, worker, build, method, progress=said)
     trials = {trial.config: trial for trial in record.trials}

@@ -7,9 +7,10 @@ import pytest
 
 from bench.exhaustive import Plan, measured
 from flexattn.errors import CacheError
-from flexattn.tune.ledger import cost
+from flexattn.records.trials import whole
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.studies import load, loads, save
+from flexattn.tune.trial_table import cost
 from tests.studies import decode_configs, study
 
 SMALL = study(5, decode_configs()[:24], batch=7)
@@ -20,7 +21,7 @@ def test_a_study_survives_its_file(tmp_path):
     save(SMALL, path)
     assert load(path) == SMALL
     text = path.read_text()
-    assert len(text.splitlines()) == len(SMALL.trials) + 2, "a line for each config"
+    assert len(text.splitlines()) == len(SMALL.trials) + 3, "a line for each config"
     assert [p.name for p in path.parent.iterdir()] == ["some.json"]
 
 
@@ -43,6 +44,7 @@ def test_a_study_survives_its_file(tmp_path):
 def test_what_is_no_study_is_refused(tmp_path, change, message):
     save(SMALL, tmp_path / "s.json")
     data = json.loads((tmp_path / "s.json").read_text())
+    data["trials"] = whole(data["trials"])
     change(data)
     with pytest.raises(CacheError, match=message):
         loads(json.dumps(data))

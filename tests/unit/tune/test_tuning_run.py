@@ -12,7 +12,7 @@ from flexattn.cli import tuning
 from flexattn.device import named
 from flexattn.records.record import Gated
 from flexattn.records.store import Store
-from flexattn.tune import builds, crew
+from flexattn.tune import builds, gpu_tuner
 from flexattn.tune.method import method_for
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import parse
@@ -73,7 +73,7 @@ def host(monkeypatch):
     """Two GPUs, and no process that measures or compiles."""
     monkeypatch.setattr(tuning, "gpus_like", lambda device: [0, 1])
     monkeypatch.setattr(tuning, "compilers", Compilers)
-    monkeypatch.setattr(crew, "Worker", Worker)
+    monkeypatch.setattr(gpu_tuner, "Worker", Worker)
     monkeypatch.setattr(Worker, "measured", [])
     monkeypatch.setattr(Compilers, "compiled", Counter())
 

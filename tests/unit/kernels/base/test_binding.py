@@ -17,10 +17,9 @@ from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.mods import bind as bind_mod
 from flexattn.runtime import launch
-from flexattn.runtime.dispatch import choices
 from flexattn.runtime.launch import Lists, prepare
 from tests.launches import Recorded
-from tests.problems import problem
+from tests.problems import choices, problem
 
 H200, A100 = named("nvidia-h200"), named("nvidia-a100")
 TAKEN = (

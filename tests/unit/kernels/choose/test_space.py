@@ -14,9 +14,8 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.problem import Layout
-from flexattn.runtime.dispatch import choices
 from tests.families import fit_to_mask, geometry
-from tests.problems import problem
+from tests.problems import choices, problem
 
 DEVICES = list(KNOWN)
 HEAD_DIMS = (16, 24, 64, 80, 96, 112, 128, 192, 256, 320, 512, 576)
@@ -112,15 +111,16 @@ def test_a_forced_config_that_cannot_run_says_every_reason():
         next(choices(wanted, named("nvidia-a100"), Options(BLOCK_N=256, num_stages=4)))
 
 
-def test_a_new_length_has_the_same_default():
-    """Decode's tile has a height for few rows and one for many; nothing else depends on it."""
+def test_a_new_length_asks_for_one_of_few_kernels():
+    """Splits are an argument of decode's; prefill has four kernels at most, and for long one."""
     device = named("nvidia-h200")
-    for kind, lengths in (("prefill", (1, 17, 333, 4096, 2**20)), ("decode", (1, 2, 4))):
-        found = {
-            default(problem(kind, mask_mod=causal, q_len=n, kv_len=1 + n * 7), device)
-            for n in lengths
-        }
-        assert len(found) == 1
+    of_prefill = (1, 17, 100, 333, 600, 1000, 1500, 4096, 9000, 2**15, 2**20)
+    for kind, lengths in (("prefill", of_prefill), ("decode", (1, 2, 4))):
+        asked = (problem(kind, mask_mod=causal, q_len=n, kv_len=1 + n * 7) for n in lengths)
+        found = [default(each, device) for each in asked]
+        kernels = {replace(each, num_splits=0) if kind == "decode" else each for each in found}
+        assert len(kernels) <= (4 if kind == "prefill" else 1)
+        assert kind == "decode" or len(set(found[-4:])) == 1
 
 
 @given(st.integers(1, 576))

@@ -1,0 +1,1 @@
+"""The kernel that stores new keys and values in a paged cache."""

@@ -1,0 +1,148 @@
+"""Render the kernel that stores new keys and values in a cache: rotated, scaled and rounded."""
+
+from __future__ import annotations
+
+import struct
+
+from flexattn.device import Device
+from flexattn.kernels.base import source as rendering
+from flexattn.kernels.base.arguments import Argument
+from flexattn.kernels.base.source import Source
+from flexattn.kernels.cache_append.form import AXES, EIGHT_BITS, AppendForm
+from flexattn.kernels.printers.triton_ops import itemsize, signature_type, triton_type
+
+# Elements of K that a program has at a time: a thread loads 16 bytes of 16-bit numbers at once.
+ELEMENTS = 1024
+# Of a program that has all heads of a token, for one scale of them.
+TOKEN_ELEMENTS = 8192
+WARPS = 4
+# A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
+LEAST_SCALE = 2.0**-100
+
+
+def append_rows(form: AppendForm) -> int:
+    """Rows, each a head of a token, that a program has at a time: a power of two."""
+    width = _power(max(form.head_dim_qk, form.head_dim_v))
+    if form.scales == "token":
+        return min(_power(form.heads), max(1, TOKEN_ELEMENTS // width))
+    return max(1, ELEMENTS // width)
+
+
+def append_programs(form: AppendForm, tokens: int) -> int:
+    """Programs of a launch: a token's heads have one scale, so one program has them all."""
+    return tokens if form.scales == "token" else -(-tokens * form.heads // append_rows(form))
+
+
+def append_arguments(form: AppendForm) -> tuple[Argument, ...]:
+    """Arguments of the kernel, in order; none of them depends on a length."""
+    tensors = "KV" if form.head_dim_v else "K"
+    new, cached = form.dtype, form.kv_dtype
+    found = [Argument(x, f"*{signature_type(new)}", _address(form, new)) for x in tensors]
+    # Its code is of bytes: some compilers know no type of such numbers.
+    bits = "uint8" if cached in EIGHT_BITS else cached
+    kind, wide = f"*{signature_type(bits)}", _address(form, cached)
+    found += [Argument(f"{x}_CACHE", kind, wide) for x in tensors]
+    if form.by_table:
+        found += [Argument(name, "*i32", 4) for name in ("TABLE", "SEQ_LENS")]
+        if form.slots == "ragged table":
+            found.append(Argument("CU_SEQLENS", "*i32", 4))
+        found += [Argument(x, "i32") for x in ("stride_table", "table_width", "num_requests")]
+        found.append(Argument("steps" if form.slots == "ragged table" else "q_len", "i32"))
+    else:
+        found.append(Argument("SLOTS", f"*{signature_type(form.slots)}"))
+        if form.rope is not None:
+            found.append(Argument("POSITIONS", f"*{signature_type(form.slots)}"))
+    found += [Argument("num_tokens", "i32"), Argument("num_pages", "i32")]
+    for x in tensors.lower():
+        found += [Argument(f"stride_{x}{axis}", "i64", _step(form, new)) for axis in "th"]
+        found += [Argument(f"stride_{x}c{axis}", "i64", _step(form, cached)) for axis in "pnh"]
+    if form.scales:
+        found += [Argument(f"{x}_SCALE", "*fp32", 4) for x in tensors]
+        found += [Argument(f"stride_s{axis}", "i64") for axis in AXES[form.scales]]
+    if form.rope is not None:
+        if form.rope.table:
+            kind = f"*{signature_type(form.rope.table)}"
+            found += [Argument("COS", kind), Argument("SIN", kind), Argument("stride_cos", "i64")]
+            found.append(Argument("num_positions", "i32"))
+        else:
+            found.append(Argument("INV_FREQ", "*fp32", 4))
+    return tuple(found)
+
+
+def render_append(form: AppendForm, device: Device) -> Source:
+    """The kernel of a form for a device."""
+    rows = append_rows(form)
+    settings: dict[str, object] = {
+        "ROWS": rows,
+        "HEADS": form.heads,
+        "PAGE": form.page,
+        "LEAST_SCALE": LEAST_SCALE,
+    }
+    if form.rope is not None:
+        settings |= {"ROTARY": form.rope.dim, "HALF": form.rope.dim // 2}
+    eight = form.kv_dtype in EIGHT_BITS
+    if eight:
+        settings |= _rounding(form.kv_dtype)
+    pieces = [("k", form.head_dim_qk)] + [("v", form.head_dim_v)] * (form.head_dim_v > 0)
+    context: dict[str, object] = {
+        "constants": tuple(settings.items()),
+        "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
+        "eight": eight,
+        # Two numbers an instruction; where there is none, with integers.
+        "cvt": {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}.get(form.kv_dtype, "")
+        if device.backend == "cuda" and device.capability >= 89
+        else "",
+        "element": triton_type(form.kv_dtype),
+        "same": form.dtype == form.kv_dtype,
+        "by_table": form.by_table,
+        "ragged": form.slots == "ragged table",
+        "scales": form.scales,
+        "scale_axes": AXES[form.scales],
+        "computed": form.computed,
+        "whole_tokens": form.scales == "token",
+        "several": form.scales == "token" and form.heads > rows,
+        "rope": form.rope,
+    }
+    title = (
+        f"append to a cache {form.dtype} as {form.kv_dtype} "
+        f"D={form.head_dim_qk}/{form.head_dim_v} page={form.page} for {device.arch}"
+    )
+    return rendering.make_source(
+        "cache_append/cache_append.py.jinja", device, [title], context, append_arguments(form),
+        WARPS, 1,
+    )  # fmt: skip
+
+
+def _rounding(kv_dtype: str) -> dict[str, object]:
+    """Constants of rounding float32 to 8 bits by its bits as an integer."""
+    most, mantissa, bias = EIGHT_BITS[kv_dtype]
+    shift = 23 - mantissa
+    # The subnormal numbers are multiples of 2^(1 - bias - mantissa).
+    magic = 2.0 ** (23 + 1 - bias - mantissa)
+    return {
+        "MOST": most,
+        "MOST_BITS": _bits(most),
+        "SHIFT": shift,
+        "HALF_UNIT": (1 << (shift - 1)) - 1,
+        "REBIAS": (127 - bias) << mantissa,
+        "LEAST_NORMAL_BITS": _bits(2.0 ** (1 - bias)),
+        "MAGIC": magic,
+        "MAGIC_BITS": _bits(magic),
+    }
+
+
+def _address(form: AppendForm, dtype: str) -> int:
+    return 16 if form.aligned else itemsize(dtype)
+
+
+def _step(form: AppendForm, dtype: str) -> int:
+    return 16 // itemsize(dtype) if form.aligned else 1
+
+
+def _bits(number: float) -> int:
+    """A float32 number's bits."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,285 @@
+"""What an AppendPlan is made for, and what the tensors of its runs must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flexattn.errors import InputError, InputTypeError
+from flexattn.kernels.cache_append.form import (
+    EIGHT_BITS,
+    AppendForm,
+    CacheScales,
+    Slots,
+    search_steps,
+)
+from flexattn.problem import DTYPES, MAX_HEADS
+from flexattn.problem.checks import MAX_HEAD_DIM
+from flexattn.serving.admission import devices, numbers
+from flexattn.serving.cache import KVCache
+from flexattn.serving.request import KV_DTYPES, LAYOUTS
+from flexattn.serving.rope import Rope
+from flexattn.serving.scales import Scaled, asked, steps_by_axis
+
+_SLOTS: dict[torch.dtype, Slots] = {torch.int64: "int64", torch.int32: "int32"}
+# Arguments of `run` by the names that the kernel has for them.
+_NAMES = {
+    "K": "k", "V": "v", "K_CACHE": "K of the cache", "V_CACHE": "V of the cache",
+    "SLOTS": "slot_mapping", "POSITIONS": "positions", "TABLE": "block_table",
+    "SEQ_LENS": "seq_lens", "CU_SEQLENS": "cu_seqlens_q", "K_SCALE": "k_scale",
+    "V_SCALE": "v_scale", "COS": "cos", "SIN": "sin",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """What all runs of a plan have in common; head_dim_v is 0 where there are no values."""
+
+    heads: int
+    head_dim_qk: int
+    head_dim_v: int
+    page: int
+    layout: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    slots: torch.dtype | None
+
+    def split(self, kv_cache: KVCache) -> tuple[Any, Any]:
+        """K and V of a cache; V is None where there is none."""
+        if isinstance(kv_cache, tuple) and len(kv_cache) == 2:
+            return kv_cache[0], kv_cache[1] if self.head_dim_v else None
+        if not isinstance(kv_cache, Tensor):
+            raise InputTypeError(
+                f"kv_cache is a {type(kv_cache).__name__}",
+                "it is a tuple (K, V) of tensors, or one tensor",
+                "pass (K, V)",
+            )
+        if not self.head_dim_v:
+            return kv_cache, None
+        return kv_cache.select(1, 0), kv_cache.select(1, 1)
+
+    def refuse_types(self, given: Mapping[str, object]) -> None:
+        """Raise InputTypeError for the first argument that is no tensor."""
+        for name, each in given.items():
+            if each is not None and not isinstance(each, Tensor):
+                raise InputTypeError(
+                    f"{_NAMES[name]} is a {type(each).__name__}",
+                    "it is a torch.Tensor on the plan's device",
+                )
+
+
+def form_of(a: Append, scaled: Scaled, rope: Rope | None, ragged: bool) -> AppendForm:
+    """The form of kernel; raises InputError for what no kernel stores."""
+    said = asked(scaled, a.page)
+    scales: CacheScales = "tensor" if said.scaled else said.scales
+    eight = KV_DTYPES.get(a.kv_dtype, "") in EIGHT_BITS
+    rules = (
+        (1 <= a.heads <= MAX_HEADS, f"heads are between 1 and {MAX_HEADS}"),
+        (1 <= a.head_dim_qk <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
+        (0 <= a.head_dim_v <= MAX_HEAD_DIM, f"head_dim is between 1 and {MAX_HEAD_DIM}"),
+        (1 <= a.page < 2**31, "a page has at least one key"),
+        (a.layout in LAYOUTS, f"layout is one of {', '.join(LAYOUTS)}"),
+        (a.dtype in DTYPES, f"dtype is one of {', '.join(map(str, DTYPES))}"),
+        (a.kv_dtype in KV_DTYPES, f"kv_dtype is one of {', '.join(map(str, KV_DTYPES))}"),
+        (eight or not scales, "scales are of a cache of 8 bits"),
+        (
+            a.slots is None or a.slots in _SLOTS,
+            "slots are int64 or int32, None with a block_table",
+        ),
+        (a.slots is None or not ragged, "ragged tells of a block_table's rows: slots is None"),
+        (rope is None or isinstance(rope, Rope), "rope is a flexattn.serving.Rope"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise InputError(f"AppendPlan for {a}, scaled={scaled!r}", rule)
+    slots: Slots = "ragged table" if ragged else "table"
+    dims = [a.head_dim_qk, a.head_dim_v]
+    sizes = [dim * dtype.itemsize for dim in dims for dtype in (a.dtype, a.kv_dtype)]
+    return AppendForm(
+        dtype=DTYPES[a.dtype],
+        kv_dtype=KV_DTYPES[a.kv_dtype],
+        head_dim_qk=a.head_dim_qk,
+        head_dim_v=a.head_dim_v,
+        heads=a.heads,
+        page=a.page,
+        slots=slots if a.slots is None else _SLOTS[a.slots],
+        scales=scales,
+        rope=None if rope is None else rope.form(a.head_dim_qk),
+        aligned=all(size % 16 == 0 for size in sizes),
+    )
+
+
+def admitted(
+    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], device: torch.device
+) -> dict[str, Any]:
+    """Check a run's tensors; the numbers that its launch takes. Raises InputError."""
+    _present(form, given)
+    there = {_NAMES[name]: each for name, each in given.items() if each is not None}
+    devices(device, there)
+    tensors = [("K", a.head_dim_qk)] + [("V", a.head_dim_v)] * (a.head_dim_v > 0)
+    keys_at, heads_at = LAYOUTS[a.layout]
+    tokens, pages = cast(Tensor, given["K"]).shape[0], cast(Tensor, given["K_CACHE"]).shape[0]
+    found: dict[str, Any] = {"num_tokens": tokens, "num_pages": pages}
+    for name, dim in tensors:
+        new, cache = cast(Tensor, given[name]), cast(Tensor, given[f"{name}_CACHE"])
+        sizes = [pages, a.heads, a.heads, dim]
+        sizes[keys_at] = a.page
+        _shaped(_NAMES[name], new, [tokens, a.heads, dim], a.dtype, form.aligned)
+        _shaped(_NAMES[f"{name}_CACHE"], cache, sizes, a.kv_dtype, form.aligned)
+        axes = {"t": new.stride(0), "h": new.stride(1), "cp": cache.stride(0)}
+        axes |= {"cn": cache.stride(keys_at), "ch": cache.stride(heads_at)}
+        found |= {f"stride_{name.lower()}{axis}": step for axis, step in axes.items()}
+    if pages < 1 or tokens * a.heads >= 2**31 or pages >= 2**31:
+        raise InputError(
+            f"{tokens} tokens of {a.heads} heads, {pages} pages",
+            "a cache has a page, and rows and pages are counted in 32 bits",
+        )
+    found |= _places(a, form, given, tokens)
+    found |= _scales(a, form, given, pages)
+    if form.rope is not None and form.rope.table:
+        cos, sin = cast(Tensor, given["COS"]), cast(Tensor, given["SIN"])
+        for name, each in (("cos", cos), ("sin", sin)):
+            right = each.dim() == 2 and each.shape[1] == form.rope.dim // 2 and each.shape[0] > 0
+            if not right or DTYPES.get(each.dtype) != form.rope.table or each.stride(1) != 1:
+                raise InputError(
+                    f"{name} is {each.dtype} {list(each.shape)} with strides {each.stride()}",
+                    f"it is {form.rope.table} [positions, {form.rope.dim // 2}], contiguous in "
+                    "the last dimension",
+                )
+        if cos.shape != sin.shape or cos.stride() != sin.stride():
+            raise InputError("cos and sin differ in shape or strides", "they are two alike")
+        found |= {"stride_cos": cos.stride(0), "num_positions": cos.shape[0]}
+    return found
+
+
+def inspect(a: Append, given: Mapping[str, Tensor | None]) -> None:
+    """Checked mode: raise InputError for slots and pages that the kernel leaves out.
+
+    It waits for the device, so a stream that is being captured is not inspected.
+    """
+    k, cache, slots = given["K"], given["K_CACHE"], given["SLOTS"]
+    assert k is not None and cache is not None
+    if k.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    count = cache.shape[0] * a.page
+    if slots is not None:
+        found = slots.cpu()
+        wrong = (found >= count).nonzero()
+        if len(wrong):
+            place = int(wrong[0])
+            raise InputError(
+                f"slot_mapping[{place}] is {int(found[place])}",
+                f"the cache has slots 0 to {count - 1}",
+            )
+    else:
+        lengths, table = cast(Tensor, given["SEQ_LENS"]), cast(Tensor, given["TABLE"])
+        room = table.shape[1] * a.page
+        long = (lengths.cpu() > room).nonzero()
+        if len(long):
+            b = int(long[0])
+            raise InputError(
+                f"seq_lens[{b}] is {int(lengths[b])}", f"block_table has room for {room} keys"
+            )
+    cos, positions = given["COS"], given["POSITIONS"]
+    if cos is not None and positions is not None and positions.numel():
+        low, high = (int(each) for each in positions.aminmax())
+        if low < 0 or high >= cos.shape[0]:
+            raise InputError(
+                f"positions from {low} to {high}", f"cos and sin have {cos.shape[0]} rows"
+            )
+
+
+def _present(form: AppendForm, given: Mapping[str, Tensor | None]) -> None:
+    """That what the plan was built to take is given, and nothing else."""
+    tables = form.rope is not None and form.rope.table != ""
+    values = form.head_dim_v > 0
+    wanted = {
+        "K": True, "V": values, "K_CACHE": True, "V_CACHE": values, "SLOTS": not form.by_table,
+        "POSITIONS": form.rope is not None and not form.by_table, "TABLE": form.by_table,
+        "SEQ_LENS": form.by_table, "CU_SEQLENS": form.slots == "ragged table",
+        "K_SCALE": form.scales != "", "V_SCALE": form.scales != "" and values, "COS": tables,
+        "SIN": tables,
+    }  # fmt: skip
+    for name, each in given.items():
+        if (each is not None) != wanted[name]:
+            raise InputError(
+                f"{_NAMES[name]} is {'missing' if each is None else 'given'}",
+                "a run is given what its plan was built for",
+                "say so when the plan is made",
+            )
+
+
+def _shaped(
+    name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, aligned: bool
+) -> None:
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
+        raise InputError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}", f"it is {dtype} {shape}"
+        )
+    wide = 16 // tensor.element_size()
+    misplaced = tensor.data_ptr() % 16 or any(step % wide for step in tensor.stride()[:-1])
+    if (tensor.stride(-1) != 1 and shape[-1] > 1) or (aligned and misplaced):
+        raise InputError(
+            f"{name} at {tensor.data_ptr():#x} with strides {tensor.stride()}",
+            "the last dimension has stride 1, and other strides are multiples of 16 bytes",
+            "pass a contiguous tensor, or slices of whole heads",
+        )
+
+
+def _places(
+    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], tokens: int
+) -> dict[str, Any]:
+    """What says where tokens go."""
+    if not form.by_table:
+        for name in ("SLOTS", "POSITIONS"):
+            each = given[name]
+            if each is not None and (
+                each.dtype != a.slots or each.shape != (tokens,) or not each.is_contiguous()
+            ):
+                raise InputError(
+                    f"{_NAMES[name]} is {each.dtype} {list(each.shape)}",
+                    f"it is contiguous {a.slots} [{tokens}]",
+                )
+        return {}
+    table, lengths = cast(Tensor, given["TABLE"]), cast(Tensor, given["SEQ_LENS"])
+    numbers("block_table", table, 2)
+    numbers("seq_lens", lengths, 1)
+    requests = lengths.shape[0]
+    if table.shape[0] < requests or requests < 1:
+        raise InputError(
+            f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
+        )
+    found = {"stride_table": table.stride(0), "table_width": table.shape[1]}
+    found["num_requests"] = requests
+    if form.slots == "ragged table":
+        ends = cast(Tensor, given["CU_SEQLENS"])
+        numbers("cu_seqlens_q", ends, 1)
+        if ends.shape[0] != requests + 1:
+            raise InputError(
+                f"cu_seqlens_q has {ends.shape[0]} elements, seq_lens {requests}",
+                "it has one more than there are requests",
+            )
+        return found | {"steps": search_steps(requests)}
+    if tokens % requests:
+        raise InputError(
+            f"{tokens} tokens of {requests} requests",
+            "without cu_seqlens_q each request has as many",
+        )
+    return found | {"q_len": max(1, tokens // requests)}
+
+
+def _scales(
+    a: Append, form: AppendForm, given: Mapping[str, Tensor | None], pages: int
+) -> dict[str, Any]:
+    """The steps between scales."""
+    named = {
+        _NAMES[name]: each for name in ("K_SCALE", "V_SCALE") if (each := given[name]) is not None
+    }
+    if not named:
+        return {}
+    found = steps_by_axis(named, form.scales, a.layout, (pages, a.page, a.heads))
+    return {f"stride_s{axis}": step for axis, step in found.items()}

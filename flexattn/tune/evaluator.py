@@ -1,0 +1,181 @@
+"""Evaluator: what is done to candidates one after the other: build, gate, screen, finals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flexattn.kernels.base.config import Config, describe
+from flexattn.measure.protocol import Measurer
+from flexattn.records.record import Decision, Failed, Trial
+from flexattn.tune.builds import Built
+from flexattn.tune.journal import Entry
+from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method
+from flexattn.tune.progress import Progress
+from flexattn.tune.race import race, screen
+from flexattn.tune.subject import Subject
+from flexattn.tune.trial_table import TrialTable
+
+Build = Callable[[Sequence[Config]], Iterable[Built]]
+
+
+@dataclass
+class Evaluator:
+    """One subject's table of trials, and what fills it.
+
+    Its clock stands while configs are built and while the default passes the gate.
+    """
+
+    subject: Subject
+    measurer: Measurer
+    builder: Build
+    method: Method
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.table = TrialTable(self.subject.configs, self.subject.default)
+        self.begin = time.monotonic()
+        self._uncounted = 0.0
+        self._told: set[int] = set()
+        self._codes: dict[str, int] = {}
+        self._code_of: dict[int, str] = {}
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds of the budget, or of a share of it, that are left."""
+        measuring = time.monotonic() - self.begin - self._uncounted
+        return share * self.method.budget_s - measuring
+
+    def built(self, index: int) -> bool:
+        """Whether the config was built, or is known to need no build."""
+        return index in self._code_of or self.table[index].failed is not None
+
+    def build(self, indices: Iterable[int]) -> None:
+        """Build configs; note resources, failures, and who has whose machine code."""
+        missing = [i for i in indices if not self.built(i)]
+        if not missing:
+            return
+        begin = time.monotonic()
+        self.progress.stage("build", len(missing))
+        found = {b.config: b for b in self.builder([self.table[i].config for i in missing])}
+        for index in missing:
+            self._note(index, found.get(self.table[index].config))
+        self._uncounted += time.monotonic() - begin
+
+    def _note(self, index: int, built: Built | None) -> None:
+        if built is None:
+            self.table.fail(index, Failed("build", "Missing", "the builder gave no answer"))
+            return
+        trial = replace(
+            self.table[index],
+            registers=built.registers,
+            spills=built.spills,
+            shared_memory=built.shared_memory,
+        )
+        self.table.put(index, trial)
+        starved = built.failed is not None and built.failed.stage == "resources"
+        if built.failed is not None and not (starved and index == self.table.default):
+            # The default runs where nothing was tuned: it is timed whatever it spills.
+            self.table.fail(index, built.failed)
+        self._identify(index, built.code)
+
+    def _identify(self, index: int, code: str) -> None:
+        """Remember a config's machine code; one that is known already will not be timed twice."""
+        self._code_of[index] = code
+        first = self._codes.setdefault(code, index) if code else index
+        if first != index and self.table[index].failed is None:
+            self.table.put(index, replace(self.table[index], same_code_as=first))
+
+    def screen(self, batch: Sequence[int]) -> list[Entry]:
+        """Build, gate and time a batch beside the default; returns what a journal keeps of it."""
+        table, default = self.table, self.subject.default
+        self.build(dict.fromkeys([default, *batch]))
+        ready = [i for i in dict.fromkeys([default, *batch]) if self._passes(i)]
+        before = len(table[default].screening)
+        rounds, min_ms = self.method.rounds, min(SCREENING_MS, self.subject.policy.min_ms)
+        timed = [i for i in ready if i != default]
+        if ready and (timed or not before):
+            screen(self.measurer, table, timed, rounds, min_ms)
+        for index in batch:
+            self.progress.step(describe(table[index].config), table.best_us())
+        self._say_lost(batch)
+        kept = [i for i in batch if i != default and self._touched(i)]
+        own = replace(table[default], screening=table[default].screening[before:])
+        return [Entry(own, self._code_of.get(default, "")), *map(self._entry, kept)]
+
+    def _say_lost(self, indices: Iterable[int]) -> None:
+        """Tell of each config once whose build or run ended its process."""
+        for index in indices:
+            failed = self.table[index].failed
+            if failed is None or failed.stage not in ("crash", "hang") or index in self._told:
+                continue
+            self._told.add(index)
+            name = describe(self.table[index].config)
+            self.progress.note(f"{name}: {failed.stage} ({failed.error}); the others go on")
+
+    def _passes(self, index: int) -> bool:
+        """Gate a config that needs it, if there is time; the default always has time."""
+        trial = self.table[index]
+        if not self.table.healthy(index):
+            return False
+        if trial.gate is None and (index == self.subject.default or self.left(FOR_SCREENING) > 0):
+            begin = time.monotonic()
+            self.table.gate(index, self.measurer.gate(trial.config))
+            if index == self.subject.default:
+                # A worker's first run imports and loads what every later one finds there.
+                self._uncounted += time.monotonic() - begin
+        return self.table.healthy(index) and self.table[index].gate is not None
+
+    def _touched(self, index: int) -> bool:
+        trial = self.table[index]
+        if trial.same_code_as is not None:
+            return self._touched(trial.same_code_as)
+        return trial.failed is not None or bool(trial.screening)
+
+    def _entry(self, index: int) -> Entry:
+        trial = replace(self.table[index], start=0, same_code_as=None)
+        return Entry(trial, self._code_of.get(index, ""))
+
+    def restore(self, entries: Sequence[Entry]) -> list[int]:
+        """Take over a batch that was timed elsewhere; the indices it knew.
+
+        Its times compare through the default's, or, where that one fails, with one another.
+        """
+        known = {config: index for index, config in enumerate(self.subject.configs)}
+        default, restored = self.subject.default, []
+        there, here = entries[0].trial, self.table[default]
+        if there.config != here.config:
+            return []
+        if (there.failed and here.screening) or (here.failed and there.screening):
+            return []
+        start = len(here.screening)
+        for entry in entries:
+            index = known.get(entry.trial.config)
+            if index is None or (index != default and index in self._code_of):
+                continue
+            samples = entry.trial.screening
+            if index != default or not start:
+                self.table.put(index, replace(entry.trial, screening=(), start=0, finals=()))
+                self._identify(index, entry.code)
+            if samples:
+                self.table.screened([index], [samples], start)
+            restored.append(index)
+        return restored
+
+    def finals(self) -> tuple[tuple[Trial, ...], Decision, int]:
+        """Race the finalists: the trials that were tried, the decision, how many were not."""
+        method, policy = self.method, self.subject.policy
+        self.progress.stage("race", policy.rounds)
+        race(
+            self.measurer, self.table, policy.rounds, policy.min_ms,
+            method.margin, method.confidence,
+            expired=lambda: self.left() <= 0,
+            said=lambda text: self.progress.step(text, self.table.best_us()),
+        )  # fmt: skip
+        self._say_lost(range(len(self.table)))
+        return self.compacted()
+
+    def compacted(self) -> tuple[tuple[Trial, ...], Decision, int]:
+        """As `finals`, without a race."""
+        kept = [i for i in range(len(self.table)) if i == self.subject.default or self._touched(i)]
+        return self.table.compact(kept, self.method.margin, self.method.confidence)

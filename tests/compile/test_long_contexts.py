@@ -1,0 +1,83 @@
+"""Kernels of trees and of evicted caches for an H200 without one: they fit, and spill little."""
+
+import pytest
+import torch
+
+from flexattn.catalogue import alibi, sliding_window
+from flexattn.device import named
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.space import serving_candidates
+from flexattn.kernels.paged_decode.tree import render_merge_tree
+from flexattn.mods import bind
+from flexattn.runtime.binary import binary_of
+from flexattn.runtime.build import compile_source
+from flexattn.runtime.resources import loop_spills, resources, spills_too_much
+from flexattn.serving import KeptKeys
+from flexattn.serving.request import Maxima, form_of
+from flexattn.serving.tree_mods import Places, from_first, placed_mask, placed_score
+from tests.compile.shares import share
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+DEVICE = named("nvidia-h200")
+BF16 = torch.bfloat16
+
+
+def numbers(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def form(score=None, mask=None, *, B=64, kv_len=2**20, kv=BF16, total_q=0, **options):
+    maxima = Maxima(B, 1, total_q, kv_len, 32, 8, 128, 128, BF16, kv, 16, "NHD")
+    return form_of(maxima, bind(score, "score"), bind(mask, "mask"), lse=True, **options)
+
+
+PLACES = Places(numbers(256), numbers(63), numbers(64), 1)
+SHARED = {"B": 63, "total_q": 256}
+KEPT = KeptKeys(batch=64, keys=4096, page=16, device="cpu")
+BY_HEAD = KeptKeys(batch=64, keys=4096, heads=(32, 8), device="cpu")
+WINDOW, ALIBI = sliding_window(1024), alibi(32, "cpu")
+FORMS = {
+    "own keys": form(mask=from_first(numbers(64), None)),
+    "own keys, window": form(ALIBI, from_first(numbers(64), WINDOW), sinks=True),
+    "shared keys": form(mask=from_first(numbers(63), None), **SHARED),
+    "shared keys, mods": form(
+        placed_score(PLACES, ALIBI), from_first(numbers(63), placed_mask(PLACES, WINDOW)), **SHARED
+    ),
+    "shared keys, eight bits": form(
+        mask=from_first(numbers(63), None), kv=torch.float8_e4m3fn, scaled=True, **SHARED
+    ),
+    "evicted pages": form(KEPT.score(ALIBI), KEPT.mask(WINDOW)),
+    "evicted keys of each head": form(BY_HEAD.score(ALIBI), BY_HEAD.mask(WINDOW)),
+}
+
+
+QUICK = ("shared keys, mods", "evicted pages")
+
+
+@pytest.mark.parametrize("name", share(FORMS, lambda name: name in QUICK))
+def test_the_default_config_of_what_is_new(name):
+    wanted = FORMS[name]
+    config = next(serving_candidates(wanted, DEVICE))
+    source = render_serving(wanted, config, DEVICE, name)
+    compiled = compile_source(source, DEVICE)
+    assert not spills_too_much(*loop_spills(compiled.asm["cubin"]))
+    assert resources(compiled, DEVICE).matrix_instructions > 0
+    assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+    if config.combine == "launch":
+        compile_source(render_serving_combine(wanted, config, DEVICE), DEVICE)
+
+
+MERGED = [(40, 4), (40, 1), (128, 1), (128, 4), (512, 4)]
+
+
+@pytest.mark.parametrize(("D", "levels"), share(MERGED, lambda each: each == (40, 4)))
+def test_the_kernel_that_ends_a_tree(D, levels):
+    source = render_merge_tree("bfloat16", 32, D, levels, DEVICE)
+    compiled = compile_source(source, DEVICE)
+    assert resources(compiled, DEVICE).spills == 0
+    assert binary_of(compiled, "sm_90").parameters == len(source.arguments) + 2
+
+
+def test_a_kernel_is_of_no_length():
+    """A million keys take what 8k take, but for a batch-invariant workspace."""
+    assert form(kv_len=2**20) == form(kv_len=8192)

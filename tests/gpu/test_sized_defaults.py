@@ -1,0 +1,44 @@
+"""Defaults that sizes chose on a Hopper GPU: each is the one meant, and right by the gate."""
+
+import pytest
+import torch
+
+import flexattn
+from flexattn.catalogue import causal, sliding_window
+from flexattn.kernels.hopper import family
+from flexattn.settings import override
+from tests.support import assert_accurate, block_mask, inputs
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(not HOPPER, reason="the models are of an H200"),
+]
+# B, Hq, Hkv, q_len, kv_len, D (or D and Dv), mask_mod, and what the sizes chose.
+CASES = {
+    "fewer rows": (1, 20, 20, 1499, 1501, 64, None, {"consumers": 2}),
+    "rescaled at once": (1, 24, 24, 2047, 2049, 64, sliding_window(127), {"lazy_rescale": False}),
+    "tiles apart": (1, 12, 12, 4999, 511, 128, None, {"cross_tile_pipeline": False}),
+    "heads side by side": (1, 32, 8, 1023, 1023, 128, causal, {"order": "heads"}),
+    "shared tiles": (9, 16, 4, 33, 1025, 128, None, {"pack_gqa": True}),
+    "turns at 256": (1, 8, 4, 1999, 1999, 256, causal, {"ping_pong": True}),
+    "turns at 192": (1, 8, 8, 1999, 1999, (192, 128), causal, {"ping_pong": True}),
+    "one split": (8, 64, 8, 1, 4097, 64, sliding_window(127), {"num_splits": 1}),
+    "more splits": (10, 32, 8, 1, 16385, 128, None, {"num_splits": 3}),
+    "two tiles under way": (3, 16, 1, 1, 999, (576, 512), None, {"num_stages": 3}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_sizes_chose_is_right(name, monkeypatch):
+    B, Hq, Hkv, rows, keys, D, mask_mod, chosen = CASES[name]
+    widths = D if isinstance(D, tuple) else (D, D)
+    q, k, v = inputs(B, Hq, Hkv, rows, keys, *widths, dtype=torch.bfloat16, device="cuda")
+    mask = block_mask(mask_mod, q, k, per_batch=False, per_head=False)
+    monkeypatch.setattr(family, "BY_SIZES", True)
+    with override(mode="off"):
+        told = flexattn.explain(q, k, v, block_mask=mask, enable_gqa=True)
+        assert {each: getattr(told.config, each) for each in chosen} == chosen, told
+        assert told.expected.us > 0 and "expected" in str(told)
+        assert_accurate(q, k, v, block_mask=mask, max_scores=False)

@@ -1,0 +1,104 @@
+"""SGLang's calls, as its contract has them, over the real kernels: batches step by step."""
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.integrations import plans
+from tests.contracts import imported, sglang
+from tests.contracts.requests import Requests
+from tests.contracts.sglang import ForwardMode, Pool, SWAKVPool
+from tests.serving import assert_right
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+NAME = "flexattn.integrations.sglang"
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The class, over SGLang's double."""
+    return lambda **more: imported(monkeypatch, sglang.modules(**more), NAME).FlexattnBackend
+
+
+def steps(of):
+    """Prefill; a chunk beside a token that decodes; decode of a prefix that is shared."""
+    yield ForwardMode.EXTEND, of.step({"a": 21, "b": 5})
+    yield ForwardMode.MIXED, of.step({"c": 17, "a": 1})
+    of.share("d", "a", 16)
+    yield ForwardMode.EXTEND, of.step({"d": 3})
+    yield ForwardMode.DECODE, of.step({"c": 1, "a": 1, "b": 1, "d": 1})
+
+
+def serve(backend, of, pool, layer, more=None):
+    """Each step's rows as (out, step)."""
+    runner = sglang.runner(of, pool)
+    server = backend(runner)
+    for mode, step in steps(of):
+        found = sglang.forward_batch(step, runner, mode, of.page)
+        server.init_forward_metadata(found)
+        q = step.q.flatten(1)
+        out = server.forward(q, step.k, step.v, layer, found, **(more or {}))
+        assert out.shape == q.shape
+        yield out.view_as(step.q), step
+
+
+@pytest.mark.parametrize(
+    ("page", "pool", "layer", "mods"),
+    [
+        (1, Pool, {}, {}),
+        (16, Pool, {"logit_cap": 2.0}, {"score_mod": softcap(2.0)}),
+        (16, SWAKVPool, {"sliding_window_size": 8}, {"mask_mod": sliding_window(8)}),
+    ],
+    ids=["pages of one", "softcap", "window"],
+)
+def test_batches_are_right(backend, page, pool, layer, mods):
+    of = Requests(page=page, pages=24 if page > 1 else 80)
+    found = sglang.layer(of, **layer)
+    for out, step in serve(backend(), of, pool(of), found):
+        assert_right((out, None), step.each, **{"mask_mod": causal, **mods})
+
+
+def test_sinks_and_pages_of_heads(backend):
+    of = Requests()
+    sinks = torch.tensor([0.5, -1, 2, 0])
+    for out, step in serve(backend(), of, Pool(of, "hnd"), sglang.layer(of), {"sinks": sinks}):
+        assert_right((out, None), step.each, mask_mod=causal, sinks=sinks)
+
+
+def test_a_cache_of_eight_bits(backend):
+    of = Requests(D=32, dtype=torch.bfloat16, eight=torch.float8_e4m3fn)
+    layer = sglang.layer(of, k_scale=of.scales[0], v_scale=of.scales[1])
+    for out, step in serve(backend(), of, Pool(of, eight=of.eight), layer):
+        assert_right((out, None), step.each, mask_mod=causal)
+
+
+def test_requests_that_pad_a_captured_graph(backend, monkeypatch):
+    """Buffers stay where they are, whatever is captured: a replay writes into them alone."""
+    of = Requests()
+    runner, layer = sglang.runner(of, Pool(of)), sglang.layer(of)
+    server = backend()(runner)
+    server.init_cuda_graph_state(4, 4)
+    fill = server.get_cuda_graph_seq_len_fill_value()
+    first = of.step({"a": 18, "b": 2, "c": 19})
+    whole = sglang.forward_batch(first, runner, ForwardMode.EXTEND, of.page)
+    server.init_forward_metadata(whole)
+    server.forward(first.q.flatten(1), first.k, first.v, layer, whole)
+    monkeypatch.setattr(plans, "DecodePlan", None)
+    for pool in runner.token_to_kv_pool.buffers:
+        pool[0] = 0  # what SGLang keeps for rows that pad
+    for names in ("cab", "b"):
+        step, n = of.step(dict.fromkeys(names, 1)), len(names)
+        found = sglang.forward_batch(step, runner, ForwardMode.DECODE, of.page)
+        pad = torch.nn.functional.pad
+        found.batch_size = 4
+        found.seq_lens = pad(found.seq_lens, (0, 4 - n), value=fill)
+        found.req_pool_indices = pad(found.req_pool_indices, (0, 4 - n))
+        found.out_cache_loc = pad(found.out_cache_loc, (0, 4 - n))
+        server.init_forward_metadata_out_graph(found, in_capture=False)
+        q, k, v = (pad(x, (0, 0, 0, 0, 0, 4 - n)) for x in (step.q, step.k, step.v))
+        out = server.forward(q.flatten(1), k, v, layer, found).view_as(q)
+        assert_right((out[:n], None), step.each, mask_mod=causal)
+        assert out.isfinite().all()

@@ -1,0 +1,179 @@
+"""vLLM's calls, as its contract has them, over the real kernels: batches step by step."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from flexattn.catalogue import causal, sliding_window, softcap
+from flexattn.integrations import plans
+from flexattn.settings import override
+from tests.contracts import imported, vllm
+from tests.contracts.requests import Requests
+from tests.serving import assert_right
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
+NAME = "flexattn.integrations.vllm"
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
+
+
+def alibi(score, b, h, q, kv):
+    return score + torch.tensor(SLOPES)[h].double() * (kv - q)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """A layer in vLLM's hands; what it compiles after its plans are made is an error."""
+
+    def make(of, order="NHD", block=None, invariant=False, **layer):
+        config = vllm.config(block or of.page, dtype=of.dtype)
+        modules = vllm.modules(config, invariant=invariant)
+        backend = imported(monkeypatch, modules, NAME).FlexattnBackend
+        found = vllm.Model(backend, config, of, order, **layer)
+        monkeypatch.setattr(plans, "DecodePlan", None)
+        return found
+
+    return make
+
+
+def steps(of):
+    """Prefill; a chunk beside tokens that decode; decode, with pages that a request shares."""
+    yield of.step({"a": 21, "b": 5})
+    yield of.step({"a": 1, "c": 17, "b": 1})
+    of.share("d", "a", 16)
+    yield of.step({"d": 3, "c": 1})
+    yield of.step({"c": 1, "a": 1, "b": 1, "d": 1})
+
+
+@pytest.mark.parametrize(
+    ("order", "layer", "mods"),
+    [
+        ("NHD", {}, {}),
+        ("HND", {"sliding_window": 9}, {"mask_mod": sliding_window(8)}),
+        ("NHD", {"logits_soft_cap": 2.0, "alibi_slopes": list(SLOPES)}, {
+            "score_mod": lambda s, *place: alibi(softcap(2.0)(s, *place), *place)
+        }),
+        ("HND", {"sinks": torch.tensor([0.5, -1, 2, 0])}, {}),
+    ],
+    ids=["causal", "window", "softcap and alibi", "sinks"],
+)  # fmt: skip
+def test_batches_are_right(model, order, layer, mods):
+    of = Requests()
+    server = model(of, order, **layer)
+    sinks = layer.get("sinks")
+    for step in steps(of):
+        if "sliding_window" in layer:  # pages behind all windows are nobody's again
+            for b, (n, rows) in enumerate(zip(step.lens, step.q_lens, strict=True)):
+                step.table[b, : max(0, n - rows - 8) // 16] = 0
+        out = server.run(step)
+        call = {"mask_mod": causal, **mods} | ({} if sinks is None else {"sinks": sinks})
+        assert_right((out, None), step.each, **call)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("fp8", torch.float8_e4m3fn),
+    pytest.param("fp8_e5m2", torch.float8_e5m2, marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_cache_of_eight_bits(model, name, dtype):
+    """What the scale does not bring into its range is kept at the largest value."""
+    of = Requests(D=32, dtype=torch.bfloat16, eight=dtype)
+    of.scales = torch.tensor(0.001), torch.tensor(0.5)
+    server = model(of, kv_cache_dtype=name)
+    for step in steps(of):
+        assert_right((server.run(step), None), step.each, mask_mod=causal)
+
+
+def test_rows_that_pad_a_captured_graph(model):
+    """The graph reads vLLM's own buffers: each replay changes them, and no Python runs."""
+    of = Requests()
+    server = model(of)
+    server.run(of.step({"a": 18, "b": 2, "c": 19}))
+    lens, ends = torch.zeros(4, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    table, slots = torch.zeros(4, 8, dtype=torch.int32), torch.full((4,), -1)
+    q, k, v = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16), torch.zeros(4, 2, 16)
+    captured = server.builder.build_for_cudagraph_capture(
+        vllm.CommonAttentionMetadata(ends, ends, lens, 4, 4, 1, 128, table, slots)
+    )
+    for names in ("cab", "b", "ac"):
+        step, n = of.step(dict.fromkeys(names, 1)), len(names)
+        for buffer, new in ((q, step.q), (k, step.k), (v, step.v)):
+            buffer.fill_(torch.nan)[:n].copy_(new)
+        lens.zero_()[:n].copy_(torch.tensor(step.lens))
+        ends[n:].fill_(n)
+        slots.fill_(-1)[:n].copy_(step.slots)
+        table[:n, : step.table.shape[1]] = step.table
+        before = server.cache[0].clone()
+        out = server.launch(captured, q, k, v, slots)
+        ends.copy_(torch.arange(5))
+        assert_right((out[:n], None), step.each, mask_mod=causal)
+        assert not out[n:].any()
+        changed = (server.cache[0] != before) & ~server.cache[0].isnan()
+        assert not server.cache[0][changed].any(), "nobody's block has zeros"
+
+
+def test_a_graph_of_chunks_is_padded_too(model):
+    of = Requests()
+    server = model(of)
+    step = of.step({"a": 5, "b": 2})
+    metadata = vllm.common(step)
+    metadata.query_start_loc = torch.tensor([0, 5, 7, 7], dtype=torch.int32)
+    metadata.seq_lens = torch.tensor([5, 2, 0], dtype=torch.int32)
+    metadata.block_table_tensor = torch.nn.functional.pad(step.table, (0, 0, 0, 1))
+    metadata.num_reqs, metadata.num_actual_tokens = 3, 9
+    slots = torch.nn.functional.pad(step.slots, (0, 2), value=-1)
+    rows = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 2)) for x in (step.q, step.k, step.v)]
+    out = server.launch(server.builder.build(0, metadata), *rows, slots)
+    assert_right((out[:7], None), step.each, mask_mod=causal)
+
+
+def mods(layer):
+    """What FLEXATTN_MODS names: of layer 3 alone."""
+    if layer.index != 3:
+        return None
+    slopes = torch.tensor(SLOPES, device=layer.device)
+    return {
+        "score_mod": lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx) ** 2,
+        "mask_mod": lambda b, h, q_idx, kv_idx: (kv_idx < 2) | (q_idx - kv_idx < 6),
+    }
+
+
+def test_mods_that_the_user_names(model, monkeypatch):
+    """A score that falls with the square of distance, and a window beside two keys for all."""
+    named = ModuleType("mods_of_a_user")
+    named.mods = mods
+    monkeypatch.setitem(sys.modules, named.__name__, named)
+    of = Requests()
+    with override(mods="mods_of_a_user:mods"):
+        server = model(of, sliding_window=12)
+    slopes = torch.tensor(SLOPES).double()
+    wanted = {
+        "score_mod": lambda score, b, h, q, kv: score - slopes[h] * (q - kv) ** 2,
+        "mask_mod": lambda b, h, q, kv: (q >= kv) & (q - kv < 12) & ((kv < 2) | (q - kv < 6)),
+    }
+    for step in steps(of):
+        assert_right((server.run(step), None), step.each, **wanted)
+
+
+def test_rows_have_the_same_bits_whatever_the_batch(model, monkeypatch):
+    """VLLM_BATCH_INVARIANT: a request alone, in chunks and token by token."""
+    told = []
+    for parts in ((20,), (11, 9), (17, *[1] * 3)):
+        monkeypatch.undo()
+        of = Requests(D=64, dtype=torch.bfloat16)
+        server = model(of, invariant=True)
+        q, k, v = (
+            torch.randn(20, n, 64, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)
+        )
+        rows, first = [], 0
+        for n in parts:
+            step = of.step({"a": n} if first else {"a": n, "b": 2})
+            for own, fixed in ((step.q, q), (step.k, k), (step.v, v)):
+                own[:n] = fixed[first : first + n]
+            rows.append(server.run(step)[:n])
+            first += n
+        told.append(torch.cat(rows))
+    assert torch.equal(told[0], told[1]) and torch.equal(told[0], told[2])

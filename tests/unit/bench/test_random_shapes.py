@@ -1,0 +1,148 @@
+"""Random shapes: drawn the same in every run, in range, each served; what the table shows."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from bench.peers import OURS
+from bench.random_draw import ENCODERS, KINDS, MODELS, MOST_BYTES, MOST_FLOPS, PAGES, SEEDS, drawn
+from bench.random_shapes import (
+    BENCH,
+    DEFAULT,
+    TUNED,
+    cases,
+    main,
+    summary,
+    table,
+    task_of_case,
+    told,
+    tuned_row,
+)
+from bench.results import Gate, Report, RowResult, load, merge, save
+from bench.serving_rows import ServingRow
+from bench.streaming import STREAMING
+from flexattn.device import named
+from flexattn.errors import InputError
+from flexattn.kernels.choose.defaults import default
+from flexattn.kernels.choose.registry import family_of
+from flexattn.kernels.paged_decode.source import render_serving
+from flexattn.kernels.paged_decode.space import serving_candidates
+from flexattn.measure.timing import Samples
+from flexattn.records.record import Decision, Failed, Gated, Trial
+from tests.records import decode_record
+
+H200 = named("nvidia-h200")
+CASES = {case.name: case for case in cases()}
+
+
+def sizes(case):
+    row = case.row
+    if isinstance(row, ServingRow):
+        return len(row.lens), row.hq, row.hkv, row.q_len, max(row.lens), row.d
+    s = row.shape
+    return s.batch, s.hq, s.hkv, s.q_len, s.kv_len, s.d
+
+
+def test_thirty_shapes_are_drawn_the_same_again_and_their_names_differ():
+    assert len(CASES) == 30 and [len(drawn(seed)) for seed in SEEDS] == [10] * 3
+    assert all(drawn(seed) == drawn(seed) for seed in SEEDS)
+    assert drawn(SEEDS[0]) != drawn(SEEDS[0] + 1)
+
+
+@pytest.mark.parametrize("seed", [*SEEDS, *range(40)])
+def test_every_seed_stays_in_the_ranges(seed):
+    found = drawn(seed)
+    assert sorted(case.kind for case in found) == sorted(KINDS)
+    known = {model[1:] for model in (*MODELS, *ENCODERS)}
+    for case in found:
+        batch, hq, hkv, q_len, kv_len, d = sizes(case)
+        assert (hq, hkv, d) in known and hq % hkv == 0
+        assert 4 * batch * hq * q_len * kv_len * d <= MOST_FLOPS
+        assert 4 * batch * d * (hq * q_len + hkv * kv_len) <= MOST_BYTES
+        assert (q_len == 1) == (case.kind in ("decode", "paged"))
+        assert case.kind != "chunk" or (16 <= q_len <= 512 and kv_len >= q_len)
+        assert case.kind != "paged" or case.row.page in PAGES
+        assert case.row.name.startswith(f"{seed}-") and case.dtype in ("bfloat16", "float16")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_shape_is_served_by_a_kernel_that_renders(name):
+    found = task_of_case(CASES[name], H200, "cpu")
+    if isinstance(CASES[name].row, ServingRow):
+        form = found.problem.form
+        source = render_serving(form, next(serving_candidates(form, H200)), H200, name)
+    else:
+        config = default(found.problem, H200)
+        source = family_of(config).render(found.problem.structure, config, H200, name)
+        assert family_of(config).grid(found.problem, config, H200).programs > 0
+    assert name in source.text and found.title == name
+
+
+def row(name, red=False, **us):
+    samples = {who.replace("_", "-"): Samples((float(time),) * 7) for who, time in us.items()}
+    gates = {OURS: Gate(not red, "said")}
+    return RowResult(name, "models", 0.0, 0, gates, samples, {})
+
+
+def with_aside(found, name, us):
+    return replace(found, samples={**found.samples, name: Samples((us,) * 7)})
+
+
+def tuned_of(name, best, default):
+    samples = {"best": Samples((best,) * 7), DEFAULT: Samples((default,) * 7)}
+    return RowResult(f"{name} {TUNED}", TUNED, 0.0, 0, {}, samples, {})
+
+
+ROWS = (
+    with_aside(row("one", flexattn=10.0, sdpa_cudnn=12.0, fa4=11.0), STREAMING, 5.0),
+    tuned_of("one", 9.0, 10.0),
+    row("two", flexattn=10.0, sdpa_cudnn=9.5),
+    row("three", red=True, flexattn=10.0, fa4=20.0),
+    tuned_of("four", 10.0, 10.0),
+)
+
+
+def test_the_best_rival_counts_and_a_red_gate_has_no_time():
+    one, two, three, four = told(ROWS)
+    assert (one.who, one.rival, one.default) == ("fa4", pytest.approx(1.1), pytest.approx(0.9))
+    assert two.rival == pytest.approx(0.95) and math.isnan(two.default)
+    assert three.red and math.isnan(three.rival) and math.isnan(three.us)
+    assert four.default == 1.0 and four.who == ""
+    text = table(Report(BENCH, {}, (), ROWS))
+    assert "| three | gate red | - | - | - |" in text
+    assert "rival / ours: geometric mean 1.022 of 2, least 0.950, 1 below 0.97" in text
+    assert "least 0.900, 1 below 0.97, 1 below 0.92" in text
+    assert summary("nothing", [math.nan]) == "nothing: none"
+
+
+def test_a_tuning_is_the_default_beside_the_fastest_of_its_rounds():
+    good = Gated("out", 0.0, 1.0, 0.0, True)
+    case = next(iter(CASES.values()))
+    made = decode_record()
+    config = made.trials[0].config
+    trials = (
+        Trial(config, gate=good, screening=(10.0, 12.0, 11.0, 10.0)),
+        Trial(config, gate=good, screening=(5.0, 5.5), start=2),
+        Trial(config, gate=Gated("out", 2.0, 1.0, 0.0, False), screening=(1.0,)),
+        Trial(config, failed=Failed("run", "Error", "no")),
+    )
+    decision = Decision(0, 0, 1.0, 1.0, 1.02, 0.95, "")
+    found = tuned_row(case, replace(made, trials=trials, decision=decision))
+    assert found.samples["best"].us == (5.0, 5.5) and found.samples[DEFAULT].us == (11.0, 10.0)
+    assert told([found])[0].default == pytest.approx((5 / 11 + 5.5 / 10) / 2)
+
+
+def test_reports_merge_and_go_on(tmp_path):
+    path = tmp_path / "found.json"
+    save(Report(BENCH, {"budget": 4.0}, ({"gpu": "one"},), ROWS[:2]), path)
+    both = merge([load(path), Report(BENCH, {"budget": 4.0}, ({"gpu": "one"},), ROWS[2:])])
+    assert both.rows == ROWS and load(path).rows == ROWS[:2]
+
+
+def test_the_command_lists_and_refuses(capsys):
+    assert main(["--list", "--rows", "^101-.*paged"]) == 0
+    assert capsys.readouterr().out.count("\n") == 3
+    assert main(["--rows", "no such shape"]) == 2
+    with pytest.raises(InputError):
+        cases("no such shape")

@@ -1,0 +1,61 @@
+"""Decode's splits by sizes: what a mask leaves, what fills the SMs, and where nothing changes."""
+
+from dataclasses import replace
+
+from hypothesis import given, strategies as st
+
+from flexattn.catalogue import sliding_window
+from flexattn.device import named
+from flexattn.kernels.choose.defaults import candidates, default
+from flexattn.kernels.triton.cost import expected, other_splits
+from flexattn.kernels.triton.tiles import decode_grid
+from tests.problems import problem
+
+H200, A100 = (named(f"nvidia-{name}") for name in ("h200", "a100"))
+
+
+def decoded(D, B, group, keys, mask_class=""):
+    mask = {"mask_mod": sliding_window(127), "runs": True} if mask_class else {}
+    found = problem("decode", D, group=group, kv_len=keys, **mask)
+    return replace(found, B=B, Hq=8 * group, mask_class=mask_class)
+
+
+def test_keys_that_a_window_leaves_are_not_split():
+    """64 heads over 8, 128 keys in a window: measured, 10.8 us by two splits and 7.8 by one."""
+    assert default(decoded(64, 8, 8, 8192, "d1/64 i1 runs"), H200).num_splits == 1
+    assert default(decoded(64, 8, 8, 8192, "d1/64 i1 runs"), A100).num_splits == 0
+
+
+def test_splits_that_fill_the_sms_stay_where_nothing_gains():
+    for batch, keys in ((1, 8192), (1, 131072), (8, 8192), (64, 4096), (256, 1024)):
+        assert default(decoded(128, batch, 4, keys), H200).num_splits == 0
+
+
+def test_a_batch_that_leaves_half_of_the_sms_idle_is_split():
+    """80 programs on 132 SMs: none of the records has such a batch."""
+    found = default(decoded(128, 10, 4, 16384), H200)
+    assert found.num_splits > 1
+
+
+def test_the_same_kernel_without_a_number_comes_next():
+    """Whoever exported it without the number has it: splits are an argument."""
+    first, second, *_ = candidates(decoded(64, 8, 8, 8192, "d1/64 i1 runs"), H200)
+    assert replace(first, num_splits=0) == second
+
+
+def test_wide_heads_have_two_tiles_under_way():
+    wide = replace(problem("decode", 576, 512, group=16, kv_len=4096), B=128, Hq=16, Hkv=1)
+    assert default(wide, H200).num_stages == 3
+
+
+@given(
+    st.sampled_from([64, 128, 256]), st.integers(1, 300), st.sampled_from([1, 4, 16]),
+    st.integers(1, 10**6), st.sampled_from(["", "unknown", "d1/64 i1 runs"]),
+)  # fmt: skip
+def test_each_split_has_a_tile_of_keys(D, B, group, keys, name):
+    wanted = decoded(D, B, group, keys, name)
+    config = default(wanted, H200)
+    grid = decode_grid(wanted, config, H200)
+    assert 1 <= grid.num_splits <= max(1, -(-keys // config.BLOCK_N))
+    for each in (config, *other_splits(wanted, config, H200)):
+        assert expected(wanted, each, H200).us > 0

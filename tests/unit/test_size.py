@@ -1,0 +1,33 @@
+"""What the tracked tree may weigh, and of it what no person writes: measurements and pictures."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# In KiB. What a part holds more of is a decision: its writers say once what repeats.
+LIMITS = {
+    "": 7 * 1024,
+    "configs/nvidia-h200": 720,
+    "configs/studies": 200,
+    "bench/results": 360,
+    "notebooks": 320,
+    "tests/golden/files": 360,
+    "docs/pictures": 110,
+}
+
+
+def tracked(folder):
+    """The files below a folder that git keeps; none away from a checkout, as in an sdist."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", f"./{folder}"], cwd=ROOT, capture_output=True, text=True
+    )
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+@pytest.mark.parametrize("folder", LIMITS)
+def test_a_part_of_the_tree_stays_within_its_limit(folder):
+    # A file that is moved while it is tracked is not there.
+    size = sum(path.stat().st_size for path in tracked(folder) if path.is_file())
+    assert size <= LIMITS[folder] * 1024, f"{folder or 'the tree'}: {size / 1024:.0f} KiB"
