@@ -1,4 +1,6 @@
-"""What tests of the command line share."""
+"""What tests share: the command line, and what the library logs."""
+
+import logging
 
 import pytest
 from typer.testing import CliRunner
@@ -30,3 +32,10 @@ def flexattn(tmp_path, nothing_shipped):
         return result
 
     return call
+
+
+@pytest.fixture
+def said(caplog):
+    """What the library has logged so far, as a function."""
+    caplog.set_level(logging.INFO, "flexattn")
+    return lambda: [record.getMessage() for record in caplog.records]

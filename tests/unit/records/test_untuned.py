@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import os
 from types import SimpleNamespace
 
@@ -33,12 +32,6 @@ DECODE = problem("decode")
 def place(tmp_path, monkeypatch):
     with own_place(tmp_path, monkeypatch):
         yield tmp_path
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, "flexattn")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def softcap(score, b, h, q_idx, kv_idx):

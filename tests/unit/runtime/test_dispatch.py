@@ -43,12 +43,6 @@ def place(tmp_path, monkeypatch):
         yield tmp_path
 
 
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, "flexattn")
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 def tune(wanted=DECODE, config=TUNED, root=None, **environment_changes):
     record = decode_record(
         provenance="measured",
