@@ -97,7 +97,7 @@ def test_a_clock_that_runs_backwards_fails_its_config_alone(worker):
 
 def test_the_hopeless_give_one_value(worker):
     got = worker.sample([GOOD, config("slow")], 5, 0, limit_us=5_000)
-    assert [len(each) for each in got] == [5, 1] and got[1][0] > 20_000
+    assert [len(each) for each in got] == [5, 1] and got[1][0] > 5_000
     assert [len(each) for each in worker.sample([GOOD, config("slow")], 2, 0)] == [2, 2]
 
 
