@@ -56,13 +56,14 @@ class Inputs:
 def make(row: Row, device: str, dtype: torch.dtype) -> Inputs:
     """Normal random q, k and v, the same for a row's name on every run of one device type."""
     s = row.shape
+    dtype = getattr(torch, row.dtype) if row.dtype else dtype
     generator = torch.Generator(device).manual_seed(zlib.crc32(row.name.encode()))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     q = normal(s.batch, s.hq, s.q_len, s.d)
-    k, v = (normal(s.batch, s.hkv, s.kv_len, s.d) for _ in range(2))
+    k, v = (normal(s.batch, s.hkv, s.kv_len, d) for d in (s.d, row.dv or s.d))
     descales = NO_DESCALES
     if row.fp8:
         descales = Descales(*(x.float().abs().amax((2, 3)) / LARGEST for x in (q, k, v)))

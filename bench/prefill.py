@@ -7,8 +7,9 @@ import sys
 from bench.command import main
 from bench.rows import prefill_rows
 from bench.runner import Method
+from bench.shape_rows import shape_rows
 
 METHOD = Method(rounds=20, min_ms=10.0, flush_l2=False, graph=False)
 
 if __name__ == "__main__":
-    sys.exit(main("prefill", prefill_rows(), METHOD))
+    sys.exit(main("prefill", [*prefill_rows(), *shape_rows()], METHOD))

@@ -29,10 +29,11 @@ class Row:
     are causal inside; `cap` is read where score is "softcap". Where mask is "blocks", every row of
     blocks of BLOCK x BLOCK keeps a part of them at random: `density`. fp8: inputs of e4m3, with a
     factor for each head. learned: of a backward, the table of score "relative" gets a gradient.
+    dv: elements of a value, 0 where it has as many as a key. dtype: where it is not the method's.
     """
 
     name: str
-    group: Literal["grid", "mods", "models", "fp8", "short", "8k", "forward"]
+    group: Literal["grid", "mods", "models", "fp8", "short", "8k", "forward", "dims", "public"]
     shape: Shape
     mask: Mask = "full"
     score: Score = "none"
@@ -41,6 +42,8 @@ class Row:
     density: float = 1.0
     fp8: bool = False
     learned: bool = False
+    dv: int = 0
+    dtype: str = ""
 
     @property
     def plain(self) -> bool:
@@ -67,14 +70,15 @@ class Row:
 
     @property
     def flops(self) -> float:
-        """Useful floating-point operations: two products of 2 x D for each kept pair."""
-        return 4 * self.shape.batch * self.shape.hq * self.pairs * self.shape.d
+        """Useful floating-point operations: 2 x D and 2 x Dv for each kept pair."""
+        s = self.shape
+        return 2 * s.batch * s.hq * self.pairs * (s.d + (self.dv or s.d))
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V, each read once, at two bytes an element."""
         s = self.shape
-        return 2 * s.batch * s.hkv * s.kv_len * s.d * 2
+        return s.batch * s.hkv * s.kv_len * (s.d + (self.dv or s.d)) * 2
 
 
 def prefill_rows() -> list[Row]:

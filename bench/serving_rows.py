@@ -13,6 +13,16 @@ Variant = Literal[
     "plain", "softcap", "alibi", "window", "sinks", "tree", "causal", "fp8", "fp8-token-head",
     "cascade", "mla", "prefix-tree",
 ]  # fmt: skip
+# Heads of other public models, and pages of one key, with batches and thousands of keys.
+HEADS: tuple[tuple[str, int, int, dict[str, int]], ...] = (
+    ("gemma3", 32, 4, {"hq": 8, "hkv": 4, "d": 256, "dv": 256}),
+    ("gemma2", 8, 8, {"hq": 16, "hkv": 8, "d": 256, "dv": 256}),
+    ("starcoder", 16, 8, {"hq": 48, "hkv": 1}),
+    ("gpt-oss", 32, 4, {"hq": 64, "hkv": 8, "d": 64, "dv": 64}),
+    ("qwen", 32, 4, {"hq": 40, "hkv": 8}),
+    ("llama2", 16, 2, {"hq": 32, "hkv": 32}),
+    ("pages-of-1", 16, 4, {"page": 1}),
+)
 WINDOWED = 2  # a windowed request has so many times the keys that its window shows
 
 
@@ -111,6 +121,8 @@ def serving_rows() -> list[ServingRow]:
         lens = (prefix + own,) * 64
         rows.append(ServingRow(f"b64-3-levels-{name}", "trees", lens, variant, **about))  # type: ignore[arg-type]
     rows += [ServingRow(f"b{batch}-1m", "long", (2**20,) * batch) for batch in (1, 8)]
+    for name, batch, k, about in HEADS:
+        rows.append(ServingRow(f"{name}-b{batch}-{k}k", "heads", (k * 1024,) * batch, **about))  # type: ignore[arg-type]
     mla = {"page": 64, "hq": 128, "hkv": 1, "d": 576, "dv": 512}
     rows.append(ServingRow("mla-b64-4k", "mla", (4096,) * 64, "mla", **mla))  # type: ignore[arg-type]
     for batch, k in ((64, 4), (1, 16)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bench.oracle import judge_slices
 from bench.peers import OURS, PEERS, Refusal
 from bench.rows import Row, decode_rows, mods_rows, prefill_rows
 from bench.runner import Method, run
+from bench.shape_rows import shape_rows
 from bench.shapes import Shape
 from bench.tuned import tuned_rows
 from bench.tuned_results import Result, summary
@@ -56,7 +58,9 @@ def raises(x):
 
 
 @pytest.mark.parametrize(
-    "rows", [prefill_rows(), decode_rows(), mods_rows()], ids=["prefill", "decode", "mods"]
+    "rows",
+    [[*prefill_rows(), *shape_rows()], decode_rows(), mods_rows()],
+    ids=["prefill", "decode", "mods"],
 )
 def test_rows_are_unique_and_make_sense(rows):
     assert len({row.name for row in rows}) == len(rows)
@@ -345,3 +349,13 @@ def test_the_promises_of_tuning_are_counted_by_kind():
 def test_twelve_problems_of_decode_are_tuned():
     rows = tuned_rows()
     assert sum(row.shape.q_len == 1 for row in rows) == 12 and len({r.name for r in rows}) == 16
+
+
+def test_rows_with_values_of_another_width_and_dtypes_of_their_own():
+    rows = {row.name: row for row in shape_rows()}
+    deepseek = replace(rows["deepseek-4k"], shape=Shape(1, 2, 2, 8, 8, 192))
+    x = make(deepseek, "cpu", torch.bfloat16)
+    assert x.v.shape[-1] == 128 and x.q.dtype == torch.bfloat16
+    assert deepseek.flops == 2 * 2 * 32 * (192 + 128)
+    single = replace(rows["fp32-2k"], shape=Shape(1, 1, 1, 8, 8, 64))
+    assert make(single, "cpu", torch.bfloat16).q.dtype == torch.float32
