@@ -1,4 +1,4 @@
-"""What the Hopper backward asks of mods beside their text: a mask's band, what scores may become."""
+"""What Hopper's backward asks of mods beside their text: the band of a mask, and stray scores."""
 
 from __future__ import annotations
 
