@@ -253,7 +253,7 @@ def _language(block):
     layout = SimpleNamespace(value=None)
     gl = SimpleNamespace(
         constexpr=lambda x: x, zeros=zeros,
-        arange=lambda a, z, layout: np.arange(a, z), expand_dims=np.expand_dims,
+        arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=min, maximum=_maximum, convert_layout=lambda x, layout: x,
         load=lambda place: Number(place.array[place.offset]), allocate_shared_memory=allocate,

@@ -214,6 +214,14 @@ def test_large_negative_scores_leave_no_nan():
     check(q.abs() + 3, -k.abs() - 3, v)
 
 
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_scores_that_are_no_number_behind_the_last_row(D):
+    """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
+    temperature = torch.linspace(1.0, 2.0, 333).cuda()
+    given = on_gpu(2, 4, 2, 333, 401, D)
+    check(*given, causal, lambda: lambda s, b, h, q, k: s / temperature[q])
+
+
 def test_strided_inputs():
     q, k, v = (
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in on_gpu(2, 4, 2, 333, 333, 128)

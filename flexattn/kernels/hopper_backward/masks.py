@@ -1,12 +1,18 @@
-"""What the Hopper backward asks of a mask_mod beside its text: bounds on how far keys lie back."""
+"""What Hopper's backward asks of mods beside their text: the band of a mask, and stray scores."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from flexattn.mods.analysis.mask_form import mask_form
 from flexattn.mods.expr import Expr, depending, walk
+from flexattn.mods.ops import OPS, is_float
 from flexattn.problem import INDEX_RANGES, Structure
+
+# Of functions of floats those that are finite where their operand is.
+_BOUNDED = frozenset(("sin", "cos", "atan", "tanh", "sigmoid", "erf", "erfc"))
+_DIVISIONS = frozenset(("div", "floor_div", "trunc_div", "floor_mod", "trunc_mod"))
 
 
 class Band(NamedTuple):
@@ -46,3 +52,30 @@ def loads_pairs(structure: Structure) -> bool:
         if any(node.op == "load" and node in queries and node in keys for node in nodes):
             return True
     return False
+
+
+def may_be_no_number(score: Expr) -> bool:
+    """Whether a modified score may be NaN or infinite in a row behind the last one.
+
+    There the product is 0, and what is read by the row is 0 or whatever lies behind. -inf does no
+    harm, as which `where` removes scores.
+    """
+    nodes = list(walk(score))
+    by_row = depending(nodes, ("score", "q_idx"))
+    return any(_is_infinite(node) or (node in by_row and _may_end(node, by_row)) for node in nodes)
+
+
+def _is_infinite(node: Expr) -> bool:
+    value = node.value
+    return isinstance(value, float) and (math.isnan(value) or value == math.inf)
+
+
+def _may_end(node: Expr, by_row: set[Expr]) -> bool:
+    """Whether finite operands may give something else; of divisors that no row decides, not."""
+    if not is_float(node.dtype):
+        return False
+    if node.op in _DIVISIONS:
+        return node.args[1] in by_row
+    if node.op in ("load", "pow"):
+        return True
+    return node.op in OPS and OPS[node.op].result == "float" and node.op not in _BOUNDED

@@ -23,7 +23,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     mod_arguments,
 )
 from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.masks import band_of
+from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.problem import Structure
@@ -78,6 +78,7 @@ def render(
             each.name for each in mod_arguments(replace(structure, score=None, mask=None), config)
         ],
         "score": score,
+        "stray": structure.score is not None and may_be_no_number(structure.score.mod.expr),
         "mask": mask,
         "band": band,
         "hoisted": [line for each in used for line in each.hoisted],

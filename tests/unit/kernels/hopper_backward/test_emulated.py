@@ -82,13 +82,14 @@ class Emulated(Recorded):
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
-def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None):
+def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_mod=None):
     """dq, dk and dv of the kernels that a launch has."""
     mask = mask_mod and create_block_mask(
         mask_mod, None, None, q.shape[2], k.shape[2], device="cpu"
     )
     lists = None if mask is None else BothLists.of(mask)
-    asked = Asked(None, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
+    score = bound(score_mod, "score")
+    asked = Asked(score, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
     like = [x.bfloat16() for x in (q, k, v)]
     problem, seen = _problem(asked, *like, lists), {}
     config, width = at_sizes(config, problem), columns(problem.structure)
@@ -102,12 +103,14 @@ def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None):
         return Emulated(source, config, width, seen)
 
     monkeypatch.setattr(backward, "builder", lambda: SimpleNamespace(kernel=build))
-    out, lse, _ = attention(q, k, v, block_mask=mask, scale=0.1, dropout=dropout)
+    out, lse, _ = attention(
+        q, k, v, score_mod=score_mod, block_mask=mask, scale=0.1, dropout=dropout
+    )
     prepared = backward.prepare_backward(
         problem, H200, q.device, SimpleNamespace(kernels=kernels), Options(), (q, k, v), out,
         dout, lists,
     )  # fmt: skip
-    rest = prepared.rest_of(lists, None, asked.mask, dropout)
+    rest = prepared.rest_of(lists, score, asked.mask, dropout)
     given = [x.float() for x in (q, k, v)]
     found = prepared.run(
         tuple(given), out.float(), lse.float(), (dout.float(), None), 0.1, rest, ()
@@ -158,6 +161,23 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
+    for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_scores_that_are_no_number_behind_the_last_row(early, monkeypatch):
+    """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
+    config = HopperBackwardConfig(64, 128, 2, early_stats=early)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.float64) for n in (210, 290, 290, 210))
+
+    def nearer_the_end(score, b, h, q_idx, kv_idx):
+        return score / (210 - q_idx)
+
+    found, _ = gradients(config, q, k, v, dout, None, monkeypatch, score_mod=nearer_the_end)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _, _ = attention(q, k, v, score_mod=nearer_the_end, scale=0.1)
     for ours, wanted in zip(found, torch.autograd.grad(out, (q, k, v), dout), strict=True):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
 

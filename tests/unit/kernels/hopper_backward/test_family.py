@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flexattn.catalogue import causal, document, relative_bias, sliding_window, softcap
+from flexattn.catalogue import alibi, causal, document, relative_bias, sliding_window, softcap
 from flexattn.device import named
 from flexattn.errors import ConfigError
 from flexattn.frontend.explain import _why_this_language
@@ -16,7 +16,7 @@ from flexattn.kernels.choose.options import parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.masks import Band, band_of
+from flexattn.kernels.hopper_backward.masks import Band, band_of, may_be_no_number
 from flexattn.kernels.hopper_backward.space import defaults
 from flexattn.kernels.hopper_backward.tiles import at_sizes, backward_grid, sizes_of_launch
 from flexattn.kernels.triton_backward.config import BackwardConfig
@@ -231,6 +231,28 @@ def test_bands():
     assert found(document(torch.zeros(8).int())) is None
     assert found(lambda b, h, q, k: q + k > 3) is None
     assert found(lambda b, h, q, k: q - h > k) is None
+
+
+ROWS = torch.ones(32)
+
+
+@pytest.mark.parametrize(
+    ("score", "stray"),
+    [
+        (softcap(30.0), False),
+        (alibi(32, "cpu"), False),
+        (lambda s, b, h, q, k: s / 3.7 / ROWS[h] + ROWS[k].log(), False),
+        (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), False),
+        (lambda s, b, h, q, k: s / (8191 - q), True),
+        (lambda s, b, h, q, k: s + ROWS[q], True),
+        (lambda s, b, h, q, k: s * torch.log1p((8191 - q).float()), True),
+        (lambda s, b, h, q, k: torch.where(q < 8191, s, float("inf")), True),
+    ],
+)
+def test_scores_behind_the_last_row(score, stray):
+    """Only where they may be no number is a weight asked for its row."""
+    found = bind(score, "score")
+    assert may_be_no_number(found.mod.expr) == stray
 
 
 def test_mods_are_printed_transposed():
