@@ -80,6 +80,8 @@ class Runner:
     @torch.no_grad()
     def _captured(self, shared: bool) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         side = torch.cuda.Stream()
+        # Weights and inputs are there first: what memory held before may name any page.
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._compute(shared, self._limits.rows)
         torch.cuda.synchronize()

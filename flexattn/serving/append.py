@@ -26,6 +26,8 @@ from flexattn.util.lru import Lru
 
 # Launches that a plan remembers, one for each set of shapes and strides that it was given.
 _REMEMBERED = 256
+# What a plan has for shapes that it does not know; of no tokens it has None.
+_UNKNOWN: Any = object()
 _plans: Lru[Any, AppendPlan] = Lru(64)
 _making = threading.Lock()
 
@@ -130,10 +132,9 @@ class AppendPlan:
         }  # fmt: skip
         self.append.refuse_types(given)
         key = tuple([None if each is None else facts(each) for each in given.values()])
-        known = key in self._ready
-        launcher = self._ready.get(key)
-        if not known:
-            numbers = admitted(self.append, self.form, given, self.device)
+        launcher = self._ready.get(key, _UNKNOWN)
+        if launcher is _UNKNOWN:
+            numbers, launcher = admitted(self.append, self.form, given, self.device), None
             programs = append_programs(self.form, k.shape[0])
             if programs:
                 names = tuple(given)

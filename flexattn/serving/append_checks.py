@@ -19,7 +19,7 @@ from flexattn.kernels.cache_append.form import (
 )
 from flexattn.problem import DTYPES, MAX_HEADS
 from flexattn.problem.checks import MAX_HEAD_DIM
-from flexattn.serving.admission import devices, numbers
+from flexattn.serving.admission import devices, gradients, numbers
 from flexattn.serving.cache import KVCache
 from flexattn.serving.request import KV_DTYPES, LAYOUTS
 from flexattn.serving.rope import Rope
@@ -120,6 +120,7 @@ def admitted(
     _present(form, given)
     there = {_NAMES[name]: each for name, each in given.items() if each is not None}
     devices(device, there)
+    gradients({_NAMES[name]: given[name] for name in ("K", "V", "K_CACHE", "V_CACHE")})
     tensors = [("K", a.head_dim_qk)] + [("V", a.head_dim_v)] * (a.head_dim_v > 0)
     keys_at, heads_at = LAYOUTS[a.layout]
     tokens, pages = cast(Tensor, given["K"]).shape[0], cast(Tensor, given["K_CACHE"]).shape[0]
@@ -159,38 +160,63 @@ def admitted(
 def inspect(a: Append, given: Mapping[str, Tensor | None]) -> None:
     """Checked mode: raise InputError for slots and pages that the kernel leaves out.
 
-    It waits for the device, so a stream that is being captured is not inspected.
+    What is left out on purpose is no fault: negative slots, and tokens before a request's first
+    key. It waits for the device, so a stream that is being captured is not inspected.
     """
     k, cache, slots = given["K"], given["K_CACHE"], given["SLOTS"]
     assert k is not None and cache is not None
     if k.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    count = cache.shape[0] * a.page
-    if slots is not None:
-        found = slots.cpu()
-        wrong = (found >= count).nonzero()
-        if len(wrong):
-            place = int(wrong[0])
-            raise InputError(
-                f"slot_mapping[{place}] is {int(found[place])}",
-                f"the cache has slots 0 to {count - 1}",
-            )
-    else:
-        lengths, table = cast(Tensor, given["SEQ_LENS"]), cast(Tensor, given["TABLE"])
-        room = table.shape[1] * a.page
-        long = (lengths.cpu() > room).nonzero()
-        if len(long):
-            b = int(long[0])
-            raise InputError(
-                f"seq_lens[{b}] is {int(lengths[b])}", f"block_table has room for {room} keys"
-            )
+    if slots is None:
+        _inspect_pages(a, given, k.shape[0], cache.shape[0])
+        return
+    found, count = slots.cpu(), cache.shape[0] * a.page
+    wrong = (found >= count).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        raise InputError(
+            f"slot_mapping[{place}] is {int(found[place])}",
+            f"the cache has slots 0 to {count - 1}",
+        )
     cos, positions = given["COS"], given["POSITIONS"]
-    if cos is not None and positions is not None and positions.numel():
-        low, high = (int(each) for each in positions.aminmax())
+    if cos is not None and positions is not None and bool((found >= 0).any()):
+        low, high = (int(each) for each in positions.cpu()[found >= 0].aminmax())
         if low < 0 or high >= cos.shape[0]:
             raise InputError(
                 f"positions from {low} to {high}", f"cos and sin have {cos.shape[0]} rows"
             )
+
+
+def _inspect_pages(a: Append, given: Mapping[str, Tensor | None], tokens: int, pages: int) -> None:
+    """That a request's last keys, which are stored, have pages."""
+    lengths, table = (cast(Tensor, given[name]).cpu() for name in ("SEQ_LENS", "TABLE"))
+    count = len(lengths)
+    room = table.shape[1] * a.page
+    long = (lengths > room).nonzero()
+    if len(long):
+        b = int(long[0])
+        raise InputError(
+            f"seq_lens[{b}] is {int(lengths[b])}", f"block_table has room for {room} keys"
+        )
+    ends = given["CU_SEQLENS"]
+    if ends is None:
+        new = torch.full_like(lengths, tokens // max(1, count))
+    else:
+        new = ends.cpu().clamp(0, tokens).diff()
+    cos, longest = given["COS"], int(lengths[new > 0].amax()) if bool((new > 0).any()) else 0
+    if cos is not None and longest > cos.shape[0]:
+        raise InputError(f"a request of {longest} keys", f"cos and sin have {cos.shape[0]} rows")
+    first = (lengths - new).clamp(min=0)
+    place = torch.arange(table.shape[1])
+    used = (place >= (first // a.page)[:, None]) & (place * a.page < lengths[:, None])
+    used &= (new > 0)[:, None]
+    wrong = (((table[:count] < 0) | (table[:count] >= pages)) & used).nonzero()
+    if len(wrong):
+        b, at = (int(each) for each in wrong[0])
+        raise InputError(
+            f"block_table[{b}, {at}] is {int(table[b, at])}",
+            f"the cache has pages 0 to {pages - 1}",
+        )
 
 
 def _present(form: AppendForm, given: Mapping[str, Tensor | None]) -> None:
@@ -249,10 +275,12 @@ def _places(
     numbers("block_table", table, 2)
     numbers("seq_lens", lengths, 1)
     requests = lengths.shape[0]
-    if table.shape[0] < requests or requests < 1:
+    if table.shape[0] < requests:
         raise InputError(
             f"block_table {list(table.shape)} for {requests} requests", "it has a row for each"
         )
+    if tokens and not requests:
+        raise InputError(f"{tokens} tokens of 0 requests", "each token is a request's")
     found = {"stride_table": table.stride(0), "table_width": table.shape[1]}
     found["num_requests"] = requests
     if form.slots == "ragged table":
@@ -264,12 +292,12 @@ def _places(
                 "it has one more than there are requests",
             )
         return found | {"steps": search_steps(requests)}
-    if tokens % requests:
+    if requests and tokens % requests:
         raise InputError(
             f"{tokens} tokens of {requests} requests",
             "without cu_seqlens_q each request has as many",
         )
-    return found | {"q_len": max(1, tokens // requests)}
+    return found | {"q_len": max(1, tokens // max(1, requests))}
 
 
 def _scales(

@@ -10,8 +10,9 @@ from flexattn.serving.streams import Streams
 class Beside:
     """A stream in which a part of the current stream's work runs beside the rest of it.
 
-    begin: that work waits for what the stream holds now. As a context, launches inside are its
-    work; at the end the stream waits for them. Captured, it is a branch of the graph.
+    follow: the current stream waits for what the stream of the last call holds. begin: the same,
+    and that work waits for what the stream holds now. As a context, launches inside are its work;
+    at the end the stream waits for them. Captured, it is a branch of the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,13 +23,16 @@ class Beside:
         self._device = device
         self._callers = Streams(device.index)
 
-    def begin(self) -> None:
+    def follow(self) -> torch.cuda.Stream:
         current = torch.cuda.current_stream(self._device)
         if current.cuda_stream != self._callers.last:
             # The last launch of the run before reads what this one's passes write.
             with torch.cuda.device(self._device):
                 self._callers.follow()
-        self._begun.record(current)
+        return current
+
+    def begin(self) -> None:
+        self._begun.record(self.follow())
 
     def __enter__(self) -> None:
         self._stream.wait_event(self._begun)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,19 @@ from flexattn.serving.types import refuse_types
 from flexattn.settings import current
 from flexattn.util.lru import Lru
 
-_plans: Lru[Any, tuple[DecodePlan, Any]] = Lru(64)
+
+class _Kept(NamedTuple):
+    """A plan for later calls. bound: what the key's addresses are of, alive as long as it is.
+
+    running: its launches share a workspace, so those of a second thread come after the first's.
+    """
+
+    plan: DecodePlan
+    bound: Sequence[Bound | None]
+    running: threading.Lock
+
+
+_plans: Lru[Any, _Kept] = Lru(64)
 _making = threading.Lock()
 
 
@@ -55,8 +67,9 @@ def flex_decode(
     scaled says of what, as DecodePlan's, True: [1] or [Hkv]. batch_invariant: as DecodePlan's.
 
     Returns out like q (with V's head dimension), and with return_lse the natural log-sum-exp fp32
-    of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Raises
-    InputError, ConfigError, ModError and UnsupportedError.
+    of each row. The first call of a kind compiles; hold a DecodePlan where nothing may. Where a
+    CUDA graph captures it, a call has a workspace of its own. Raises InputError, ConfigError,
+    ModError and UnsupportedError.
     """
     refuse_types(
         q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
@@ -88,7 +101,9 @@ def flex_decode(
         head_dim_v, shared, *[identity(each) for each in bound], sinks is None,
         scaled, scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
-    found = _plans.get(key)
+    # A graph may outlive a kept plan; one that is made while it captures is filled by its replays.
+    captured = _captured(q)
+    found = None if captured else _plans.get(key)
     if found is None:
         with _making:
             plan = DecodePlan(
@@ -112,18 +127,24 @@ def flex_decode(
                 lse=return_lse,
                 batch_invariant=batch_invariant,
             )
-        # The tensors of the key are alive as long as their addresses stand in it.
-        found = plan, bound
-        _plans.put(key, found)
-    plan = found[0]
+        found = _Kept(plan, bound, threading.Lock())
+        if not captured:
+            _plans.put(key, found)
+    plan = found.plan
     out = torch.empty((*q.shape[:-1], plan.maxima.head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if return_lse:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return plan.run(
-        q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
-        sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-    )  # fmt: skip
+    with found.running:
+        return plan.run(
+            q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
+        )  # fmt: skip
+
+
+def _captured(q: Tensor) -> bool:
+    """Whether a CUDA graph captures what is launched now."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _above(size: int) -> int:

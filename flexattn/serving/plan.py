@@ -22,7 +22,7 @@ from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.launch import box_of
 from flexattn.serving import admission
-from flexattn.serving.cache import KVCache, describe, split
+from flexattn.serving.cache import KVCache, check_box, describe, split
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.launching import launch_here
@@ -230,7 +230,7 @@ class DecodePlan:
             # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
             key = (
                 q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(),
-                (q.requires_grad or k.requires_grad or (v is not None and v.requires_grad))
+                (q.requires_grad or k.requires_grad or v.requires_grad)
                 and torch.is_grad_enabled(), cache.facts,
                 batch.facts, seq_lens.shape, seq_lens.stride(),
                 None if table is None else (table.shape, table.stride()), extras,
@@ -344,6 +344,7 @@ class DecodePlan:
         read = {"k": cache.steps_k} if tied(form) else {"k": cache.steps_k, "v": cache.steps_v}
         boxes = {}
         if self.config.for_mla:
+            check_box(k)
             read, boxes = {}, {"K": box_of(k if m.layout == "HND" else k.transpose(1, 2))}
         for name, each in read.items():
             fixed |= {f"stride_{name}{axis}": step for axis, step in zip("pnh", each, strict=True)}

@@ -156,6 +156,8 @@ class TreePlan:
                 f"a path of {max(ends)} keys", f"block_table lists {width} pages of {m.page}"
             )
         found = choose_reads(tree, self.cost, tables.levels)
+        if self._beside is not None:
+            self._beside.follow()  # a run on another stream may still read the tree before
         self._row.copy_(torch.tensor(tables.filled(found), dtype=torch.int32))
         if found.shared:
             firsts = torch.tensor([each.requests[0] for each in found.shared])
@@ -198,6 +200,8 @@ class TreePlan:
         }  # fmt: skip
         capturing = self._beside is not None and torch.cuda.is_current_stream_capturing()
         if not self.reads.shared and not capturing:
+            if self._beside is not None:
+                self._beside.follow()
             return _pair(self.own.run(q, kv_cache, **own_call))
         rows = self._check(q, seq_lens, capturing)
         if capturing:

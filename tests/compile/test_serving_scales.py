@@ -87,6 +87,13 @@ def test_new_keys_are_read_and_stored_in_vectors(name):
         assert not re.search(r"st\.global[\w.:]*\.b(8|16)\b", ptx)
 
 
+@pytest.mark.parametrize(("heads", "D", "rounds"), [(1, 2, False), (2, 2, True)])
+def test_a_token_of_fewer_numbers_than_are_rounded_at_a_time(heads, D, rounds):
+    small = AppendForm("bfloat16", "float8_e4m3fn", D, D, heads, 16, "int64", "token", None, False)
+    compiled = compile_source(render_append(small, DEVICE), DEVICE)
+    assert ("satfinite" in compiled.asm["ptx"]) == rounds
+
+
 @pytest.mark.parametrize("arch", ["nvidia-a100", "amd-mi300x"])
 @pytest.mark.parametrize("name", share(["tensor", "rope"], lambda name: name == "tensor"))
 def test_where_no_instruction_rounds_to_eight_bits(name, arch):

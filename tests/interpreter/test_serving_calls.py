@@ -148,13 +148,15 @@ WRONG_TYPES = {
     "q": (lambda x: x.tolist(), "q is a list"),
     "kv_cache": (list, r"kv_cache is a list.*\(K, V\)"),
     "seq_lens": (lambda x: x.tolist(), "seq_lens is a list.*in place"),
+    "kv_cache of K": (lambda x: (x[0], None), r"kv_cache is a tuple of Tensor, NoneType"),
+    "kv_cache alone": (lambda x: x[:1], r"kv_cache is a tuple of Tensor.*\(K, V\)"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_a_run_says_what_is_no_tensor(name):
     """A list raised what Python says of its missing attributes; the next run works."""
-    turn, words = WRONG_TYPES[name]
+    (turn, words), name = WRONG_TYPES[name], name.split()[0]
     each = batch([1], [9], 2, 1)
     k, v = poisoned_cache(each, 60)
     good = {"q": each.q[:, None], "kv_cache": (k, v), "seq_lens": each.numbers([9])}

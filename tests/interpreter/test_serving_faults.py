@@ -1,14 +1,17 @@
 """What a batch may not do, in the interpreter: nothing outside of the cache is read, runs end."""
 
 import random
+import threading
+import time
 
 import pytest
 import torch
 
+import flexattn.serving.decode as decoding
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError
 from flexattn.runtime.build import TritonLaunch
-from flexattn.serving import DecodePlan, ServingConfig
+from flexattn.serving import DecodePlan, ServingConfig, flex_decode
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 from tests.watched_memory import watched
@@ -126,3 +129,53 @@ def test_checked_mode_launches_what_it_looked_at(monkeypatch):
         assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
         with pytest.raises(InputError, match="2147483647"):
             plan.run(each.q.unflatten(0, (3, 2)), cache, **call)
+
+
+def called(page=4):
+    """A call of flex_decode."""
+    each = batch([1] * 3, [9, 1, 17], 2, 1)
+    cache, table = poisoned_pages(each, page)
+    call = {"seq_lens": each.numbers(each.kv_lens), "block_table": table}
+    return lambda: flex_decode(each.q[:, None], cache, **call)
+
+
+def test_threads_that_share_a_plan_of_flex_decode_take_turns(monkeypatch):
+    """Its second kernel, which merges, read parts that another thread's first one had left."""
+    call, begin, inside, most = called(), threading.Barrier(3), [], []
+    call()  # the plan is there
+    run = DecodePlan.run
+
+    def watched_run(*given, **named):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.05)
+        try:
+            return run(*given, **named)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(DecodePlan, "run", watched_run)
+    threads = [threading.Thread(target=lambda: (begin.wait(), call())) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most == [1, 1, 1]
+
+
+def test_a_graph_captures_a_plan_of_its_own(monkeypatch):
+    """Of a kept one a graph has addresses alone, and another graph may be what fills it."""
+    call, made = called(page=8), []
+    init = DecodePlan.__init__
+
+    def counted(self, **about):
+        made.append(self)
+        init(self, **about)
+
+    monkeypatch.setattr(DecodePlan, "__init__", counted)
+    wanted = call()
+    monkeypatch.setattr(decoding, "_captured", lambda q: True)
+    assert torch.equal(call(), wanted) and torch.equal(call(), wanted) and len(made) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(DecodePlan, "__init__", None)
+    assert torch.equal(call(), wanted)

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect, named
+from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
@@ -96,6 +97,16 @@ def test_rows(heads, q_len, programs):
     """Fewer than a tile has, and several tiles, of which the last has few."""
     programs(4)
     check(requests([300, 129, 64], heads, q_len), layout="HND")
+
+
+def test_requests_that_share_keys_by_a_stride_of_0(programs):
+    """A descriptor was made with another stride: keys came from behind the cache."""
+    programs(3)
+    each = requests([64, 64])
+    plan = plan_for(replace(each, v=[x[..., :512] for x in each.k]), config=MLA, shared_kv=True)
+    shared = each.k[0][None].expand(2, -1, -1, -1)
+    with pytest.raises(InputError, match="no stride of 0"):
+        plan.run(each.q[:, None], shared, seq_lens=each.numbers([64, 64]))
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])

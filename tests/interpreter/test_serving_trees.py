@@ -167,3 +167,22 @@ def test_what_does_not_fit_is_refused():
         TreePlan(page_size=0, **about)
     with pytest.raises(InputError, match="follows from"):
         TreePlan(page_size=4, lse=True, **about)
+
+
+def test_an_update_and_a_run_on_other_streams_wait_for_the_last(monkeypatch):
+    """Tables were written while another stream's run read them, or read before they were there."""
+    found, said = case(), []
+
+    class Beside:
+        follow = lambda self: said.append("follow")  # noqa: E731
+        begin = lambda self: said.append("begin")  # noqa: E731
+        __enter__ = lambda self: None  # noqa: E731
+        __exit__ = lambda self, *error: None  # noqa: E731
+
+    plan = found.plan
+    plan._beside = Beside()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plan.run(found.q, found.cache, **found.call)
+    plan.update(PrefixTree((), (), (-1,) * 7), found.call["block_table"])
+    plan.run(found.q, found.cache, **found.call)
+    assert said == ["begin", "follow", "follow"]

@@ -16,6 +16,8 @@ ELEMENTS = 1024
 # Of a program that has all heads of a token, for one scale of them.
 TOKEN_ELEMENTS = 8192
 WARPS = 4
+# Numbers that PTX rounds to 8 bits at a time; Triton refuses tensors of fewer.
+ROUNDED = 4
 # A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
 LEAST_SCALE = 2.0**-100
 
@@ -84,13 +86,14 @@ def render_append(form: AppendForm, device: Device) -> Source:
     if eight:
         settings |= _rounding(form.kv_dtype)
     pieces = [("k", form.head_dim_qk)] + [("v", form.head_dim_v)] * (form.head_dim_v > 0)
+    fewest = rows * min(_power(dim) for _, dim in pieces)
     context: dict[str, object] = {
         "constants": tuple(settings.items()),
         "tensors": [(x, x.upper(), _power(dim), dim) for x, dim in pieces],
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
         "cvt": {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}.get(form.kv_dtype, "")
-        if device.backend == "cuda" and device.capability >= 89
+        if device.backend == "cuda" and device.capability >= 89 and fewest >= ROUNDED
         else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,
