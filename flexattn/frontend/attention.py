@@ -17,11 +17,12 @@ from flexattn.frontend.derivative_check import agrees
 from flexattn.frontend.dropout import check_dropout, drawn, without_torch
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
-from flexattn.frontend.transforms import functionals, tangent
+from flexattn.frontend.transforms import check_memory, functionals, tangent
 from flexattn.kernels.choose import options
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
 from flexattn.problem.learned import slots_of
+from flexattn.problem.runs import query_lists
 from flexattn.problem.sinks import add_sinks
 from flexattn.runtime.compiler_context import without_collections
 from flexattn.runtime.launch import Outputs, strides_like
@@ -170,6 +171,7 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "tensors on the CPU are computed by plain torch"
     if not q.is_cuda and fp8:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
+    check_memory(_read(call))
     if call.dropout is not None:
         check_dropout(call)
     if wants and (transformed := functionals(call.tensors)):
@@ -219,6 +221,14 @@ def _differentiable(call: Call) -> Iterator[tuple[str, Tensor | None]]:
     yield from zip(TENSORS, call.tensors, strict=True)
     for tensor in () if call.score is None else call.score.tensors:
         yield "a tensor that score_mod captures", tensor
+
+
+def _read(call: Call) -> Iterator[Tensor | None]:
+    """All that a launch reads by its address."""
+    yield from call.tensors
+    for bound in (call.score, call.mask):
+        yield from () if bound is None else bound.tensors
+    yield from () if call.block_mask is None else query_lists(call.block_mask)
 
 
 def wants_grad(call: Call) -> str:

@@ -39,6 +39,26 @@ def check_transforms(tensors: Sequence[Tensor | None]) -> None:
             tensor = functorch.get_unwrapped(tensor)
 
 
+def check_memory(tensors: Iterable[Tensor | None]) -> None:
+    """That kernels can read tensors where they lie: raises UnsupportedError for wrappers.
+
+    A DTensor, and whatever else is made of other tensors, has the address 0, or none to ask for.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or type(tensor) is Tensor or not tensor.numel():
+            continue
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:
+            address = 0
+        if not address:
+            raise UnsupportedError(
+                f"a {type(tensor).__name__} of shape {list(tensor.shape)}",
+                "a kernel reads a tensor's own memory, and this one stands for others'",
+                "pass the tensor that it wraps, as to_local() of a DTensor",
+            )
+
+
 def functionals(tensors: Iterable[Tensor | None]) -> str:
     """Words for a tensor that torch.func differentiates, or nothing."""
     for tensor in tensors:

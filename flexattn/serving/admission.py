@@ -161,6 +161,12 @@ def devices(device: torch.device, named: dict[str, Tensor]) -> None:
     for name, tensor in named.items():
         if tensor.device != device:
             raise InputError(f"{name} is on {tensor.device}", f"the plan is on {device}")
+        if tensor.numel() and not tensor.data_ptr():
+            raise InputError(
+                f"{name} is a {type(tensor).__name__}, which has no memory of its own",
+                "kernels read memory as it is",
+                f"pass the tensor that it wraps, as {name}.to_local() of a DTensor",
+            )
         if tensor.is_neg():
             raise InputError(
                 f"{name} is a view that negates its memory",

@@ -229,7 +229,7 @@ class DecodePlan:
                 extras = tuple([None if each is None else facts(each) for each in optional])
             # Lengths and tables may be resized in place, as by torch's `out=`; a cache is not.
             key = (
-                q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(),
+                type(q), q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, q.is_neg(),
                 (q.requires_grad or k.requires_grad or v.requires_grad)
                 and torch.is_grad_enabled(), cache.facts,
                 batch.facts, seq_lens.shape, seq_lens.stride(),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexattn.integrations import paged
+from flexattn.integrations import plans
 from tests.continuous import batched, drawn_prompts, one_by_one
 from tests.models import tiny
 
@@ -28,11 +28,11 @@ def test_tokens_are_those_of_generate(name, graphs):
 
 def test_nothing_is_planned_twice(monkeypatch):
     """The plans of the first prompts serve the others."""
-    model, made, plans = tiny("Llama", device="cuda", dtype=torch.bfloat16), paged.DecodePlan, []
-    monkeypatch.setattr(paged, "DecodePlan", lambda **more: plans.append(more) or made(**more))
+    model, made, built = tiny("Llama", device="cuda", dtype=torch.bfloat16), plans.DecodePlan, []
+    monkeypatch.setattr(plans, "DecodePlan", lambda **more: built.append(more) or made(**more))
     config = {"num_blocks": 400, "max_batch_tokens": 128, "max_requests_per_batch": 8}
     batched(model, drawn_prompts((5, 90, 31)), 8, page_size=16, **config)
-    first = len(plans)
+    first = len(built)
     assert 1 <= first <= 2
     batched(model, drawn_prompts((200, 1, 31, 40, 60, 61, 62, 63, 64)), 8, page_size=16, **config)
-    assert len(plans) == 2 * first, "another cache has plans of its own, as many"
+    assert len(built) == 2 * first, "another cache has plans of its own, as many"

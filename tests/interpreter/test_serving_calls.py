@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
@@ -291,6 +292,8 @@ def test_what_no_run_could_read_where_it_lies():
     with pytest.raises(InputError, match="negates its memory"):
         plan.run(torch._neg_view(each.q)[:, None], pages, **call)
     assert all(map(torch.equal, plan.run(each.q[:, None], pages, **call), first))
+    with pytest.raises(InputError, match="TwoTensor, which has no memory"):
+        plan.run(TwoTensor(each.q[:, None], each.q[:, None]), pages, **call)
     slope = torch._neg_view(torch.ones(2))
     with pytest.raises(InputError, match="negates its memory"):
         plan_for(each, score_mod=lambda s, b, h, q, k: s * slope[h])

@@ -1,13 +1,17 @@
 """torch's transforms around a call: refused in words, or plain torch that differentiates."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 from flexattn import explain, flex_attention
 from flexattn.errors import UnsupportedError
 from flexattn.frontend import admission, attention
+from flexattn.frontend.call import Call
 
 
 def call(x):
@@ -87,3 +91,15 @@ def test_a_tangent_is_no_matter_for_kernels(monkeypatch):
     on_a_gpu = type("Tensor", (), {"is_cuda": True, "dtype": x.dtype, "requires_grad": False})()
     with pytest.raises(UnsupportedError, match=r"query has a tangent.*\n.*\n.*vjp"):
         attention.route_of(seen._replace(q=on_a_gpu))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_a_tensor_made_of_others_has_no_memory_for_a_kernel(monkeypatch, name):
+    """A DTensor's address is 0, which a kernel was given to read."""
+    x = square()
+    given = {"q": x, "k": x, "v": x, "sinks": torch.zeros(2)}
+    wrapped = given | {name: TwoTensor(given[name], given[name])}
+    monkeypatch.setattr(attention, "current", lambda: SimpleNamespace(interpret=True))
+    assert attention.route_of(Call(**given))[0] == "interpreter"
+    with pytest.raises(UnsupportedError, match=r"(?s)TwoTensor of shape.*to_local"):
+        attention.route_of(Call(**wrapped))
