@@ -21,10 +21,10 @@ def test_a_handful_of_rows_decodes(heads):
 @pytest.mark.parametrize(
     ("B", "heads", "q_len"),
     [(1, (32, 8), 64), (1, (32, 8), 128), (1, (8, 1), 256), (1, (8, 1), 512), (1, (1, 1), 2048),
-     (4, (32, 8), 17), (1, (64, 8), 60)],
+     (4, (32, 8), 17), (1, (64, 8), 60), (8, (64, 8), 17), (32, (32, 8), 32)],
 )  # fmt: skip
-def test_a_chunk_decodes_where_it_leaves_sms_for_splits(B, heads, q_len):
-    """512 rows of 8 heads were 32 tiles of prefill's over 128k keys, on 132 SMs."""
+def test_a_chunk_decodes_where_prefills_tiles_are_few_or_empty(B, heads, q_len):
+    """512 rows of 8 heads were 32 tiles over 128k keys, on 132 SMs; 17 rows were tiles of 128."""
     assert kind(B, *heads, q_len, 128 * 1024) == "decode"
     assert kind(B, *heads, q_len, 2 * q_len) == "prefill", "it is no chunk"
 
@@ -32,7 +32,7 @@ def test_a_chunk_decodes_where_it_leaves_sms_for_splits(B, heads, q_len):
 @pytest.mark.parametrize(
     ("B", "heads", "q_len"),
     [(4, (32, 8), 128), (1, (128, 8), 128), (1, (100, 100), 17), (1, (64, 8), 256),
-     (1, (32, 8), 1024), (8, (32, 8), 64)],
+     (1, (32, 8), 1024), (8, (32, 8), 64), (16, (32, 32), 17), (3, (40, 40), 25)],
 )  # fmt: skip
 def test_a_chunk_that_fills_prefills_tiles_takes_them(B, heads, q_len):
     """128 rows of 128 heads decoded because 128 tiles are fewer than 132 SMs."""
@@ -44,6 +44,6 @@ def test_the_reason_is_told():
         return kind_for(Shape(1, 32, 8, q_len, 2**17, 128, 128), SMS)[1]
 
     assert why(1) == "q_len 1 is at most 16"
-    assert why(100) == "32 prefill tiles would leave SMs of 132 idle"
-    assert why(257) == "136 decode tiles leave no SM of 132 for splits of the keys"
+    assert why(100) == "32 prefill tiles would be empty or leave SMs of 132 idle"
+    assert why(257) == "q_len 257 fills prefill tiles"
     assert why(4096) == "q_len 4096 fills prefill tiles"
