@@ -62,7 +62,7 @@ test-oldest: env
 	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
-	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit
+	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit tests/compile
 	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 # Query rows of short prompts and chunks: decode serves them, with a tile for few rows or for more.
 _SHORT = 1, 16
-# The shortest prompt that prefill serves: all of its keys lie in one block of a mask.
-_ONE_BLOCK = 17
+# The shortest prompt that prefill serves: all of its keys lie in one block of a mask. Over so many
+# keys decode serves as many rows, of which also a single head's have the tile for more.
+_ONE_BLOCK, _CHUNKED = 17, 1024
 
 
 def warm(
@@ -95,3 +96,5 @@ def rows_like(row: Row) -> Iterator[Row]:
     lengths = [(q_len, kv_len) for q_len in _SHORT for kv_len in (q_len, keys)]
     for q_len, kv_len in (*lengths, (_ONE_BLOCK, _ONE_BLOCK)):
         yield replace(row, shape=replace(row.shape, q_len=q_len, kv_len=kv_len))
+    chunk = replace(row.shape, B=1, q_len=_ONE_BLOCK, kv_len=max(keys, _CHUNKED))
+    yield replace(row, shape=chunk)

@@ -174,10 +174,11 @@ def _kernel(call: Call, route: Route, why: str) -> Explanation:
     template_why = "forced by kernel_options"
     if structure.dropout:
         template_why = "prefill alone drops weights"
+    elif structure.batch_invariant:
+        template_why = "prefill alone is batch-invariant"
     elif asked.kind is None:
         sms = detect(torch.device(call.q.device)).num_sms
-        sizes = problem.q_len, problem.kv_len, problem.B, problem.Hq
-        template_why = kind_for(*sizes, sms, structure.fp8)[1]
+        template_why = kind_for(problem, sms, structure.fp8)[1]
     language_why = _why_this_language(choice, asked)
     return Explanation(
         route=route,

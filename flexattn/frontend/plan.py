@@ -91,7 +91,8 @@ def _problem(
     B, Hq, q_len, head_dim = q.shape
     _, Hkv, kv_len, head_dim_v = v.shape
     fp8 = q.dtype in FP8
-    kind = chosen.kind or kind_for(q_len, kv_len, B, Hq, target.num_sms, fp8)[0]
+    shape = Shape(B, Hq, Hkv, q_len, kv_len, head_dim, head_dim_v)
+    kind = chosen.kind or kind_for(shape, target.num_sms, fp8)[0]
     # Splits of the keys do not drop, and of a length that fills a GPU they are not invariant.
     if call.dropout is not None or chosen.batch_invariant:
         kind = "prefill"
@@ -102,7 +103,7 @@ def _problem(
     return make_problem(
         kind,  # type: ignore[arg-type]
         checks.kernel_dtype(q.dtype),
-        Shape(B, Hq, Hkv, q_len, kv_len, head_dim, head_dim_v),
+        shape,
         call.score,
         call.mask,
         sparsity,

@@ -104,7 +104,8 @@ class CascadePlan:
         request, the prefix included. prefix_table int32 [1, pages] lists the prefix's pages, and
         block_table int32 [B, pages] those of each request's own keys. prefix_cache: where the
         prefix lies, kv_cache otherwise; [1, keys, Hkv, D] where the cache is contiguous.
-        prefix_scales: its k_scale and v_scale where its pages or tokens have scales of their own.
+        prefix_scales: its k_scale and v_scale where they are others: with a prefix_cache whose
+        pages or tokens have scales of their own.
 
         Returns (out, lse), as DecodePlan.run, in memory that the next run overwrites.
         """
@@ -133,4 +134,4 @@ class CascadePlan:
         if self._join is None:
             return merge_states(*before, *own, out=out, lse=lse)
         assert isinstance(before, tuple) and isinstance(own, tuple)
-        return self._join(before, own, out, lse, prefix_len, v_scale)
+        return self._join(before, own, out, lse, prefix_len, first["v_scale"])

@@ -92,7 +92,6 @@ def task_from(
 ) -> Task:
     """The task of a row's sizes with these mods, whatever the row says of mods."""
     shape = row.shape
-    sizes = shape.q_len, shape.kv_len, shape.B, shape.Hq
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
     clear()
@@ -102,7 +101,7 @@ def task_from(
     lists = by_key = sparsity = None
     name = ""
     fp8 = row.dtype in FP8.values()
-    kind = row.kind or kind_for(*sizes, device.num_sms, fp8)[0]
+    kind = row.kind or kind_for(shape, device.num_sms, fp8)[0]
     if mask_mod is not None and mask is not None:
         block_mask = _block_mask(mask_mod, mask, row, where)
         name = mask_class(block_mask)

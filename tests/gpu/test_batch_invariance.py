@@ -102,13 +102,18 @@ def test_500_random_batches_have_the_bits_of_each_row_alone(name):
 
 
 @pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "ALiBi"])
 @MASKS
-def test_rows_of_flex_attention_have_the_bits_of_a_prefill(mask, D):
-    story = stories([2100], (8, 2), D, device="cuda")[0]
-    alone = rows_of_attention(story, 0, 2100, mask)
+def test_rows_of_flex_attention_have_the_bits_of_a_prefill(mask, biased, D):
+    story, slopes = stories([2100], (8, 2), D, device="cuda")[0], alibi(8, "cuda")
+
+    def rows(first, last):
+        far = lambda s, b, h, m, n: slopes(s, b, h, m + first, n)  # noqa: E731
+        return rows_of_attention(story, first, last, mask, score_mod=far if biased else None)
+
+    alone = rows(0, 2100)
     draw = random.Random(D)
     for _ in range(20):
         last = draw.randint(1, 2100)
         first = max(0, last - draw.choice([1, 1, 5, 64, 300]))
-        found = rows_of_attention(story, first, last, mask)
-        assert torch.equal(found, alone[:, first:last]), (first, last)
+        assert torch.equal(rows(first, last), alone[:, first:last]), (first, last)

@@ -21,7 +21,7 @@ CASES = {
     "rescaled at once": (1, 24, 24, 2047, 2049, 64, sliding_window(127), {"lazy_rescale": False}),
     "tiles apart": (1, 12, 12, 4999, 511, 128, None, {"cross_tile_pipeline": False}),
     "heads side by side": (1, 32, 8, 1023, 1023, 128, causal, {"order": "heads"}),
-    "shared tiles": (9, 16, 4, 33, 1025, 128, None, {"pack_gqa": True}),
+    "shared tiles": (9, 16, 4, 61, 1025, 128, None, {"pack_gqa": True}),
     "turns at 256": (1, 8, 4, 1999, 1999, 256, causal, {"ping_pong": True}),
     "turns at 192": (1, 8, 8, 1999, 1999, (192, 128), causal, {"ping_pong": True}),
     "one split": (8, 64, 8, 1, 4097, 64, sliding_window(127), {"num_splits": 1}),

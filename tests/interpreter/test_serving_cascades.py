@@ -171,6 +171,21 @@ def test_scales_count_once(least, per_head, combine):
     assert_right(found.run(), found.each)
 
 
+@pytest.mark.parametrize("combine", ["launch", "last"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
+def test_a_prefix_with_scales_of_its_own(per_head, combine):
+    """The last launch merged the prefix's parts by the scale of the requests' own values."""
+    config = ServingConfig(16, 16, 4, 2, 2, combine=combine)
+    about = {"dtype": torch.bfloat16, "D": 32, "scaled": per_head}
+    found = case(70, page=0, prefix_config=config, **about)
+    scales = found.call["k_scale"] * 0.5, found.call["v_scale"] * 3.0
+    for kept, factor in ((found.each.k, 0.5), (found.each.v, 3.0)):
+        for x in kept:
+            x[:70] *= factor
+    found.call["prefix_scales"] = scales
+    assert_right(found.run(), found.each)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("D", "Dv"), [(24, 40), (64, 192), (16, 260)])
 def test_head_dimensions_that_are_no_powers_of_two(D, Dv, dtype):

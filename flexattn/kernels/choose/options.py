@@ -64,10 +64,11 @@ class Options:
 
     @property
     def all_rules_off(self) -> tuple[str, ...]:
-        """rules_off, and of a batch-invariant call decay_skip, which reads all keys of a head."""
+        """rules_off, and of a batch-invariant call those that look at more than a row."""
         if not self.batch_invariant:
             return self.rules_off
-        return tuple(sorted({*self.rules_off, "decay_skip"}))
+        # The first measures all keys of a head; the second rounds by where a tile begins.
+        return tuple(sorted({*self.rules_off, "decay_skip", "row_slope"}))
 
     @property
     def overrides(self) -> bool:

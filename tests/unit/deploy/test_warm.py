@@ -29,6 +29,8 @@ MODELS = {
     "gaps": {"mask": DILATED, "heads": [24, 8], "head_dim": 96},
     "decay": {"mask": "flexattn.catalogue:causal", "score": ALIBI},
     "wide": {"mask": "flexattn.catalogue:causal", "score": SOFTCAP, "head_dim": 256},
+    # Of each head 16 rows are one short tile of decode's, and 17 are one of 64 rows.
+    "no groups": {"mask": "flexattn.catalogue:causal", "heads": [32, 32]},
 }
 
 
@@ -64,6 +66,9 @@ def test_random_lengths_ask_for_no_other_kernel(name):
             for row, q_len in ((prefill, length), (decode, 1)):
                 shape = replace(row.shape, B=B, q_len=q_len, kv_len=keys)
                 assert kernels_of(replace(row, shape=shape)) <= warmed, shape
+        for rows_of_chunk in (17, 100, 500):
+            shape = replace(prefill.shape, B=1, q_len=rows_of_chunk, kv_len=9000)
+            assert kernels_of(replace(prefill, shape=shape)) <= warmed, shape
 
 
 def test_a_new_length_fills_no_template(monkeypatch):

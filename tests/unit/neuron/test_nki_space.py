@@ -126,7 +126,7 @@ def preset_problems():
             # Captured tensors may be small: only their kinds matter to a kernel's source.
             row = replace(row, shape=replace(row.shape, B=min(row.shape.B, 2)))
             s = row.shape
-            kind = row.kind or kind_for(s.q_len, s.kv_len, s.B, s.Hq, 8)[0]
+            kind = row.kind or kind_for(s, 8)[0]
             if kind == "backward":  # which Trainium has no template for
                 continue
             dtype = getattr(torch, row.dtype)

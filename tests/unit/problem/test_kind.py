@@ -1,0 +1,49 @@
+"""Decode or prefill by lengths alone: what each kind's tiles would do with the SMs of a GPU."""
+
+import pytest
+
+from flexattn.problem import Shape, kind_for
+
+SMS = 132
+
+
+def kind(B, Hq, Hkv, q_len, kv_len, **more):
+    return kind_for(Shape(B, Hq, Hkv, q_len, kv_len, 128, 128), SMS, **more)[0]
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (8, 8), (71, 1)])
+def test_a_handful_of_rows_decodes(heads):
+    for B, keys in ((1, 1), (1, 2**20), (128, 4096)):
+        assert kind(B, *heads, 16, keys) == "decode"
+        assert kind(B, *heads, 16, keys, fp8=True) == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("B", "heads", "q_len"),
+    [(1, (32, 8), 64), (1, (32, 8), 128), (1, (8, 1), 256), (1, (8, 1), 512), (1, (1, 1), 2048),
+     (4, (32, 8), 17), (1, (64, 8), 60), (8, (64, 8), 17), (32, (32, 8), 32)],
+)  # fmt: skip
+def test_a_chunk_decodes_where_prefills_tiles_are_few_or_empty(B, heads, q_len):
+    """512 rows of 8 heads were 32 tiles over 128k keys, on 132 SMs; 17 rows were tiles of 128."""
+    assert kind(B, *heads, q_len, 128 * 1024) == "decode"
+    assert kind(B, *heads, q_len, 2 * q_len) == "prefill", "it is no chunk"
+
+
+@pytest.mark.parametrize(
+    ("B", "heads", "q_len"),
+    [(4, (32, 8), 128), (1, (128, 8), 128), (1, (100, 100), 17), (1, (64, 8), 256),
+     (1, (32, 8), 1024), (8, (32, 8), 64), (16, (32, 32), 17), (3, (40, 40), 25)],
+)  # fmt: skip
+def test_a_chunk_that_fills_prefills_tiles_takes_them(B, heads, q_len):
+    """128 rows of 128 heads decoded because 128 tiles are fewer than 132 SMs."""
+    assert kind(B, *heads, q_len, 128 * 1024) == "prefill"
+
+
+def test_the_reason_is_told():
+    def why(q_len):
+        return kind_for(Shape(1, 32, 8, q_len, 2**17, 128, 128), SMS)[1]
+
+    assert why(1) == "q_len 1 is at most 16"
+    assert why(100) == "32 prefill tiles would be empty or leave SMs of 132 idle"
+    assert why(257) == "q_len 257 fills prefill tiles"
+    assert why(4096) == "q_len 4096 fills prefill tiles"
