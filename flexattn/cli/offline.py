@@ -16,7 +16,7 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
-from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
+from flexattn.problem import ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
@@ -53,8 +53,12 @@ def check_sizes(dtype: str, shape: Shape, block: int) -> None:
         got = f"{shape.Hq} query heads and {shape.Hkv} key heads"
         raise InputError(got, "the query heads are a multiple of the key heads")
     sizes = asdict(shape) | {"block": block}
+    got = ", ".join(f"{k}={v}" for k, v in sizes.items())
     if min(sizes.values()) < 1:
-        raise InputError(", ".join(f"{k}={v}" for k, v in sizes.items()), "sizes are at least 1")
+        raise InputError(got, "sizes are at least 1")
+    if max(shape.B, shape.q_len, shape.kv_len, block) > MAX_LENGTH or shape.Hq > MAX_HEADS:
+        rule = f"batch and lengths are at most {MAX_LENGTH}, heads at most {MAX_HEADS}"
+        raise InputError(got, rule)
 
 
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:

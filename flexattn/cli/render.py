@@ -64,7 +64,8 @@ def render(asked: asking.Render) -> None:
         "TANH": asked.tanh and choice("--tanh", asked.tanh, TANHS),
     }
     chosen = options.parse({key: value for key, value in forced.items() if value is not None})
-    keys = asked.kv_len or (None if asked.kind == "decode" else asked.q_len) or LENGTH
+    found_q = None if asked.kind == "decode" else asked.q_len
+    keys = next((n for n in (asked.kv_len, found_q) if n is not None), LENGTH)
     problem = problem_called(asked, keys)
     if problem.structure.score is not None:
         spelled = replace(problem.structure, rules_off=chosen.rules_off, tanh=chosen.tanh)

@@ -10,6 +10,7 @@ import torch
 
 from flexattn.cli import options
 from flexattn.cli.mods import resolve
+from flexattn.cli.offline import check_sizes
 from flexattn.cli.recorded_mods import expression_of
 from flexattn.cli.selection import device_of, dtype_of, kind_of, rows_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
@@ -45,10 +46,12 @@ def why(asked: options.Why) -> None:
         keys = asked.q_len if asked.kv_len is None else asked.kv_len
         v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
         shape = Shape(asked.batch, asked.hq, asked.hkv, asked.q_len, keys, asked.head_dim, v_dim)
+        dtype = dtype_of(asked.dtype)
+        check_sizes(dtype, shape, asked.block_size)
         row = Row(
             title=asked.mod or "no mods",
             kind=None if asked.kind is None else kind_of(asked.kind),
-            dtype=dtype_of(asked.dtype),
+            dtype=dtype,
             shape=shape,
             score=None,
             mask=None,
@@ -56,7 +59,7 @@ def why(asked: options.Why) -> None:
             scale=None,
             policy=(),
         )
-        mods = resolve(asked.mod or "noop", asked.arg or (), asked.role, shape, row.dtype)
+        mods = resolve(asked.mod or "noop", asked.arg or (), asked.role, shape, dtype)
         found = [task_from(row, mods.score_mod, mods.mask_mod, target, CPU)]
     say_assumed(asked.device, target)
     kept = memory().entries(target)

@@ -135,7 +135,7 @@ def run_admitted(call: Call) -> Outputs:
 
 def _checked_route(call: Call) -> tuple[Route, str]:
     route, why = route_of(call)
-    if call.options.batch_invariant and route in ("reference", "torch"):
+    if call.options.batch_invariant and route in ("reference", "torch") and not _nothing(call):
         raise UnsupportedError(
             f"BATCH_INVARIANT, and {why}",
             "the library's own kernels alone are batch-invariant",
@@ -190,7 +190,7 @@ def route_of(call: Call) -> tuple[Route, str]:
                 "differentiate in reverse mode: torch.func.vjp, or backward()",
             )
         return "reference", f"{dual} has a tangent"
-    if q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0:
+    if _nothing(call):
         if wants:
             return "reference", f"{wants} requires grad, and there is nothing to attend to"
         return "empty", "there is no query, or no key to attend to"
@@ -203,6 +203,11 @@ def route_of(call: Call) -> tuple[Route, str]:
     if q.is_cuda:
         return "kernel", f"tensors on a GPU{trained}"
     return "interpreter", f"FLEXATTN_INTERPRET=1{trained}"
+
+
+def _nothing(call: Call) -> bool:
+    """Whether there is no query, or no key to attend to: no number is added to another."""
+    return call.q.numel() == 0 or call.k.numel() == 0 or call.v.shape[-1] == 0
 
 
 def _own_gradient(call: Call) -> str:

@@ -6,11 +6,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flexattn.errors import InputError
+from flexattn.errors import FlexAttnError, InputError
 from flexattn.util.near import did_you_mean
 
 
@@ -20,21 +22,22 @@ def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
     Modules of the current folder are found too. Raises InputError that says what is missing.
     """
     module, _, attribute = path.rpartition(":")
-    if not module:
+    if not module or not attribute:
         raise InputError(
-            f"{path!r} has no ':'",
+            f"{path!r} names no module" if attribute else f"{path!r} names no function",
             "a mod is named package.module:function or ./file.py:function",
-            "name its module",
         )
     where = _file(Path(module)) if module.endswith(".py") else _module(module)
     value = _attribute(where, attribute, path)
     if arguments:
         try:
             value = value(*arguments)
-        except TypeError as error:
+        except FlexAttnError:
+            raise
+        except Exception as error:
             shown = ", ".join(map(str, arguments))
             raise InputError(
-                f"{path}({shown}): {error}", "the arguments are those of the factory"
+                f"{path}({shown}): {_said(error)}", "the arguments are those of the factory"
             ) from error
     if not callable(value):
         raise InputError(f"{path} is a {type(value).__name__}", "a mod can be called")
@@ -44,7 +47,11 @@ def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
 
 def role_of(path: str, value: Callable[..., Any], hint: str = "") -> str:
     """ "score" or "mask", by the number of arguments; raises InputError where that cannot tell."""
-    parameters = inspect.signature(value).parameters.values()
+    try:
+        parameters = inspect.signature(value).parameters.values()
+    except ValueError as error:
+        rule = "a mod is a function whose arguments can be counted: of some built in they cannot"
+        raise InputError(f"{path}: {error}", rule, "call it in a function of yours") from error
     count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     required = sum(p.default is p.empty for p in parameters)
     roles = [role for role, n in (("mask", 4), ("score", 5)) if required <= n <= count]
@@ -70,23 +77,53 @@ def _file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # inspect finds a function's source by its module.
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    mine = sys.modules.setdefault(path.stem, module) is module
+    try:
+        with _importing(str(path)):
+            spec.loader.exec_module(module)
+    except InputError:
+        if mine:
+            del sys.modules[path.stem]
+        raise
     return module
+
+
+@contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """What a module's own code raises, or exits with, as an InputError with its last line."""
+    try:
+        yield
+    except FlexAttnError:
+        raise
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"cannot import {module!r}: {error}",
+            "the part before ':' is a module that can be imported from this folder",
+            "run it where the module is, or set PYTHONPATH",
+        ) from error
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"
+        raise InputError(
+            f"cannot import {module!r}: {_said(error)}{place}",
+            "the part before ':' is a module, whose code runs to its end",
+        ) from error
+
+
+def _said(error: BaseException) -> str:
+    """An exception as Python's last line of a traceback says it."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _module(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
+    if name.startswith(".") or "/" in name:
+        rule = "the part before ':' is a module, or a file that ends with .py"
+        raise InputError(f"{name!r} is no module", rule)
+    with _importing(name):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"cannot import {name!r}: {error}",
-            "the part before ':' is a module that can be imported from this folder",
-            "run it where the module is, or set PYTHONPATH",
-        ) from error
 
 
 def _attribute(module: Any, attribute: str, path: str) -> Any:

@@ -141,6 +141,13 @@ def _block_mask(
     names = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
     shape, lengths = row.shape, (row.shape.q_len, row.shape.kv_len)
     sizes = (shape.B if "b" in names else 1, shape.Hq if "h" in names else 1, *lengths)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, row.block_size, strict=True))
+    if (blocks := sizes[0] * sizes[1] * rows * columns) >= 2**31:
+        raise InputError(
+            f"{row.title or 'a mask'}: {blocks} blocks of {row.block_size}",
+            "a kernel counts the blocks of a mask in 32 bits",
+            "use larger blocks, or shorter lengths",
+        )
     there = moved(mask, where)
     assert there is not None
     kinds = block_kinds(there, sizes, row.block_size, where).cpu()

@@ -21,6 +21,7 @@ from tests.invariance import (
     stories,
     whole,
 )
+from tests.support import inputs
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -152,3 +153,12 @@ def test_what_no_kernel_computes_is_refused():
     options = {"BATCH_INVARIANT": True}
     with pytest.raises(UnsupportedError, match="BATCH_INVARIANT"):
         torch.func.jvp(lambda x: flex_attention(x, x, x, kernel_options=options), (q,), (q,))
+
+
+@pytest.mark.parametrize(("L", "S"), [(5, 0), (0, 5)])
+def test_nothing_to_attend_to_is_invariant_in_training_too(L, S):
+    """It was refused, with the advice to pass tensors on a GPU."""
+    q, k, v = inputs(1, 2, 1, L, S)
+    v.requires_grad_()
+    out = flex_attention(q, k, v, enable_gqa=True, kernel_options={"BATCH_INVARIANT": True})
+    assert not out.any() and not torch.autograd.grad(out.sum(), v)[0].any()

@@ -1,6 +1,7 @@
 """`flexattn render` shows the kernel that a call with the same numbers gets."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -89,3 +90,55 @@ def test_a_mod_of_a_file_is_named_by_its_path(flexattn, tmp_path, monkeypatch):
     assert "nowhere.py: no such file" in missing
     near = flexattn("render", "./deep/mods_of_test_cli.py:stridd", status=2).stderr
     assert "did you mean strided?" in near
+
+
+BAD_MODS = {
+    "raises_of_test_cli": "raise RuntimeError('no table here')\n",
+    "ends_of_test_cli": "import sys\nsys.exit(3)\n",
+    "unreadable_of_test_cli": "def f(:\n",
+    "factory_of_test_cli": "def f(n):\n    raise ValueError('n is odd')\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./raises_of_test_cli.py:f"], ["RuntimeError: no table here", "raises_of_test_cli.py:1"]),
+        (["raises_of_test_cli:f"], ["RuntimeError: no table here"]),
+        (["./ends_of_test_cli.py:f"], ["SystemExit: 3"]),
+        (["unreadable_of_test_cli:f"], ["line 1", "SyntaxError"]),
+        (["factory_of_test_cli:f", "--arg", "3"], ["f(3): ValueError: n is odd"]),
+        (["torch:tanh"], ["no signature found"]),
+        (["./deep:f"], ["'./deep' is no module", "ends with .py"]),
+        (["..:f"], ["'..' is no module"]),
+        ([":f"], ["':f' names no module"]),
+        (["causal", "--kv-len", "0"], ["kv_len=0", "sizes are at least 1"]),
+        (["causal", "--q-len", "99999999999"], ["lengths are at most"]),
+        (["causal", "--q-len", "67108864"], ["blocks of (128, 128)", "use larger blocks"]),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_what_a_mod_s_module_raises_is_no_traceback(
+    arguments, words, flexattn, tmp_path, monkeypatch
+):
+    """Nor what its arguments and a call's sizes make impossible."""
+    for name, text in BAD_MODS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    shown = flexattn("render", *arguments, "--show", "expr", "--device", "h200", status=2).stderr
+    assert shown.startswith("error: ") and not BAD_MODS.keys() & sys.modules.keys() - {
+        "factory_of_test_cli"
+    }
+    for word in words:
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [["--Hkv", "0"], ["--Hq", "7", "--Hkv", "2"], ["--B", "0"], ["--head-dim", "-4"],
+     ["--block-size", "0"], ["--kv-len", "0"], ["--q-len", "99999999999"]],
+    ids="-".join,
+)  # fmt: skip
+def test_why_refuses_sizes_that_no_call_has(flexattn, sizes):
+    """It divided by them, or said which config serves -4 columns."""
+    assert flexattn("why", "causal", *sizes, "--device", "h200", status=2).stderr.count("rule:")
