@@ -16,7 +16,8 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
-from flexattn.problem import ITEMSIZE, Kind, Problem, Shape
+from flexattn.problem import ITEMSIZE, MAX_LENGTH, Kind, Problem, Shape
+from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
@@ -55,6 +56,10 @@ def check_sizes(dtype: str, shape: Shape, block: int) -> None:
     sizes = asdict(shape) | {"block": block}
     if min(sizes.values()) < 1:
         raise InputError(", ".join(f"{k}={v}" for k, v in sizes.items()), "sizes are at least 1")
+    for most, names in ((MAX_HEAD_DIM, ("D", "Dv")), (MAX_LENGTH, ("q_len", "kv_len"))):
+        for name in names:
+            if sizes[name] > most:
+                raise InputError(f"{name}={sizes[name]}", f"it is at most {most}, as in a call")
 
 
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:

@@ -87,5 +87,7 @@ def test_a_mod_of_a_file_is_named_by_its_path(flexattn, tmp_path, monkeypatch):
         assert "mask_mod" in shown and "% 3" in shown
     missing = flexattn("render", "./nowhere.py:f", status=2).stderr
     assert "nowhere.py: no such file" in missing
+    near = flexattn("render", "./deep/mods_of_test_cl.py:strided", status=2).stderr
+    assert "did you mean deep/mods_of_test_cli.py?" in near
     near = flexattn("render", "./deep/mods_of_test_cli.py:stridd", status=2).stderr
     assert "did you mean strided?" in near
