@@ -109,8 +109,8 @@ def rows(name: str, peer: str, pattern: str = "") -> str:
 
 
 def us(name: str, row: str, peer: str = OURS, digits: str = "1") -> str:
-    """A median in microseconds."""
-    time = median(name, row, peer)
+    """A median in microseconds; a peer's name may have `_` for a space, as in tables."""
+    time = median(name, row, peer.replace("_", " "))
     if time is None:
         raise ValueError(f"{name}: {peer} has no time in {row}")
     return f"{time:.{digits}f}"
