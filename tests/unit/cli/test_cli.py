@@ -147,7 +147,7 @@ def test_devices_lists_what_can_be_named(flexattn):
 
 @pytest.mark.parametrize("columns", ["", "80"])
 def test_no_cell_of_the_devices_is_cut(flexattn, monkeypatch, columns):
-    """In a pipe, and at 80 columns, `registers` was "regist…"."""
+    """In a pipe, and at 80 columns, a heading was cut."""
     monkeypatch.setenv("COLUMNS", columns)
     shown = flexattn("devices").stdout
     assert "…" not in shown and "registers" in shown
