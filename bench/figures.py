@@ -109,8 +109,8 @@ def rows(name: str, peer: str, pattern: str = "") -> str:
 
 
 def us(name: str, row: str, peer: str = OURS, digits: str = "1") -> str:
-    """A median in microseconds."""
-    time = median(name, row, peer)
+    """A median in microseconds; a peer's name may have `_` for a space, as in tables."""
+    time = median(name, row, peer.replace("_", " "))
     if time is None:
         raise ValueError(f"{name}: {peer} has no time in {row}")
     return f"{time:.{digits}f}"
@@ -136,7 +136,8 @@ def number(name: str, path: str, digits: str = "2", factor: str = "1") -> str:
 def table(name: str, peers: str, pattern: str = "", *also: str) -> str:
     """Times and rates of the rows that match, and the paired ratios; below it the file's note.
 
-    also: `times` for a table without rates, `rates` for one without times.
+    also: `times` for a table without rates, `rates` for one without times. ValueError where no
+    row matches.
     """
     shown = peers.replace("_", " ").split(",")
     read = "streaming read"
@@ -149,6 +150,8 @@ def table(name: str, peers: str, pattern: str = "", *also: str) -> str:
     head += [f"over {NAMES.get(peer, peer)}" for peer in others]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     chosen = [row.name for row in report(name).rows if re.search(pattern, row.name)]
+    if not chosen:
+        raise ValueError(f"no row of {name} matches {pattern!r}")
     for row in chosen:
         cells = [_cell(name, row, peer, also) for peer in shown]
         lines.append([row, *cells, *(_two(compared[peer].get(row)) for peer in others)])

@@ -82,7 +82,8 @@ def sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
     used = max(row.error / row.budget for row in done)
     return (
         f"1. On {name}, {beside}.",
-        f"2. Every output is right: its error is at most {used:.0%} of the budget, by float64.",
+        "2. Every output is right: its error against float64 is at most "
+        f"{used:.0%} of what is allowed.",
         "3. Masks and softcap are a few lines of Python each; the kernels were written from them "
         "and tuned for this device.",
     )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options
+from flexattn.cli.terminal import wide_console
 from flexattn.device import KNOWN
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
 def devices(asked: options.Devices) -> None:
     """As `flexattn devices` is asked."""
-    console = Console()
+    console = wide_console()
     table = Table()
     table.add_column("device", no_wrap=True)
     table.add_column("arch")
-    for heading in ("SMs or CUs", "shared memory", "registers", "a thread's"):
-        table.add_column(heading, justify="right")
+    # 80 columns hold it: a heading of two lines is as wide as the longer one.
+    for heading in ("SMs\nor CUs", "shared\nmemory", "registers", "of a\nthread"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for device in KNOWN.values():
         numbers = (device.num_sms, device.shared_memory, device.registers, device.max_registers)
         table.add_row(device.name, device.arch, *map(str, numbers))

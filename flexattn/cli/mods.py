@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flexattn import catalogue
 from flexattn.catalogue import CASES
 from flexattn.cli.choices import ROLES, choice
 from flexattn.errors import InputError
@@ -47,10 +48,13 @@ def resolve(
     if found is None:
         names = [case.name for case in CASES]
         near = did_you_mean(name, names)
+        factory = name in catalogue.__all__
         raise InputError(
             f"no mod is called {name!r}" + (f": {near}" if near else ""),
             f"the catalogue has {', '.join(names)}",
-            "name one of them, or a function of yours as package.module:function or "
+            f"its function takes arguments: flexattn.catalogue:{name} --arg …"
+            if factory
+            else "name one of them, or a function of yours as package.module:function or "
             "./file.py:function",
         )
     s = shape

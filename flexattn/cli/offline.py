@@ -17,6 +17,7 @@ from flexattn.kernels.choose.options import Options, parse
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.choose.space import space
 from flexattn.problem import ITEMSIZE, MAX_HEADS, MAX_LENGTH, Kind, Problem, Shape
+from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.runtime.build import unloaded
 from flexattn.runtime.dispatch import Choice, chosen
 from flexattn.settings import current
@@ -25,6 +26,10 @@ from flexattn.tune.workload import Row
 
 # A problem depends on the device by its kind alone, which is named here.
 NAMED = named("nvidia-h200")
+_MOST = {
+    "B": MAX_LENGTH, "Hq": MAX_HEADS, "Hkv": MAX_HEADS, "q_len": MAX_LENGTH, "kv_len": MAX_LENGTH,
+    "D": MAX_HEAD_DIM, "Dv": MAX_HEAD_DIM, "block": MAX_LENGTH,
+}  # fmt: skip
 
 
 def problem_of(
@@ -53,12 +58,12 @@ def check_sizes(dtype: str, shape: Shape, block: int) -> None:
         got = f"{shape.Hq} query heads and {shape.Hkv} key heads"
         raise InputError(got, "the query heads are a multiple of the key heads")
     sizes = asdict(shape) | {"block": block}
-    got = ", ".join(f"{k}={v}" for k, v in sizes.items())
     if min(sizes.values()) < 1:
+        got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(got, "sizes are at least 1")
-    if max(shape.B, shape.q_len, shape.kv_len, block) > MAX_LENGTH or shape.Hq > MAX_HEADS:
-        rule = f"batch and lengths are at most {MAX_LENGTH}, heads at most {MAX_HEADS}"
-        raise InputError(got, rule)
+    for name, size in sizes.items():
+        if size > (most := _MOST[name]):
+            raise InputError(f"{name}={size}", f"it is at most {most}, as in a call")
 
 
 def compiled(problem: Problem, device: Device, options: Options) -> tuple[Choice, Any]:

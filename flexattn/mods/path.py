@@ -67,8 +67,11 @@ def role_of(path: str, value: Callable[..., Any], hint: str = "") -> str:
 def _file(path: Path) -> Any:
     """The module of a file, which may import those beside it."""
     if not path.is_file():
+        files = (str(each) for each in path.parent.glob("*.py"))
         raise InputError(
-            f"{path}: no such file", "the part before ':' is a Python file or a module"
+            f"{path}: no such file",
+            "the part before ':' is a Python file or a module",
+            did_you_mean(str(path), files) or "name it from the folder that you are in",
         )
     folder = str(path.resolve().parent)
     if folder not in sys.path:

@@ -115,9 +115,6 @@ GOLDENS = {
     ),
     "gluon_noop": lambda: kernel(HOPPER),
     "gluon_lazy_rescale": lambda: kernel(replace(HOPPER, BLOCK_N=32, lazy_rescale=True), D=64),
-    "gluon_dynamic_alibi_sinks": lambda: kernel(
-        TAKEN, D=64, score_mod=alibi(32, "cpu"), sinks="bfloat16"
-    ),
     "gluon_lists_softcap_192_128": lambda: kernel(
         HOPPER, D=192, Dv=128, score_mod=softcap(50.0), mask_mod=causal
     ),

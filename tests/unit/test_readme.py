@@ -101,7 +101,11 @@ def test_a_command_line_is_understood(line, tmp_path, monkeypatch):
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     monkeypatch.chdir(tmp_path)
     tunes = line.startswith("tune ") and not re.search("--(dry-run|list-presets)", line)
-    slow = tunes or "ptx" in line or line.startswith(("demo", "tune --preset sd21", "doctor"))
+    slow = (
+        tunes
+        or "ptx" in line
+        or line.startswith(("demo", "report", "tune --preset sd21", "doctor"))
+    )
     with override(cache_dir=tmp_path):
         result = CliRunner().invoke(app, line.split() + ["--help"] * slow)
     assert result.exit_code == 0, f"{line}: {result.output}"

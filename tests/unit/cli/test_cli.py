@@ -108,6 +108,9 @@ def test_render_compiles_for_a_device_that_is_not_here(flexattn):
     [
         (["casual"], ["did you mean causal?", "rule:", "softcap_50", "do:"]),
         (["causal", "--arg", "3"], ["flexattn.catalogue:softcap --arg 50.0"]),
+        (["softcap"], ["do:", "flexattn.catalogue:softcap --arg"]),
+        (["causal", "--head-dim", "1000"], ["D=1000", "at most 576"]),
+        (["causal", "--q-len", str(2**27)], ["q_len=", "at most 67108864"]),
         (["no_such_module:f"], ["cannot import 'no_such_module'", "PYTHONPATH"]),
         (["flexattn.catalogue:sofcap"], ["no 'sofcap' there", "did you mean softcap?"]),
         (["flexattn.catalogue:softcap"], ["takes 1 arguments", "--arg"]),
@@ -142,6 +145,14 @@ def test_devices_lists_what_can_be_named(flexattn):
     assert all(name in shown for name in KNOWN)
 
 
+@pytest.mark.parametrize("columns", ["", "80"])
+def test_no_cell_of_the_devices_is_cut(flexattn, monkeypatch, columns):
+    """In a pipe, and at 80 columns, a heading was cut."""
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = flexattn("devices").stdout
+    assert "…" not in shown and "registers" in shown
+
+
 def test_a_trial_is_green_only_if_every_variant_is():
     good, bad = Variant("a", True), Variant("b", False, "over budget")
     assert Trial("w", "s", (good,), 0.0, 1.0).passed
@@ -161,15 +172,13 @@ def test_the_demo_ends_in_three_sentences():
     trial = Trial("w", "s", (Variant("a", True),), 0.5, 2.0)
     found = Parts((trial,), (Compiled("w", "a", 168), Compiled("w", "b", note="too large")), ())
     first, second, third = demo_cpu.sentences(found)
-    assert "at most 25% of the budget" in first
-    assert (
-        second.startswith("2. 1 kernels for it compiled") and "with no register spills" in second
-    )
+    assert "at most 25% of what is allowed" in first
+    assert "1 of them" in second and "with no register spills" in second
     assert "no GPU" in third
     row = Benched("prefill", "hit", "c", {}, {"torch": 2.5, "default": 1.1}, True, 1.0, 4.0)
     first, second, third = demo_gpu.sentences([row], "NVIDIA H200")
     assert first.startswith("1. On NVIDIA H200") and "2.50 times for prefill" in first
-    assert "at most 25% of the budget" in second and third.startswith("3. ")
+    assert "at most 25% of what is allowed" in second and third.startswith("3. ")
 
 
 def test_the_demo_s_picture_is_characters_too():

@@ -88,6 +88,8 @@ def test_a_mod_of_a_file_is_named_by_its_path(flexattn, tmp_path, monkeypatch):
         assert "mask_mod" in shown and "% 3" in shown
     missing = flexattn("render", "./nowhere.py:f", status=2).stderr
     assert "nowhere.py: no such file" in missing
+    near = flexattn("render", "./deep/mods_of_test_cl.py:strided", status=2).stderr
+    assert "did you mean deep/mods_of_test_cli.py?" in near
     near = flexattn("render", "./deep/mods_of_test_cli.py:stridd", status=2).stderr
     assert "did you mean strided?" in near
 
@@ -113,7 +115,7 @@ BAD_MODS = {
         (["..:f"], ["'..' is no module"]),
         ([":f"], ["':f' names no module"]),
         (["causal", "--kv-len", "0"], ["kv_len=0", "sizes are at least 1"]),
-        (["causal", "--q-len", "99999999999"], ["lengths are at most"]),
+        (["causal", "--q-len", "99999999999"], ["q_len=99999999999", "at most"]),
         (["causal", "--q-len", "67108864"], ["blocks of (128, 128)", "use larger blocks"]),
     ],
     ids=lambda value: "-".join(value),

@@ -196,6 +196,8 @@ return {
     small: Array.from(document.querySelectorAll("figure svg text")).filter((each) =>
         each.getBoundingClientRect().height < 9).length,
     filter: !document.getElementById("filter").hidden,
+    models: (each => each.scrollWidth - each.clientWidth)(document.getElementById("models")
+        .closest(".scroll")),
     ground: getComputedStyle(document.body).backgroundColor,
 }; })()"""
 
@@ -210,7 +212,7 @@ def test_a_browser_shows_all_of_it(written, tmp_path, width, dark):
     ground = seen.pop("ground")
     assert seen == {
         "width": width, "overflow": 0, "pictures": 13, "cut": 0, "hidden": 0, "small": 0,
-        "filter": True,
+        "filter": True, "models": 0,
     }  # fmt: skip
     assert (ground == "rgb(18, 20, 23)") == dark
 
