@@ -37,8 +37,8 @@ INDEX_RANGES = {
     "b": (0, MAX_LENGTH), "h": (0, MAX_HEADS),
     "q_idx": (0, MAX_LENGTH + 2**12), "kv_idx": (0, MAX_LENGTH + 2**12),
 }  # fmt: skip
-# Of `kind_for`: rows of a tile of prefill's, and of decode's where there are more than 16; keys of a
-# chunk for each of its rows.
+# Of `kind_for`: rows of a tile of prefill's, and of decode's where there are more than 16; keys of
+# a chunk for each of its rows.
 _PREFILL_ROWS, _DECODE_ROWS, _CHUNKED = 128, 64, 8
 # How many times as long decode's rows take on an SM that has several of its programs, and on one
 # that has a single one. Measured on an H200 (D 128) are 740 TFLOP/s of Hopper's prefill, and 390
