@@ -64,7 +64,7 @@ def _replayed(path: Path) -> Iterator[Replayed]:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path}: {error}", "it is a readable file") from error
+        raise InputError(f"{path}: {error.strerror}", "it is a readable file") from error
     try:
         record = decode_record(raw)
     except CacheError as no_record:

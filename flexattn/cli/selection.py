@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,6 +24,13 @@ from flexattn.tune.workload import Row, Workload, read
 from flexattn.util.near import did_you_mean
 
 ALL = "all"
+
+
+def workload(path: Path) -> Workload:
+    """A workload's file; raises InputError, with advice where the path is a preset's name."""
+    if str(path) in (*files(), ALL) and not path.exists():
+        raise InputError(f"{path}: no such file", "it is a preset", f"name it: --preset {path}")
+    return read(path)
 
 
 def presets(names: Sequence[str]) -> list[Workload]:
@@ -51,7 +59,7 @@ def rows_of(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[
             "a verb works on workload files or on --preset",
             "list the presets with flexattn tune --list-presets",
         )
-    workloads = [*map(read, chosen.workload or ()), *presets(chosen.preset or ())]
+    workloads = [*map(workload, chosen.workload or ()), *presets(chosen.preset or ())]
     rows = [row for each in workloads for row in each.rows]
     rows = [row for row in rows if plans or row.served is None]
     rows = [row for row in rows if backward or row.kind != "backward"]

@@ -56,11 +56,14 @@ def show(asked: options.Show) -> None:
         got = f"--model {asked.model!r}: {error}"
         raise InputError(got, "it is a regular expression") from error
     found: list[Shown] = []
+    devices: set[str] = set()
     broken: list[str] = []
     for layer, path, each in entries(places(asked.folders or ())):
         if isinstance(each, CacheError):
             broken.append(each.line)
-        elif (
+            continue
+        devices.add(each.environment.device)
+        if (
             which in (None, each.key.kind)
             and (asked.device or "") in each.environment.device
             and title.search(each.title)
@@ -71,6 +74,8 @@ def show(asked: options.Show) -> None:
         say_json(answer)
     else:
         _print(found, broken)
+        if asked.device and devices and not any(asked.device in each for each in devices):
+            say(f"none is of {asked.device!r}: there are records of {', '.join(sorted(devices))}")
 
 
 def entries(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Path, Answer | CacheError]]:

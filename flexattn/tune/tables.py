@@ -23,7 +23,8 @@ def read_file(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}", "a workload is a readable file") from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {reason}", "a workload is a readable file") from error
     try:
         data = reader(text)
     except ValueError as error:

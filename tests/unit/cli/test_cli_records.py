@@ -69,6 +69,8 @@ def test_show_lists_filters_and_says_what_is_broken(flexattn, user, monkeypatch)
     assert each["layer"] == "user" and each["provenance"] == "measured"
     for option in (("--device", "b200"), ("--model", "qwen")):
         assert json.loads(flexattn("show", *option, "--json").stdout)["records"] == []
+    none = flexattn("show", "--device", "b200").stdout
+    assert "0 records" in none and "there are records of nvidia-h200" in none
     path = broken(user)
     result = flexattn("show")
     assert f"not a record: {path}" in result.stderr and "2 records" in result.stdout

@@ -101,6 +101,8 @@ def test_a_dry_run_for_another_device_and_effort(flexattn):
     [
         ([], ["no workload", "--list-presets"]),
         (["--preset", "lama3-8b"], ["no preset is called", "did you mean llama3-8b?"]),
+        (["llama3-8b"], ["no such file", "--preset llama3-8b"]),
+        (["mine.toml"], ["mine.toml: No such file or directory", "a workload is a readable file"]),
         (["--preset", "sd21", "--only", "["], ["regular expression"]),
         (["--preset", "sd21", "--only", "level 9"], ["finds none of 7 rows", "sd21 level 1"]),
         (["--preset", "sd21", "--effort", "much"], ["quick, full or exhaustive"]),
