@@ -13,7 +13,7 @@ LIMITS = {
     "configs/studies": 200,
     "bench/results": 360,
     "notebooks": 320,
-    "tests/golden/files": 360,
+    "tests/golden/files": 320,
     "docs/pictures": 110,
 }
 
