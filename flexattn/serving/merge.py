@@ -12,9 +12,12 @@ from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.source import merge_rows, render_merge_states
 from flexattn.problem import DTYPES
 from flexattn.runtime.build import Launcher, builder
+from flexattn.serving.admission import gradients
 from flexattn.serving.launching import launch_here
 from flexattn.settings import current
 
+# Bytes: the kernel reads and writes as many at once.
+_ALIGNED = 16
 # What a launch passes, by the names that the kernel has for it.
 _GIVEN = ("A", "LSE_A", "B", "LSE_B", "OUT", "LSE")
 
@@ -35,16 +38,19 @@ def merge_states(
     of any number of calls, devices or shared prefixes merge in any order. out, lse: where to
     write, contiguous; new tensors otherwise. Count an attention sink in one of the states alone.
 
-    Returns (out, lse). Raises InputError for tensors that do not match.
+    Returns (out, lse). Raises InputError for tensors that do not match, and UnsupportedError where
+    a gradient is asked for of what a kernel merges.
     Method: the rescaling of online softmax (Milakov and Gimelshein, arXiv 1805.02867).
     """
     _check(out_a, lse_a, out_b, lse_b)
     if out_a.device.type == "cpu" and not current().interpret:
         merged, total = _plain(out_a, lse_a, out_b, lse_b)
-        if out is None or lse is None:
-            return merged, total
-        return out.copy_(merged), lse.copy_(total)
-    a, b, la, lb = (x.contiguous() for x in (out_a, out_b, lse_a, lse_b))
+        return (
+            merged if out is None else out.copy_(merged),
+            total if lse is None else lse.copy_(total),
+        )
+    gradients({"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b})
+    a, b, la, lb = (_as_read(x) for x in (out_a, out_b, lse_a, lse_b))
     out = torch.empty_like(a) if out is None else out
     lse = torch.empty_like(la) if lse is None else lse
     if not (out.shape == a.shape and lse.shape == la.shape and out.dtype == a.dtype):
@@ -53,11 +59,22 @@ def merge_states(
         )
     if not (out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32):
         raise InputError("out or lse with gaps", "they are contiguous, and lse is float32")
+    if out.device != a.device or lse.device != a.device or out.data_ptr() % _ALIGNED:
+        raise InputError(
+            f"out on {out.device} at {out.data_ptr():#x}, lse on {lse.device}",
+            f"both are on {a.device}, and out's address is a multiple of {_ALIGNED} bytes",
+        )
     if a.numel():
         launcher = _launcher(DTYPES[a.dtype], a.shape[-1], la.numel(), a.device)
         given = (a, la, b, lb, out, lse)  # in the order of _GIVEN
         launch_here(launcher, a.get_device(), given)
     return out, lse
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """A tensor as the kernel reads it: dense, aligned, and no view that negates its memory."""
+    x = x.resolve_neg().contiguous()
+    return x.clone() if x.data_ptr() % _ALIGNED else x
 
 
 def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

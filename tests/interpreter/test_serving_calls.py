@@ -97,6 +97,22 @@ def test_a_state_without_keys_adds_nothing():
     assert (merged[0] == 0).all() and (merged[1] == -math.inf).all()
 
 
+def test_what_the_kernel_that_merges_could_not_read_where_it_lies():
+    """It reads 16 bytes at once, wherever a state begins, and writes as many."""
+    out, lse = torch.randn(5, 2, 16), torch.randn(5, 2)
+    wanted = merge_states(out, lse, out, lse)
+    memory = torch.cat((torch.zeros(1), out.flatten()))
+    negated = torch._neg_view(-out)
+    for states in ((memory[1:].view(5, 2, 16), lse, negated, lse), (negated, lse, out, lse)):
+        assert all(map(torch.equal, merge_states(*states), wanted))
+    with pytest.raises(InputError, match="multiple of 16"):
+        merge_states(out, lse, out, lse, out=memory[1:].view(5, 2, 16))
+    with pytest.raises(InputError, match="on meta"):
+        merge_states(out, lse, out, lse, lse=lse.to("meta"))
+    with pytest.raises(UnsupportedError, match="lse_b requires grad"):
+        merge_states(out, lse, out, lse.clone().requires_grad_())
+
+
 WRONG = {
     "a page past the cache": ({"block_table": [[9, 999], [1, 2]]}, "pages 0 to"),
     "a negative page": ({"block_table": [[-1, 0], [1, 2]]}, "pages 0 to"),

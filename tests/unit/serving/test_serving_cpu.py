@@ -94,6 +94,10 @@ def test_states_merge_in_plain_torch():
     written = torch.empty(5, 8), torch.empty(5)
     merge_states(*halves, out=written[0], lse=written[1])
     torch.testing.assert_close(written[0], scores.softmax(-1) @ v)
+    # One of the two alone was left as it was.
+    written[0].fill_(math.nan)
+    assert merge_states(*halves, out=written[0])[0] is written[0]
+    torch.testing.assert_close(written[0], scores.softmax(-1) @ v)
 
 
 def test_states_that_do_not_match():
