@@ -39,6 +39,7 @@ class BothLists(NamedTuple):
             by_query = Lists.of(mask)
             by_key = _by_key(mask, by_query)
             if not _capturing(by_query.kv_num):
+                _await(by_key.kv_num)
                 keep_by_key(mask, by_key)
         if by_query.runs is None or by_key.runs is None:
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
@@ -85,6 +86,7 @@ class BothLists(NamedTuple):
             after = (count[..., None, :] - 1 - before).clamp_min(0)
             found = (before << 16 | after).contiguous(), count.contiguous()
             if not _capturing(held):
+                _await(held)
                 setattr(held, _ORDER, found)
         return found
 
@@ -112,6 +114,12 @@ def _transposed(num: Tensor, idx: Tensor, kv_blocks: int) -> tuple[Tensor, Tenso
     listed = dense_blocks(num, idx, kv_blocks).mT.contiguous()
     order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
     return listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _await(made: Tensor) -> None:
+    """Wait for what is kept from here on: the next call may read it on another stream."""
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
 
 
 def _capturing(tensor: Tensor) -> bool:

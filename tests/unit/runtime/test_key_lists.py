@@ -7,6 +7,7 @@ import flexattn
 from flexattn.catalogue import causal
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
+from flexattn.runtime import key_lists
 from flexattn.runtime.key_lists import BothLists
 
 
@@ -70,3 +71,16 @@ def test_a_mask_without_lists_by_key():
     )  # fmt: skip
     for one, other in zip(BothLists.of(alone).by_key, BothLists.of(mask).by_key, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_what_is_kept_has_been_waited_for(monkeypatch):
+    """Another stream may read it next: it waits for no kernel of the stream that made it."""
+    waited = []
+    monkeypatch.setattr(key_lists, "_await", waited.append)
+    mask = flexattn.create_block_mask(causal, None, None, 300, 300, "cpu")
+    found = BothLists.of(mask)
+    assert [each is found.by_key.kv_num for each in waited] == [True]
+    found.read(False, True)
+    assert [each is found.by_key.kv_num for each in waited] == [True, True]
+    BothLists.of(mask).read(False, True)
+    assert len(waited) == 2
