@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from bench.backward_peers import BACKWARD_PEERS, TORCH_PEERS, Trainer, ours_trained
+from bench.backward_peers import (
+    BACKWARD_PEERS,
+    TORCH_PEERS,
+    Trainer,
+    exactly_trained,
+    ours_trained,
+)
 from bench.backward_runner import BAR, orders, run_backward
 from bench.command import main, parse_config
 from bench.results import Report, RowResult
@@ -24,6 +31,7 @@ from bench.runner import Method
 from bench.table import markdown
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
+from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
 from flexattn.tune.builds import compilers
 from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import default_jobs
@@ -82,13 +90,28 @@ def table(report: Report) -> str:
     return "\n".join([markdown(report), *["", "peak memory over the bar:"] * bool(text), *text])
 
 
+def variant(text: str) -> Trainer:
+    """Ours with kernel options, or with fields of the Gluon template's config: "dk_rs=0,…"."""
+    given, known = parse_config(text), {each.name: each for each in fields(HopperBackwardConfig)}
+    if given.keys() <= known.keys() and not all(map(_is_option, given)):
+        return exactly_trained({
+            name: bool(value) if known[name].type == "bool" else value
+            for name, value in given.items()
+        })  # fmt: skip
+    return ours_trained(given)
+
+
+def _is_option(name: str) -> bool:
+    return name.isupper() or name.startswith("num_")
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """The bench's command; the status as bench.command.main's."""
     ahead = Ahead()
     try:
         return main(
             "backward", backward_rows(), METHOD, argv, known=BACKWARD_PEERS, table=table,
-            named=TORCH_PEERS, variant=lambda text: ours_trained(parse_config(text)),
+            named=TORCH_PEERS, variant=variant,
             runs=ahead.runs,
         )  # fmt: skip
     finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,11 +22,16 @@ from bench.inputs import Inputs
 from bench.peers import OURS
 from bench.refusal import Refusal
 from bench.rows import Row
+from flexattn.frontend.gradients import Asked, BackwardPlan, plan_backward
+from flexattn.frontend.trained import with_tensors
+from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
+from flexattn.runtime.backward import prepare_backward
+from flexattn.runtime.dispatch import dispatcher
 
 __all__ = [
-    "BACKWARD_PEERS", "DROPOUT", "TORCH_PEERS", "WITHOUT_LSE", "Trained", "Trainer", "learned",
-    "ours_trained",
+    "BACKWARD_PEERS", "DROPOUT", "TORCH_PEERS", "WITHOUT_LSE", "Trained", "Trainer",
+    "exactly_trained", "learned", "ours_trained",
 ]  # fmt: skip
 
 # The row beside which ours is also timed with options of training.
@@ -84,6 +89,47 @@ def ours_trained(options: Mapping[str, Any], **more: Any) -> Trainer:
             )  # fmt: skip
 
         return Trained(forward, leaves, dout)
+
+    return build
+
+
+class _Exactly:
+    """In place of the frontend's Trained: the plan of every backward has a config of one's own."""
+
+    def __init__(self, asked: Asked, given: Mapping[str, Any]) -> None:
+        self._asked, self._given = asked, given
+        self._plan: BackwardPlan | None = None
+
+    def plan_backward(self, mask: Any, others: list[Tensor], *tensors: Tensor) -> BackwardPlan:
+        if self._plan is None:
+            q, k, v, out, dout = tensors
+            asked = with_tensors(self._asked, mask, others)
+            first, lists = plan_backward(asked, *tensors).launch, asked.lists()
+            exact = Options(exact=replace(first.choice.config, **self._given))
+            launch = prepare_backward(
+                first.problem, first.choice.device, q.device, dispatcher(), exact, (q, k, v), out,
+                dout, lists,
+            )  # fmt: skip
+            rest = launch.rest_of(lists, asked.score, asked.mask, asked.dropout)
+            self._plan = BackwardPlan(launch, rest)
+        return self._plan
+
+
+def exactly_trained(given: Mapping[str, Any], backend: str = "GLUON") -> Trainer:
+    """Ours with a backend's default but for fields that kernel_options cannot say."""
+
+    def build(x: Inputs, dout: Tensor) -> Trained:
+        made = ours_trained({"BACKEND": backend})(x, dout)
+        assert isinstance(made, Trained)
+
+        def forward() -> Tensor:
+            out = made.forward()
+            node: Any = out.grad_fn
+            served = _Exactly(node.asked, given)
+            node.trained = lambda: served
+            return out
+
+        return Trained(forward, made.leaves, dout)
 
     return build
 

@@ -6,14 +6,20 @@ them and with torch's flex_attention, and once around this library's eager call.
 takes is measured twice: as its kernels' times in a profile of the step, and as what the step takes
 beyond one whose attention returns its values; the latter has the host's part in it, and what torch
 fills with zeros.
+
+Each peer has `--limit` seconds to be compiled, and torch's comes last: the others are reported
+before it, and again beside it. A peer that is late is left out; where even that takes a minute,
+the process ends and shows where it waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from math import nan
 from pathlib import Path
@@ -27,11 +33,13 @@ from torch.nn.attention import flex_attention as torchs
 import flexattn
 from bench.environment import describe
 from bench.peers import OURS
+from bench.refusal import Refusal
 from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
+from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, paired_ratio
 
-__all__ = ["EAGER", "GPT", "NONE", "TORCH", "main", "table"]
+__all__ = ["EAGER", "GPT", "NONE", "TORCH", "Late", "ended_after", "main", "measure", "table"]
 
 EAGER, TORCH, NONE = f"{OURS}-eager-call", "torch-flex", "without-attention"
 WIDTH, HEADS, VOCABULARY, CAP = 2048, 16, 4096, 50.0
@@ -40,6 +48,12 @@ SAME_LOSS = 2e-3
 # Names of torch's generated kernels of attention begin so; ours are known by their own names.
 TORCHS_KERNELS = "triton_tem_fused"
 METHOD = Method(rounds=10)
+# Seconds that what is late has to come back to Python, before the process ends.
+GRACE = 60
+
+
+class Late(BaseException):
+    """A peer took longer than it may; nothing that catches an Exception on the way keeps it."""
 
 
 def softcap(score: Tensor, *_: Tensor) -> Tensor:
@@ -95,24 +109,29 @@ def _documents(batch: int, length: int, mean: int, device: str) -> Tensor:
     return begins.cumsum(1).to(device, torch.int32)
 
 
-def _steps(asked: argparse.Namespace) -> dict[str, Callable[[], Tensor]]:
-    """A training step of each peer, with the same weights, tokens and documents; losses."""
-    device = "cuda"
+def _attends(
+    asked: argparse.Namespace, device: str
+) -> dict[str, Callable[[], tuple[Callable[..., Any], Any]]]:
+    """What makes each peer's attention and its block mask, of the same documents; torch's last."""
     owner = _documents(asked.batch, asked.length, asked.mean, device)
-    tokens = torch.randint(VOCABULARY, (asked.batch, asked.length), device=device)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (owner[b, q_idx] == owner[b, kv_idx])
 
     sizes = asked.batch, None, asked.length, asked.length, device
-    made = flexattn.create_block_mask(mask_mod, *sizes)
-    attends = {
-        OURS: (flexattn.flex_attention, made),
-        EAGER: (torch.compiler.disable(flexattn.flex_attention), made),
-        TORCH: (torchs.flex_attention, torchs.create_block_mask(mask_mod, *sizes, _compile=True)),
-        NONE: (lambda q, k, v, **_: v, made),
+
+    def ours() -> Any:
+        return flexattn.create_block_mask(mask_mod, *sizes)
+
+    def torch_own() -> Any:
+        return torchs.create_block_mask(mask_mod, *sizes, _compile=True)
+
+    return {
+        NONE: lambda: (lambda q, k, v, **_: v, ours()),
+        OURS: lambda: (flexattn.flex_attention, ours()),
+        EAGER: lambda: (torch.compiler.disable(flexattn.flex_attention), ours()),
+        TORCH: lambda: (torchs.flex_attention, torch_own()),
     }
-    return {name: _step(asked, tokens, *each) for name, each in attends.items()}
 
 
 def _step(
@@ -160,42 +179,115 @@ def _is_attention(kernel: str, name: str) -> bool:
     return kernel.startswith("flexattn")
 
 
-def measure(asked: argparse.Namespace) -> Report:
-    """Steps of all peers in turns, and profiles of them in turns."""
-    steps, first = _steps(asked), {}
-    for name, step in steps.items():
-        begin = time.perf_counter()
-        first[name] = step().item()
-        for _ in range(3):
-            step()
-        print(f"{name}: four steps, compiled, in {time.perf_counter() - begin:.0f} s", flush=True)
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise Late where the block takes longer, or end the process where that does not help."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with time_limit(seconds + GRACE):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _prepared(
+    name: str, make: Callable[[], Callable[[], Tensor]], limit: float
+) -> tuple[Callable[[], Tensor], float] | Refusal:
+    """A peer's step after four of them, of which the first compiles, and the first one's loss."""
+    begin = time.perf_counter()
+    try:
+        with ended_after(limit):
+            step = make()
+            first = step().item()
+            for _ in range(3):
+                step()
+    except Late:
+        return Refusal(f"not compiled within {limit:g} s")
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return Refusal(f"{type(error).__name__}: {lines[0] if lines else ''}")
+    print(f"{name}: four steps, compiled, in {time.perf_counter() - begin:.0f} s", flush=True)
+    return step, first
+
+
+def measure(asked: argparse.Namespace, device: str = "cuda") -> Iterator[Report]:
+    """Steps of the peers in turns, and profiles of them: without torch's, then beside it."""
+    torch.manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (asked.batch, asked.length), device=device)
+    steps: dict[str, Callable[[], Tensor]] = {}
+    first: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, made in _attends(asked, device).items():
+        if name == TORCH:
+            yield _measured(asked, steps, first, refused)
+        found = _prepared(name, lambda made=made: _step(asked, tokens, *made()), asked.limit)
+        if isinstance(found, Refusal):
+            refused[name] = found.reason
+            print(f"{name}: {found.reason}", flush=True)
+        else:
+            steps[name], first[name] = found
+    if TORCH in steps:
+        yield _measured(asked, steps, first, refused)
+
+
+def _measured(
+    asked: argparse.Namespace,
+    steps: Mapping[str, Callable[[], Tensor]],
+    first: Mapping[str, float],
+    refused: Mapping[str, str],
+) -> Report:
+    """first: the losses of first steps. refused: why a peer is not among the steps."""
     whole: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(asked.rounds):
         for name, step in steps.items():
             whole[name].append(_seconds(step) * 1e6)
-    floor = whole.pop(NONE)
+    floor = whole.pop(NONE, [])
     kernels: dict[str, list[float]] = {name: [] for name in whole}
+    unseen: dict[str, str] = {}
     for _ in range(3):
-        for name in whole:
-            kernels[name].append(sum(_of_attention(steps[name], name).values()))
-    beyond = {name: [us - f for us, f in zip(whole[name], floor, strict=True)] for name in whole}
+        for name in (each for each in whole if each not in unseen):
+            try:
+                kernels[name].append(sum(_of_attention(steps[name], name).values()))
+            except RuntimeError as error:
+                unseen[name] = str(error)
+    beyond = {
+        name: [us - f for us, f in zip(whole[name], floor, strict=True)] for name in whole if floor
+    }
+    # Of the same weights; beside torch's where there is one.
+    peer = TORCH if TORCH in first else EAGER
     gates = {
         name: Gate(
-            abs(first[name] - first[TORCH]) <= SAME_LOSS * first[TORCH],
-            f"loss of the first step {first[name]:.5f}, torch's {first[TORCH]:.5f}",
+            abs(first[name] - first[peer]) <= SAME_LOSS * first[peer],
+            f"loss of the first step {first[name]:.5f}, {peer}'s {first[peer]:.5f}",
         )
         for name in whole
+        if peer in first
     }
-    found = {"step": whole, "attention-kernels": kernels, "attention-beyond": beyond}
-    rows = tuple(_row(name, us, gates) for name, us in found.items())
+    seen = {name: us for name, us in kernels.items() if name not in unseen}
+    rows = (
+        _row("step", whole, gates, refused),
+        _row("attention-kernels", seen, gates, {**refused, **unseen}),
+        _row("attention-beyond", beyond, gates, refused),
+    )
     facts = replace(METHOD, rounds=asked.rounds).facts() | {
         each: getattr(asked, each) for each in ("batch", "length", "mean", "layers")
     }
     return Report("training_step", facts, (describe(),), rows)
 
 
-def _row(name: str, found: dict[str, list[float]], gates: dict[str, Gate]) -> RowResult:
-    red = {peer: gate.message for peer, gate in gates.items() if not gate.passed}
+def _row(
+    name: str,
+    found: Mapping[str, list[float]],
+    gates: dict[str, Gate],
+    refused: Mapping[str, str],
+) -> RowResult:
+    red = dict(refused) | {peer: gate.message for peer, gate in gates.items() if not gate.passed}
     samples = {peer: Samples(tuple(us), calls=1) for peer, us in found.items() if peer not in red}
     return RowResult(name, "training", 0.0, 0, gates, samples, red)
 
@@ -219,16 +311,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("batch", 8), ("length", 8192), ("mean", 2048), ("layers", 12), ("rounds", METHOD.rounds)
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=number)
+    parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     asked = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no GPU is visible to torch: a step is timed on one", file=sys.stderr)
         return 2
-    report = measure(asked)
-    if asked.out:
-        save(report, asked.out)
-    print(table(report))
-    return 0 if all(gate.passed for row in report.rows for gate in row.gates.values()) else 1
+    red = False
+    for report in measure(asked):
+        if asked.out:
+            save(report, asked.out)
+        print(table(report), flush=True)
+        red |= not all(gate.passed for row in report.rows for gate in row.gates.values())
+    return 1 if red else 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class BothLists(NamedTuple):
             by_query = Lists.of(mask)
             by_key = _by_key(mask, by_query)
             if not _capturing(by_query.kv_num):
+                _await(by_key.kv_num)
                 keep_by_key(mask, by_key)
         if by_query.runs is None or by_key.runs is None:
             return cls(by_query._replace(runs=None), by_key._replace(runs=None))
@@ -85,6 +86,7 @@ class BothLists(NamedTuple):
             after = (count[..., None, :] - 1 - before).clamp_min(0)
             found = (before << 16 | after).contiguous(), count.contiguous()
             if not _capturing(held):
+                _await(held)
                 setattr(held, _ORDER, found)
         return found
 
@@ -94,24 +96,46 @@ def keep_by_key(mask: BlockMask, by_key: Lists) -> None:
     keep_with(mask, _ATTRIBUTE, by_key)
 
 
+def has_more_rows(mask: BlockMask) -> bool:
+    """Whether lists by query go on past the mask's last query, as those of a mask made shorter.
+
+    Lists by key that name such rows would send a backward there.
+    """
+    return bool(mask.kv_num_blocks.shape[-1] > _blocks(mask)[0])
+
+
 def _by_key(mask: BlockMask, by_query: Lists) -> Lists:
-    kv_blocks = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
-    num, idx = _transposed(by_query.kv_num, by_query.kv_idx, kv_blocks)
+    rows, kv_blocks = _blocks(mask)
+    num, idx = _transposed(by_query.kv_num, by_query.kv_idx, rows, kv_blocks)
     full_num = full_idx = runs = None
     if by_query.full_num is not None and by_query.full_idx is not None:
-        full_num, full_idx = _transposed(by_query.full_num, by_query.full_idx, kv_blocks)
+        full_num, full_idx = _transposed(by_query.full_num, by_query.full_idx, rows, kv_blocks)
     if by_query.runs is not None and num.numel() and not _capturing(num):
-        rows = rows_of(num, idx, full_num, full_idx, by_query.kv_num.shape[-1])
-        runs = rows.runs if bool(rows.joined) else None
+        found = rows_of(num, idx, full_num, full_idx, rows)
+        runs = found.runs if bool(found.joined) else None
     return Lists(num, idx, full_num, full_idx, runs)
 
 
-def _transposed(num: Tensor, idx: Tensor, kv_blocks: int) -> tuple[Tensor, Tensor]:
-    """Lists of the query blocks of each key block, in order."""
+def _blocks(mask: BlockMask) -> tuple[int, int]:
+    """How many blocks a mask's queries and keys have."""
+    q_blocks, kv_blocks = (
+        -(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
+    )
+    return q_blocks, kv_blocks
+
+
+def _transposed(num: Tensor, idx: Tensor, rows: int, kv_blocks: int) -> tuple[Tensor, Tensor]:
+    """Lists of the first query blocks of each key block, in order."""
     # What follows keeps the order of its dimensions in memory, and kernels read lists dense.
-    listed = dense_blocks(num, idx, kv_blocks).mT.contiguous()
+    listed = dense_blocks(num[..., :rows], idx[..., :rows, :], kv_blocks).mT.contiguous()
     order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
     return listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _await(made: Tensor) -> None:
+    """Wait for what is kept from here on: the next call may read it on another stream."""
+    if made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()
 
 
 def _capturing(tensor: Tensor) -> bool:

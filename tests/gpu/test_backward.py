@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 import flexattn
 import flexattn.errors
 from flexattn.catalogue import causal, softcap
+from flexattn.problem.mask_class import mask_class
+from flexattn.runtime.key_lists import BothLists
 from tests.cases import CASES
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, block_mask, inputs, sinks
@@ -132,6 +134,33 @@ def test_on_a_stream_of_its_own():
         found = gradients()
     torch.cuda.current_stream().wait_stream(side)
     assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_lists_by_key_made_on_a_busy_stream_serve_another(ordered):
+    """Kept with the mask, they were read by the next stream before the first had made them."""
+    options = DETERMINISTIC if ordered else None
+    q, k, v = (x.requires_grad_() for x in on_gpu(1, 4, 4, 2000, 2000, 64, dtype=torch.bfloat16))
+
+    def fresh():  # without runs: a read of these would have waited, as one of the class does
+        mask = block_mask(lambda b, h, q, k: (q // 128 + k // 128) % 2 == 0, q, k, 128)
+        mask_class(mask)
+        return mask
+
+    def gradients(mask):
+        out = flexattn.flex_attention(q, k, v, None, mask, kernel_options=options)
+        return torch.autograd.grad(out.sum(), (q, k, v))
+
+    plain, mask, side = gradients(fresh()), fresh(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**9)
+        BothLists.of(mask).read(False, ordered)
+    found = gradients(mask)
+    torch.cuda.synchronize()
+    assert all(
+        torch.allclose(x, y, atol=1e-2, rtol=1e-2) for x, y in zip(found, plain, strict=True)
+    )
 
 
 def test_memory_grows_with_the_inputs_alone():

@@ -208,6 +208,21 @@ def test_blocks_of_a_mask():
     check(q, k, v, causal, block=64, config=BackwardConfig)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_mask_made_shorter(deterministic):
+    """Its lists go on past the last query: blocks added there, to memory that is not theirs."""
+    q, k, v = (x.requires_grad_() for x in on_gpu(1, 2, 2, 384, 640, 128))
+    dout, found = torch.randn_like(q), []
+    for rows in (384, 1024):
+        mask = flexattn.create_block_mask(MASKS["holes"], None, None, rows, 640, "cuda", 128)
+        mask.seq_lengths = (384, 640)
+        options = {**GLUON, "DETERMINISTIC": deterministic}
+        out = flexattn.flex_attention(q, k, v, None, mask, kernel_options=options)
+        found.append(torch.autograd.grad(out, (q, k, v), dout))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
 def test_large_negative_scores_leave_no_nan():
     """Weights of keys past the last one were infinite where every score lies below -128."""
     q, k, v = on_gpu(1, 2, 2, 300, 200, 128)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexattn.frontend.compiled.spec import Spec
 from flexattn.problem.mask_class import keep_class, known_class, mask_class
 from flexattn.problem.runs import keep_runs, known_runs
-from flexattn.runtime.key_lists import BothLists, keep_by_key
+from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key
 from flexattn.runtime.launch import Lists
 
 
@@ -59,7 +59,12 @@ def remember_look(mask: BlockMask, lists: Sequence[Tensor], said: Spec) -> None:
 
 
 def remember_by_key(mask: BlockMask, lists: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Give a mask its lists by key: those of its look where it has runs, else the given ones."""
+    """Give a mask its lists by key: those of its look where it has runs, else the given ones.
+
+    Those of a mask that was made shorter name rows that there are not: its backward makes others.
+    """
+    if has_more_rows(mask):
+        return
     found = _known(lists)
     if known_runs(mask) is None or found is None:
         num, idx, *full = given

@@ -5,9 +5,11 @@ import torch
 
 import flexattn
 from flexattn.catalogue import causal
+from flexattn.frontend.compiled.looks import remember_by_key
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
-from flexattn.runtime.key_lists import BothLists
+from flexattn.runtime import key_lists
+from flexattn.runtime.key_lists import BothLists, has_more_rows
 
 
 def holes(b, h, q, k):
@@ -70,3 +72,39 @@ def test_a_mask_without_lists_by_key():
     )  # fmt: skip
     for one, other in zip(BothLists.of(alone).by_key, BothLists.of(mask).by_key, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mask_mod", [causal, holes], ids=["causal", "holes"])
+def test_rows_past_the_last_query_are_in_no_list(mask_mod):
+    """Hopper's backward went there, and added to memory that is not its own."""
+    mask, shorter = made(mask_mod, L=96), made(mask_mod, L=192)
+    assert not has_more_rows(mask)
+    shorter.seq_lengths = mask.seq_lengths
+    assert has_more_rows(shorter)
+    for one, other in zip(BothLists.of(shorter).by_key, BothLists.of(mask).by_key, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    order, wanted = (BothLists.of(x).read(False, True)["Q_ORDER"] for x in (shorter, mask))
+    assert torch.equal(order[..., : wanted.shape[-1]], wanted)
+
+
+def test_a_graph_s_lists_by_key_are_not_taken_where_they_name_such_rows():
+    shorter = made(holes, L=192)
+    given = [shorter.q_num_blocks, shorter.q_indices]
+    given += [shorter.full_q_num_blocks, shorter.full_q_indices]
+    shorter.seq_lengths = (96, 103)
+    remember_by_key(shorter, [shorter.kv_num_blocks], given)
+    wanted = BothLists.of(made(holes, L=96)).by_key.kv_num
+    assert torch.equal(BothLists.of(shorter).by_key.kv_num, wanted)
+
+
+def test_what_is_kept_has_been_waited_for(monkeypatch):
+    """Another stream may read it next: it waits for no kernel of the stream that made it."""
+    waited = []
+    monkeypatch.setattr(key_lists, "_await", waited.append)
+    mask = flexattn.create_block_mask(causal, None, None, 300, 300, "cpu")
+    found = BothLists.of(mask)
+    assert [each is found.by_key.kv_num for each in waited] == [True]
+    found.read(False, True)
+    assert [each is found.by_key.kv_num for each in waited] == [True, True]
+    BothLists.of(mask).read(False, True)
+    assert len(waited) == 2
