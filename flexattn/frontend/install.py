@@ -121,5 +121,5 @@ def _traced(given: tuple[Any, ...]) -> Any:
     from flexattn.frontend.compiled.node import node_of
 
     make: Any = Call
-    found = node_of(make(*given, options=None))
+    found = node_of(make(*given, options=None), True)
     return torch_own(*given[:-1], return_aux=given[-1]) if found is None else found

@@ -13,6 +13,7 @@ from flexattn.errors import CacheError
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.graph import GraphMod
+from flexattn.settings import current
 
 _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
 
@@ -51,9 +52,14 @@ def printed(spec: Spec) -> str:
     return json.dumps(data | mods, sort_keys=True)
 
 
-@lru_cache(maxsize=1024)
 def parsed(text: str) -> Spec:
     """The spec of such a text, one object for each; raises CacheError for any other text."""
+    return _parsed(text, current().batch_invariant)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str, invariant: bool) -> Spec:
+    """invariant: the setting, which options are read by where they do not say."""
     data = json.loads(text)
     if type(data) is not dict or data.keys() != _NAMES:
         raise CacheError("the text of a node", f"it has {sorted(_NAMES)}")
