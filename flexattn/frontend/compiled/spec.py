@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -49,7 +50,8 @@ def printed(spec: Spec) -> str:
     """The spec as text, which `parsed` reads in any process."""
     data = {name: getattr(spec, name) for name in _NAMES}
     mods = {"score": _told(spec.score), "mask": _told(spec.mask)}
-    return json.dumps(data | mods, sort_keys=True)
+    # Inductor's C++ wrapper writes a string between quotes as it is: this one has none.
+    return quote(json.dumps(data | mods, sort_keys=True), safe="{}[]:, ")
 
 
 def parsed(text: str) -> Spec:
@@ -60,7 +62,7 @@ def parsed(text: str) -> Spec:
 @lru_cache(maxsize=1024)
 def _parsed(text: str, invariant: bool) -> Spec:
     """invariant: the setting, which options are read by where they do not say."""
-    data = json.loads(text)
+    data = json.loads(unquote(text))
     if type(data) is not dict or data.keys() != _NAMES:
         raise CacheError("the text of a node", f"it has {sorted(_NAMES)}")
     block = data["block"]

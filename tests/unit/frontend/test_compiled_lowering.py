@@ -301,7 +301,10 @@ def test_a_node_prints_as_one_string_and_back():
     bound = bind(lambda score, b, h, q_idx, kv_idx: score * 1e-30 + q_idx, "score")
     mod = GraphMod(bound.mod, (("integer", 0),))
     said = spec.Spec(mod, None, (16, 32), True, False, {"SPLIT_KV": 2}, True)
-    found = spec.parsed(spec.printed(said))
+    text = spec.printed(said)
+    # torch's C++ wrapper writes it into C++ as it is, which did not compile.
+    assert text.isascii() and text.isprintable() and not {'"', "\\"} & set(text)
+    found = spec.parsed(text)
     assert isinstance(found.score, GraphMod) and (found.score.mod, found.score.numbers) == (
         mod.mod,
         mod.numbers,
