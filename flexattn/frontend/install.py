@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import flex_attention as theirs
 
-from flexattn.errors import FlexAttnError, UnsupportedError
+from flexattn.errors import CaptureError, FlexAttnError, UnsupportedError
 from flexattn.frontend.attention import flex_attention as ours
 from flexattn.frontend.call import Call
 from flexattn.frontend.torch_own import served, torch_own
@@ -104,6 +104,8 @@ def _serve(*given: Any) -> Any:
         return _traced(given)
     try:
         found = ours(*given[:-1], return_aux=given[-1])
+    except CaptureError:  # which the caller asked for, and torch would read where nothing is
+        raise
     except FlexAttnError as error:
         served[f"torch: {error}"] += 1
         return torch_own(*given[:-1], return_aux=given[-1])
@@ -121,5 +123,5 @@ def _traced(given: tuple[Any, ...]) -> Any:
     from flexattn.frontend.compiled.node import node_of
 
     make: Any = Call
-    found = node_of(make(*given, options=None))
+    found = node_of(make(*given, options=None), True)
     return torch_own(*given[:-1], return_aux=given[-1]) if found is None else found

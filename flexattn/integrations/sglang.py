@@ -68,6 +68,8 @@ class FlexattnBackend(AttentionBackend):
         self._window_slots = torch.zeros(
             tokens * self._windows, dtype=torch.int64, device=self.device
         )
+        # Of a chunk that is longer than any is planned to be, which no graph holds.
+        self._more_slots: Tensor | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for the largest batch that is captured; those that there are where they do."""
@@ -101,7 +103,12 @@ class FlexattnBackend(AttentionBackend):
             moved = self.token_to_kv_pool.translate_loc_from_full_to_swa(table)
             self._window_table[:n].copy_(moved // self.page_size)
             slots = self.kv_index_translator.write_ids(forward_batch, IdSpaceKind.SLIDING_WINDOW)
-            if slots is not None:
+            self._more_slots = None
+            if slots is None:  # slot 0 is nobody's
+                self._window_slots.zero_()
+            elif len(slots) > len(self._window_slots):
+                self._more_slots = slots
+            else:
                 self._window_slots[: len(slots)].copy_(slots)
         table.floor_divide_(self.page_size)
 
@@ -129,7 +136,10 @@ class FlexattnBackend(AttentionBackend):
         })  # fmt: skip
         if save_kv_cache and k is not None:
             # A layer of a pool with windows has its own slots.
-            slots = self._window_slots[: len(k)] if self._windows else None
+            slots = None
+            if self._windows:
+                slots = self._window_slots if self._more_slots is None else self._more_slots
+                slots = slots[: len(k)]
             where = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=slots)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         pages = self._pages(layer.layer_id)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexattn.errors import UnsupportedError
-from flexattn.integrations import paged, plans
+from flexattn.integrations import paged, plans, transformers
 from flexattn.integrations.transformers import PAGED, register, serve_batches
 from tests.continuous import batched, drawn_prompts, one_by_one
 from tests.models import tiny
@@ -37,6 +37,38 @@ def test_tokens_are_those_of_generate(name, monkeypatch):
     kinds = 1 if name == "Llama" else 2
     assert 1 <= len(built) <= 2 * kinds
     assert len({token for each in wanted for token in each}) > 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_batches_that_are_padded_as_for_cuda_graphs(name, monkeypatch):
+    """On a GPU alone transformers pads rows and requests, and lists pages of single tokens."""
+    from transformers.generation.continuous_batching import initialization, model_runner
+
+    made = model_runner.ModelRunner.__init__
+
+    def padding(runner, *given, **more):
+        made(runner, *given, **more)
+        runner.pad_inputs = True
+
+    monkeypatch.setattr(model_runner.ModelRunner, "__init__", padding)
+    monkeypatch.setattr(model_runner.ModelRunner, "warmup", lambda *_: None)
+    if name == "Llama":  # a model with windows has no page tables
+        available = "ensure_decode_fast_path_is_available"
+        monkeypatch.setattr(initialization, available, lambda *_: None)
+    seen, paged_attention = set(), transformers.attend_paged
+
+    def watched(module, query, *given, **more):
+        seen.add((more.get("block_table") is not None, query.shape[2]))
+        return paged_attention(module, query, *given, **more)
+
+    monkeypatch.setattr(transformers, "attend_paged", watched)
+    model, prompts = tiny(name), drawn_prompts((5, 17, 30, 9, 3))
+    wanted = one_by_one(model, prompts, 5)
+    sizes = {**SMALL, "q_padding_interval_size": 8, "kv_padding_interval_size": 64}
+    assert batched(model, prompts, 5, **sizes) == wanted
+    assert {rows for listed, rows in seen if not listed} == {8, 16, 24}
+    assert any(listed for listed, _ in seen) == (name == "Llama")
 
 
 def test_a_model_attends_by_generate_again():

@@ -61,6 +61,18 @@ def test_batches_are_right(backend, page, pool, layer, mods):
         assert_right((out, None), step.each, **{"mask_mod": causal, **mods})
 
 
+def test_a_chunk_longer_than_the_buffers_has_slots_in_its_window(backend):
+    """Its plans grew, and its slots in the pool with windows did not fit where they were put."""
+    of = Requests()
+    runner = sglang.runner(of, SWAKVPool(of))
+    server, layer = backend()(runner), sglang.layer(of, sliding_window_size=8)
+    step = of.step({"a": 45})
+    found = sglang.forward_batch(step, runner, ForwardMode.EXTEND, of.page)
+    server.init_forward_metadata(found)
+    out = server.forward(step.q.flatten(1), step.k, step.v, layer, found).view_as(step.q)
+    assert_right((out, None), step.each, mask_mod=sliding_window(8))
+
+
 def test_sinks_and_pages_of_heads(backend):
     of = Requests()
     sinks = torch.tensor([0.5, -1, 2, 0])

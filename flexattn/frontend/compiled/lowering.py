@@ -12,6 +12,7 @@ from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 
 from flexattn.device import detect
+from flexattn.errors import UnsupportedError
 from flexattn.frontend.compiled.joint import Examples, agrees, with_gradients
 from flexattn.frontend.compiled.mark import BARE
 from flexattn.frontend.compiled.op import NAME
@@ -23,6 +24,7 @@ from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod, read_graph
 from flexattn.mods.refusal import Refusal
+from flexattn.problem import DTYPES, FP8
 from flexattn.settings import say_once
 
 _DEVICES = ("cuda", "cpu")
@@ -47,7 +49,8 @@ def lower(
 ) -> Any:
     """(out, lse, max_scores) of a node, statistics in base 2; None where torch's kernel serves.
 
-    options: the call's own. Raises ConfigError for options that no kernel has.
+    options: the call's own. Raises ConfigError for options that no kernel has, and
+    UnsupportedError where torch's kernel would serve a call that is to be batch-invariant.
     """
     options = _options(options)
     inputs: Any = V.graph.current_node.args
@@ -68,6 +71,12 @@ def lower(
         parsed(text)
     # Whatever cannot be read here, torch can compile.
     except Exception as why:
+        if parse(options).batch_invariant:
+            raise UnsupportedError(
+                f"BATCH_INVARIANT under torch.compile, and a mod {why}",
+                "the library's own kernels alone are batch-invariant",
+                "leave BATCH_INVARIANT out of this call, or change the mod",
+            ) from why
         say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
     found = sources((query, key, value), inputs[:3])
@@ -172,6 +181,8 @@ class _Node(NamedTuple):
         where = query.get_device()
         if where.type not in _DEVICES:
             raise Refusal(f"is called on {where}")
+        if where.type == "cuda" and query.get_dtype() not in DTYPES | FP8:
+            raise Refusal(f"is called on tensors of {query.get_dtype()}")
         score, found = _read(subgraph, "score", captures[0], nodes[0], where)
         mask = block = None
         lists: tuple[Any, ...] = ()

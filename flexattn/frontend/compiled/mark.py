@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexattn.settings import current
+
 MARK = "FLEXATTN"
 # Set where a call has no mask: torch makes one of a single block for it.
 BARE = f"{MARK}_WITHOUT_MASK"
+# Set where the call is one of torch's function, which `flexattn.install` serves: torch keeps it
+# where ours refuses it.
+INSTALLED = f"{MARK}_INSTALLED"
 _OWN = f"{MARK}_OPTION_"
 
 
@@ -18,7 +23,9 @@ def _version() -> str:
     package = Path(__file__).parents[2]
     folders = package / "mods", package / "frontend" / "compiled"
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    found = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    # Where torch's kernel serves a node depends on it.
+    return f"{found}-invariant" if current().batch_invariant else found
 
 
 # The mark's value, by which it is a part of that cache's key.

@@ -17,7 +17,7 @@ from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call
-from flexattn.frontend.compiled.mark import BARE, MARK, VERSION, own
+from flexattn.frontend.compiled.mark import BARE, INSTALLED, MARK, VERSION, own
 from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.compiled.widened import widened
@@ -42,8 +42,11 @@ def traced(arguments: tuple[Any, ...]) -> Any:
     return outside(answer, arguments) if found is None else found
 
 
-def node_of(given: Call) -> Any:
-    """The same of a call as it was given; None where it is no node."""
+def node_of(given: Call, installed: bool = False) -> Any:
+    """The same of a call as it was given; None where it is no node.
+
+    installed: it is a call of torch's own function, which torch keeps where we refuse it.
+    """
     if _MOVED or breaks(given):
         return None
     want, sinks, mask = asked(given), given.sinks, given.block_mask
@@ -54,7 +57,7 @@ def node_of(given: Call) -> Any:
     out, aux = torch_own(
         q, k, v, score_mod, _of_all(q) if mask is None else _with_lists_by_key(mask),
         None if given.scale is None else float(given.scale), given.enable_gqa,
-        kernel_options=_marked(given),
+        kernel_options=_marked(given, installed),
         return_aux=AuxRequest(want.lse or sinks is not None, want.max_scores),
     )  # fmt: skip
     lse = aux.lse
@@ -79,7 +82,7 @@ def _taken(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return (q if q.dtype == dtype else widened(q, call.q_descale, dtype)), k, v
 
 
-def _marked(call: Call) -> dict[str, Any]:
+def _marked(call: Call, installed: bool) -> dict[str, Any]:
     """torch's options for where its own kernel serves, and the call's under our mark."""
     given = call.kernel_options
     found = dict(options.for_torch(given) or {})
@@ -88,6 +91,8 @@ def _marked(call: Call) -> dict[str, Any]:
     found[MARK] = VERSION
     if call.block_mask is None:
         found[BARE] = True
+    if installed:
+        found[INSTALLED] = True
     for name, value in (given or {}).items():
         found[own(name)] = value
     return found

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from flexattn.frontend.compiled.mark import MARK, split
+from flexattn.errors import FlexAttnError
+from flexattn.frontend.compiled.mark import INSTALLED, MARK, split
 from flexattn.frontend.torch_own import served
 from flexattn.settings import say_once
 
@@ -100,8 +101,16 @@ def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Call
             served["torch: a node of another's"] += 1
             return stock(*args)
         theirs, ours = split(args[at])
-        found = lower(*args, options=ours)
-        served["flexattn: a node" if found is not None else "torch: a node it was left"] += 1
+        who = "flexattn: a node"
+        try:
+            found = lower(*args, options=ours)
+        except FlexAttnError as why:
+            if INSTALLED not in args[at]:
+                raise
+            found, who = None, f"torch: {why}"
+        else:
+            who = who if found is not None else "torch: a node it was left"
+        served[who] += 1
         return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found
 
     return lowering

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -13,6 +14,7 @@ from flexattn.errors import CacheError
 from flexattn.kernels.choose.options import NONE, Options, parse
 from flexattn.mods.codec import from_data, to_data
 from flexattn.mods.graph import GraphMod
+from flexattn.settings import current
 
 _NAMES = {"score", "mask", "block", "lse", "max_scores", "options", "looks", "backward", "grads"}
 
@@ -48,13 +50,19 @@ def printed(spec: Spec) -> str:
     """The spec as text, which `parsed` reads in any process."""
     data = {name: getattr(spec, name) for name in _NAMES}
     mods = {"score": _told(spec.score), "mask": _told(spec.mask)}
-    return json.dumps(data | mods, sort_keys=True)
+    # Inductor's C++ wrapper writes a string between quotes as it is: this one has none.
+    return quote(json.dumps(data | mods, sort_keys=True), safe="{}[]:, ")
+
+
+def parsed(text: str) -> Spec:
+    """The spec of such a text, one object for each; raises CacheError for any other text."""
+    return _parsed(text, current().batch_invariant)
 
 
 @lru_cache(maxsize=1024)
-def parsed(text: str) -> Spec:
-    """The spec of such a text, one object for each; raises CacheError for any other text."""
-    data = json.loads(text)
+def _parsed(text: str, invariant: bool) -> Spec:
+    """invariant: the setting, which options are read by where they do not say."""
+    data = json.loads(unquote(text))
     if type(data) is not dict or data.keys() != _NAMES:
         raise CacheError("the text of a node", f"it has {sorted(_NAMES)}")
     block = data["block"]

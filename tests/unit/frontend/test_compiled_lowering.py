@@ -2,6 +2,7 @@
 
 import logging
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import flexattn
 from flexattn.catalogue import causal
+from flexattn.errors import ConfigError
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled import (
     joint,
@@ -33,7 +35,7 @@ from flexattn.problem import mask_class
 from flexattn.problem.mask_class import known_class
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.key_lists import BothLists
-from flexattn.settings import say_once
+from flexattn.settings import override, say_once
 from tests.compiled import as_on_a_gpu, compiling
 from tests.support import inputs, run
 
@@ -86,6 +88,13 @@ def test_torchs_lowering_serves_what_ours_leaves_and_sees_no_key_of_ours(monkeyp
     assert seam._ours(stock, lambda *_, options: options, 6)(*given) == {"SPLIT_KV": 2}
     assert [x[6] for x in seen] == [{"BACKEND": "AUTO"}]
     assert served == {"torch: a node it was left": 1, "flexattn: a node": 1}
+    # A call of torch's function is torch's where we refuse it; one of ours is refused.
+    refused = {**options, mark.own("NOPE"): 1}
+    with pytest.raises(ConfigError, match="NOPE"):
+        seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ())
+    refused[mark.INSTALLED] = True
+    assert seam._ours(stock, lowering.lower, 6)(*given[:6], refused, (), ()) == "torch's"
+    assert seen[-1][6] == {"BACKEND": "AUTO"} and any("NOPE" in who for who in served)
     # Another's node passes as it is.
     assert seam._ours(stock, None, 6)(*given[:6], {"BACKEND": "AUTO"}, (), ()) == "torch's"
 
@@ -256,6 +265,11 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
         inductor.compile(flexattn.flex_attention)(q, k, v)
     assert len(taken) == 1 and not inductor.called
     assert "torch's own kernel serves" in caplog.text and "of tomorrow" in caplog.text
+    # Its bits depend on the batch, which a call may have ruled out.
+    invariant = partial(flexattn.flex_attention, kernel_options={"BATCH_INVARIANT": True})
+    with pytest.raises(Exception, match=r"BATCH_INVARIANT under torch.compile.*of tomorrow"):
+        inductor.compile(invariant)(q, k, v)
+    assert len(taken) == 1
 
 
 def test_a_table_on_another_device_is_left_to_torch():
@@ -287,12 +301,21 @@ def test_a_node_prints_as_one_string_and_back():
     bound = bind(lambda score, b, h, q_idx, kv_idx: score * 1e-30 + q_idx, "score")
     mod = GraphMod(bound.mod, (("integer", 0),))
     said = spec.Spec(mod, None, (16, 32), True, False, {"SPLIT_KV": 2}, True)
-    found = spec.parsed(spec.printed(said))
+    text = spec.printed(said)
+    # torch's C++ wrapper writes it into C++ as it is, which did not compile.
+    assert text.isascii() and text.isprintable() and not {'"', "\\"} & set(text)
+    found = spec.parsed(text)
     assert isinstance(found.score, GraphMod) and (found.score.mod, found.score.numbers) == (
         mod.mod,
         mod.numbers,
     )
     assert (found.block, found.options, found.looks) == ((16, 32), {"SPLIT_KV": 2}, True)
+    # What a graph leaves to the setting is the setting's when the graph runs.
+    text = spec.printed(spec.Spec(None, None, None, True, False, {}, True))
+    assert not spec.parsed(text).chosen.batch_invariant
+    with override(batch_invariant=True):
+        assert spec.parsed(text).chosen.batch_invariant
+    assert not spec.parsed(text).chosen.batch_invariant
     assert rules.asked(Call(None, None, None)) == AuxRequest()
 
 

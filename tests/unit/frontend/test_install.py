@@ -6,10 +6,11 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import flex_attention
 
 import flexattn
-from flexattn.errors import UnsupportedError
+from flexattn.errors import CaptureError, UnsupportedError
 from flexattn.frontend import install
 from flexattn.frontend.compiled import node
 from flexattn.frontend.compiled.mark import MARK
+from flexattn.settings import override
 from tests.compiled import compiling
 from tests.support import inputs
 
@@ -46,6 +47,14 @@ def test_calls_are_served_by_us_until_they_are_given_back(monkeypatch):
         ((why, count),) = [each for each in found.served.items() if each[0] != "flexattn"]
         assert why.startswith("torch: ") and "NOPE" in why and count == 1
     assert torch.equal(layer(q, k, v), plain)
+
+
+def test_a_read_outside_of_a_tensor_is_told_in_checked_mode():
+    """It was left to torch, whose kernels read there on a GPU."""
+    q, k, v = inputs(1, 2, 2, 9, 9, 16)
+    table = torch.zeros(8)
+    with flexattn.install(), override(check=True), pytest.raises(CaptureError, match="table"):
+        flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + table[kv_idx])
 
 
 def test_compiled_calls_are_nodes_of_ours(monkeypatch):
