@@ -70,4 +70,5 @@ def test_a_tree_of_three_levels_shares_its_pages():
 def test_a_row_that_does_not_compile_ahead_is_told():
     """One such row ended the bench before the first was timed."""
     row = ServingRow("wide", "paged", (64, 64), d=4096, dv=4096)
-    assert compiled(row, named("nvidia-h200")).startswith("wide is not compiled ahead: ConfigError")
+    said = compiled(row, named("nvidia-h200"))
+    assert said.startswith("wide is not compiled ahead: ConfigError")
