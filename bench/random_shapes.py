@@ -35,6 +35,7 @@ from bench.serving_peers import EMPTY, INVARIANT, SERVING_PEERS
 from bench.serving_rows import ServingRow
 from bench.streaming import STREAMING
 from bench.tasks import task
+from bench.time_limit import time_limit
 from flexattn.device import Device, detect
 from flexattn.errors import FlexAttnError, InputError
 from flexattn.measure.protocol import Measurer
@@ -252,7 +253,8 @@ def _run(chosen: Sequence[Case], args: argparse.Namespace) -> Report:
                 break
             begin = time.monotonic()
             try:
-                row = parts[name]()
+                with time_limit():
+                    row = parts[name]()
             except Exception:  # the others may still be run, whatever this one met
                 print(f"{name}: failed\n{traceback.format_exc()}", flush=True)
                 continue

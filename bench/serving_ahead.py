@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import torch
@@ -20,7 +21,7 @@ from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.scales import asked
 
-__all__ = ["compile_ahead"]
+__all__ = ["compile_ahead", "compiled"]
 
 MOST = 16  # processes
 
@@ -28,7 +29,8 @@ MOST = 16  # processes
 def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
     """Leave the rows' default kernels in Triton's cache on disk, where the plans find them.
 
-    The launches of a cascade or a tree are compiled when its plan is made.
+    The launches of a cascade or a tree are compiled when its plan is made, and so is what does not
+    compile here: that is printed, and no row is lost for it.
     """
     found = [row for row in rows if row.variant not in ("cascade", "prefix-tree")]
     count = min(MOST, len(found), os.cpu_count() or 1)
@@ -36,7 +38,20 @@ def compile_ahead(rows: Sequence[ServingRow], device: Device) -> None:
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=spawn) as pool:
-        list(pool.map(partial(_compile, device=device), found))
+        try:
+            for told in filter(None, pool.map(partial(compiled, device=device), found)):
+                print(told, flush=True)
+        except BrokenProcessPool as error:
+            print(f"nothing more is compiled ahead: {error}", flush=True)
+
+
+def compiled(row: ServingRow, device: Device) -> str:
+    """Compile a row's kernels; why that cannot be, or nothing."""
+    try:
+        _compile(row, device)
+    except Exception as error:
+        return f"{row.name} is not compiled ahead: {type(error).__name__}: {error}"
+    return ""
 
 
 def _compile(row: ServingRow, device: Device) -> None:

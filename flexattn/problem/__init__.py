@@ -1,5 +1,6 @@
 """What a call asks, as one value, and the checks of it."""
 
+from flexattn.problem.kind import kind_for
 from flexattn.problem.problem import (
     DENSE,
     DTYPES,
@@ -19,7 +20,6 @@ from flexattn.problem.problem import (
     Tanh,
     captures_of,
     fingerprint,
-    kind_for,
     make_problem,
     out_dtype,
 )

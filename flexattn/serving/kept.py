@@ -57,9 +57,11 @@ class KeptKeys:
             self._group = Hq // Hkv
             shape.insert(1, Hkv)
         self._page = page
-        first = torch.arange(shape[-1], dtype=torch.int32, device=where) * page
-        self.positions = first.expand(shape).contiguous()
-        self.evicted = torch.zeros(batch, dtype=torch.int32, device=where)
+        # Who writes them need not be in the inference mode that this may be made in.
+        with torch.inference_mode(False):
+            first = torch.arange(shape[-1], dtype=torch.int32, device=where) * page
+            self.positions = first.expand(shape).contiguous()
+            self.evicted = torch.zeros(batch, dtype=torch.int32, device=where)
 
     def score(self, score_mod: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A score_mod of positions as one of the cache's places."""

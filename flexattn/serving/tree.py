@@ -14,9 +14,9 @@ class PrefixTree:
     """Keys that requests have in common: a system prompt, below it tools, conversations, branches.
 
     parents: of each node the node that it continues, of a lower number; -1 where it begins at
-    position 0. keys: of each node alone, whole pages. requests: the node whose last key each
-    request continues with keys of its own; -1 where it shares nothing. Raises InputError for what
-    is no tree.
+    position 0. keys: of each node alone, which need not be whole pages. requests: the node whose
+    last key each request continues with keys of its own; -1 where it shares nothing. Raises
+    InputError for what is no tree.
     """
 
     parents: tuple[int, ...]

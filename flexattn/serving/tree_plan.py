@@ -90,9 +90,11 @@ class TreePlan:
         self._tables = tables = TreeTables(whole("batch", batch), whole("q_len", q_len), levels)
         common |= {"kv_len": kv_len, "page_size": page_size, "device": device, "lse": True}
         row = torch.tensor(tables.filled(TreeReads((), (), 0.0, 0.0)), dtype=torch.int32)
-        self._row = row.to(device)
+        # Written by updates and runs, which need not be in the inference mode that this may be in.
+        with torch.inference_mode(False):
+            self._row = row.to(device, copy=True)
+            self._lens = torch.zeros(tables.batch, dtype=torch.int32, device=device)
         self._view = view = tables.views(self._row)
-        self._lens = torch.zeros(tables.batch, dtype=torch.int32, device=device)
         # Only mods ask where a shared row stands.
         self._places = score_mod is not None or mask_mod is not None
         self.own = DecodePlan(
@@ -109,9 +111,10 @@ class TreePlan:
         m, where = self.shared.maxima, self.own.device
         self.cost = cost or self._estimate()
         self.reads = TreeReads((), (), 0.0, 0.0)
-        self._rows = torch.empty((tables.rows, m.Hq, m.head_dim_qk), dtype=m.dtype, device=where)
-        pages = -(-m.kv_len // m.page)
-        self._table = torch.zeros((tables.reads, pages), dtype=torch.int32, device=where)
+        queries, pages = (tables.rows, m.Hq, m.head_dim_qk), -(-m.kv_len // m.page)
+        with torch.inference_mode(False):
+            self._rows = torch.empty(queries, dtype=m.dtype, device=where)
+            self._table = torch.zeros((tables.reads, pages), dtype=torch.int32, device=where)
         assert self.own._lse is not None
         self._out, self._lse = torch.empty_like(self.own._out), torch.empty_like(self.own._lse)
         kernels = self.own._kernels
@@ -156,13 +159,12 @@ class TreePlan:
                 f"a path of {max(ends)} keys", f"block_table lists {width} pages of {m.page}"
             )
         found = choose_reads(tree, self.cost, tables.levels)
+        firsts = torch.tensor([each.requests[0] for each in found.shared], dtype=torch.int64)
+        pages = block_table[firsts.to(block_table.device), :width]
         if self._beside is not None:
             self._beside.follow()  # a run on another stream may still read the tree before
+        self._table[: len(firsts), :width].copy_(pages)
         self._row.copy_(torch.tensor(tables.filled(found), dtype=torch.int32))
-        if found.shared:
-            firsts = torch.tensor([each.requests[0] for each in found.shared])
-            pages = block_table[firsts.to(block_table.device), :width]
-            self._table[: len(firsts), :width].copy_(pages)
         self.reads = found
         return found
 

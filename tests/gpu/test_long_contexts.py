@@ -127,6 +127,18 @@ def test_one_graph_for_every_tree():
     assert builder().compiled == compiled
 
 
+def test_an_update_waits_for_a_run_on_another_stream():
+    """The run reads its tables when its turn comes, long after the update was asked for."""
+    found = case(LONG, OWN, mask_mod=causal, **LLAMA)
+    wanted = [x.clone() for x in found.plan.run(found.q, found.cache, **found.call)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)
+        got = found.plan.run(found.q, found.cache, **found.call)
+    found.plan.update(PrefixTree((), (), ()), found.call["block_table"])
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, got, wanted))
+
+
 @pytest.mark.parametrize("config", [None, ServingConfig(16, 64, 4, 3)], ids=["default", "even"])
 def test_keys_evicted_from_the_middle(config):
     lengths, pages = (2047, 9001, 40, 517), 64

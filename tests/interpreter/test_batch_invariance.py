@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from flexattn import flex_attention
+from flexattn import explain, flex_attention
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, UnsupportedError
 from flexattn.serving import CascadePlan, DecodePlan, request
@@ -136,9 +136,10 @@ def test_a_batch_of_flex_attention_has_the_bits_of_each_alone():
             alone = flex_attention(q[b : b + 1, :, 7:9], k[b : b + 1], v[b : b + 1], **call)
             assert torch.equal(alone[0], found[b, :, 7:9])
     # Outside, and where the call says so itself, it is another kernel again.
-    assert torch.equal(
-        flex_attention(q, k, v, kernel_options={"BATCH_INVARIANT": True}, **call), found
-    )
+    call["kernel_options"] = {"BATCH_INVARIANT": True}
+    assert torch.equal(flex_attention(q, k, v, **call), found)
+    told = explain(q[:, :, :1], k, v, **call)
+    assert (told.template, told.template_why) == ("prefill", "prefill alone is batch-invariant")
 
 
 def test_options_that_choose_a_tile_are_refused_beside_it():

@@ -148,3 +148,11 @@ def test_below_a_tree():
 def test_bad_sizes_are_refused(wrong, said):
     with pytest.raises(InputError, match=said):
         KeptKeys(**{"batch": 1, "keys": 16, "device": "cpu", **wrong})
+
+
+def test_tables_that_were_made_in_inference_mode_are_written_outside():
+    with torch.inference_mode():
+        kept = KeptKeys(batch=1, keys=16, device="cpu")
+    kept.positions[0, 3:] += 5
+    kept.evicted += 5
+    assert kept.positions[0, 2:4].tolist() == [2, 8]

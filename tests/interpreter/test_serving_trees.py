@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexattn.serving.plan as plans
-from flexattn.catalogue import alibi, sliding_window
+from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.errors import ConfigError, InputError
 from flexattn.serving import PrefixTree, ServingConfig, TreePlan
 from tests import trees
@@ -113,6 +113,15 @@ def test_requests_grow_without_an_update():
     assert_right(Case(found.plan, few, found.q, found.cache, found.call).run(), few)
     lens += 3
     assert_right(found.run(), found.each)
+
+
+def test_a_plan_that_was_made_in_inference_mode():
+    """As servers make it: an update outside of that mode raised."""
+    with torch.inference_mode():
+        found = case(mask_mod=causal)
+    found.plan.update(TREE, found.call["block_table"])
+    got = found.plan.run(found.q, found.cache, **found.call)
+    assert_right([x.flatten(0, 1) for x in got], found.each, mask_mod=causal)
 
 
 def test_the_estimate_of_a_plan_leaves_short_keys_to_requests():

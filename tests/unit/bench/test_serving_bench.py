@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.serving_ahead import compiled
 from bench.serving_inputs import judge_requests, make_served
-from bench.serving_rows import serving_rows
+from bench.serving_rows import ServingRow, serving_rows
+from flexattn.device import named
 from flexattn.reference import attention
 
 ROWS = {row.name: row for row in serving_rows()}
@@ -63,3 +65,10 @@ def test_a_tree_of_three_levels_shares_its_pages():
             same = (x.table[a] == x.table[b]).tolist()
             tool, conversation = a // 4 == b // 4, a // 2 == b // 2
             assert same == [True] * 2 + [tool] + [conversation] * 3 + [False]
+
+
+def test_a_row_that_does_not_compile_ahead_is_told():
+    """One such row ended the bench before the first was timed."""
+    row = ServingRow("wide", "paged", (64, 64), d=4096, dv=4096)
+    said = compiled(row, named("nvidia-h200"))
+    assert said.startswith("wide is not compiled ahead: ConfigError")
