@@ -51,7 +51,8 @@ def check_choices(lengths: str, config: object, flags: Mapping[str, object]) -> 
 def refuse_types(q: object, kv_cache: object, **named: object) -> None:
     """Raise InputTypeError for the first of a run's arguments that is no tensor."""
     cache = kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)
-    if len(cache) > 2 or not all(isinstance(each, Tensor) for each in cache):
+    pair_of = not isinstance(kv_cache, tuple) or len(kv_cache) == 2
+    if not pair_of or not all(isinstance(each, Tensor) for each in cache):
         kinds = ", ".join(type(each).__name__ for each in cache)
         raise InputTypeError(
             f"kv_cache is a {type(kv_cache).__name__}"
@@ -60,7 +61,8 @@ def refuse_types(q: object, kv_cache: object, **named: object) -> None:
             "pass (K, V)",
         )
     for name, each in {"q": q, **named}.items():
-        if each is not None and not isinstance(each, Tensor):
+        needed = name in ("q", "seq_lens")
+        if not isinstance(each, Tensor) and (needed or each is not None):
             raise InputTypeError(
                 f"{name} is a {type(each).__name__}",
                 "it is a torch.Tensor on the plan's device",

@@ -103,7 +103,10 @@ BAD_MODS = {
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["./raises_of_test_cli.py:f"], ["RuntimeError: no table here", "raises_of_test_cli.py:1"]),
+        (
+            ["./raises_of_test_cli.py:f"],
+            ["RuntimeError: no table here", "raises_of_test_cli.py:1"],
+        ),
         (["raises_of_test_cli:f"], ["RuntimeError: no table here"]),
         (["./ends_of_test_cli.py:f"], ["SystemExit: 3"]),
         (["unreadable_of_test_cli:f"], ["line 1", "SyntaxError"]),
