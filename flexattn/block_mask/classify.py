@@ -5,6 +5,7 @@ A causal mask of 1M x 1M has 67M blocks, and all but 8192 of them follow from th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexattn.block_mask.kernels import BlockClassifier
+from flexattn.errors import InputError
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
@@ -24,6 +26,8 @@ _OPEN = 3
 _SLAB, _CHUNK, _TILES = 2**25, 2**20, 2**18
 # The CPU path first decides squares of so many blocks, where there are more than _FEW.
 _COARSE, _FEW = 16, 2**12
+# A GPU looks at blocks up to this size as they are.
+_LARGE = 2**12
 # Elements of an open block that are looked at before all of it: so many rows, and keys.
 _SAMPLED = 4
 
@@ -60,13 +64,32 @@ def kinds_by_rows(
     if device.type != "cuda":
         yield 0, _Host(bound, sizes, block).kinds().view(rows, columns)
         return
-    classifier = BlockClassifier(bound, sizes, block, device)
+    classifier = BlockClassifier(bound, sizes, _looked_at(block, sizes), device)
     slab = max(1, _SLAB // columns)
     kinds = torch.empty(min(slab, rows), columns, dtype=torch.int8, device=device)
     for first in range(0, rows, slab):
         part = kinds[: rows - first]
         classifier.run(part, first)
         yield first, part
+
+
+def _looked_at(block: tuple[int, int], sizes: tuple[int, int, int, int]) -> tuple[int, int]:
+    """The block for a kernel, which walks all of it, and counts its elements in 32 bits.
+
+    One that reaches far past a length ends sooner, still past it. Raises InputError for a block
+    that is too large all the same.
+    """
+    q_block, kv_block = (
+        min(size, max(_LARGE, 1 << length.bit_length()))
+        for size, length in zip(block, sizes[2:], strict=True)
+    )
+    if q_block * kv_block >= 2**31:
+        raise InputError(
+            f"BLOCK_SIZE={block} for lengths {sizes[2:]}",
+            "a kernel counts the elements of a block in 32 bits",
+            "use smaller blocks: 128 is what kernels like",
+        )
+    return q_block, kv_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +125,18 @@ class _Host:
         for some in pending.split(max(1, _CHUNK // _SAMPLED**2)):
             flat[some] = self._sampled(_unflat(some, H, blocks))
         pending = pending[flat[pending] == _OPEN]
-        for some in pending.split(max(1, _CHUNK // (self.block[0] * self.block[1]))):
+        for some in pending.split(max(1, _CHUNK // math.prod(self._spans))):
             flat[some] = self._exact(_unflat(some, H, blocks))
         for dim, count in enumerate(blocks):
             if self.sizes[2 + dim] % self.block[dim]:
                 last = fine.select(2 + dim, count - 1)
                 last.copy_(last.clamp(max=PARTIAL))
         return fine.expand(*self.sizes[:2], *blocks).contiguous()
+
+    @property
+    def _spans(self) -> tuple[int, int]:
+        """Rows and keys of a block that may lie within the lengths."""
+        return min(self.block[0], self.sizes[2]), min(self.block[1], self.sizes[3])
 
     def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Table, ...]) -> None:
         """Decide the blocks of open squares, each by itself."""
@@ -151,8 +179,8 @@ class _Host:
         its end may be what the mask divides by.
         """
         q_idx, kv_idx = (
-            (at * size)[:, None] + torch.arange(size)
-            for at, size in zip(tiles[2:], self.block, strict=True)
+            (at * size)[:, None] + torch.arange(span)
+            for at, size, span in zip(tiles[2:], self.block, self._spans, strict=True)
         )
         inside = (q_idx < self.sizes[2])[:, :, None] & (kv_idx < self.sizes[3])[:, None, :]
         last = (length - 1 for length in self.sizes[2:])

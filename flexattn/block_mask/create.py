@@ -20,6 +20,7 @@ from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError, UnsupportedError
 from flexattn.mods import bind
 from flexattn.mods.signatures import MaskMod
+from flexattn.problem import MAX_HEADS, MAX_LENGTH
 from flexattn.problem.read_checks import check_mask_reads
 from flexattn.settings import current
 
@@ -67,19 +68,25 @@ def create_block_mask(
     q_block, kv_block = _block(BLOCK_SIZE)
     where = _device(device)
     for name, size in (("B", batch), ("H", heads), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if size < 0 or (name in "BH" and size < 1):
-            raise InputError(f"{name}={size}", f"{name} is at least {int(name in 'BH')}")
+        least, most = int(name in "BH"), MAX_HEADS if name == "H" else MAX_LENGTH
+        if not least <= size <= most:
+            raise InputError(f"{name}={size}", f"{name} is from {least} to {most}")
     if q_block < 1 or kv_block < 1:
         raise InputError(f"BLOCK_SIZE={BLOCK_SIZE}", "block sizes are at least 1")
     bound = bind(mask_mod, "mask", where)
-    assert bound is not None
+    if bound is None:
+        raise InputTypeError(
+            "mask_mod is None",
+            "it is a function mask_mod(b, h, q_idx, kv_idx) -> bool",
+            "pass block_mask=None to flex_attention where nothing is masked, or noop_mask",
+        )
     sizes = (batch, heads, Q_LEN, KV_LEN)
     if current().check:
         check_mask_reads(mask_mod, bound, sizes, where)
     block, lengths = (q_block, kv_block), (Q_LEN, KV_LEN)
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     parts = kinds_by_rows(bound, sizes, block, where)
-    lists = lists_of(parts, shape, where, separate_full_blocks)
+    lists = lists_of(parts, shape, where, bool(separate_full_blocks))
     mask = LazyBlockMask.of(lists, block, mask_mod, lengths)
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)

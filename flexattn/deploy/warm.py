@@ -42,23 +42,26 @@ def warm(
     ModError for its mods, BuildError. Rows of plans are left out: make a DecodePlan for them.
     """
     # Reading workloads belongs to tuning, which a plain import of flexattn does not load.
-    from flexattn.device import detect
-    from flexattn.errors import BuildError
+    from flexattn.device import detect, usable
+    from flexattn.errors import BuildError, InputTypeError
     from flexattn.kernels.choose.options import NONE
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
     from flexattn.tune.tasks import mods_of, task_from
-    from flexattn.tune.workload import parse, read
+    from flexattn.tune.workload import Workload, parse, read
 
     if isinstance(workload, (str, Path)):
         workload = read(Path(workload))
     elif isinstance(workload, Mapping):
         workload = parse(workload, "workload", "warm(...)")
-    where = torch.device(device)
-    if where.type == "cuda" and str(where) == "cuda":
-        where = torch.device("cuda", torch.cuda.current_device())
+    elif not isinstance(workload, Workload):
+        raise InputTypeError(
+            f"workload is a {type(workload).__name__}",
+            "it is a workload file's path, what such a file holds, or one that was read",
+        )
+    where = usable(device)
     target, index = detect(where), -1 if where.type == "cpu" else where.index
     before, found = builder().compiled, []
     for row in workload.rows:

@@ -17,7 +17,7 @@ from flexattn.frontend.derivative_check import agrees
 from flexattn.frontend.dropout import check_dropout, drawn, without_torch
 from flexattn.frontend.guards import as_given, key_of, recall, remember
 from flexattn.frontend.plan import plan
-from flexattn.frontend.transforms import check_memory, functionals, tangent
+from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.kernels.choose import options
 from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import FP8, checks, out_dtype
@@ -174,6 +174,10 @@ def route_of(call: Call) -> tuple[Route, str]:
     check_memory(_read(call))
     if call.dropout is not None:
         check_dropout(call)
+    if call.score is not None:
+        check_transforms(call.score.tensors)
+    if call.mask is not None:
+        check_transforms(call.mask.tensors)
     if wants and (transformed := functionals(call.tensors)):
         if q.is_cuda:
             raise UnsupportedError(

@@ -113,10 +113,12 @@ def check_order(asked: Asked) -> None:
     if not (demanded or asked.options.deterministic):
         return
     error = UnsupportedError(
-        "a tensor that score_mod captures requires grad, and deterministic algorithms are on",
+        "a tensor that score_mod captures requires grad, and "
+        + ("deterministic algorithms are on" if demanded else "kernel_options has DETERMINISTIC"),
         "its gradient is summed over query blocks, heads and batches by atomic additions, in no "
         "order",
-        "detach the tensor, or allow it: torch.use_deterministic_algorithms(False)",
+        "detach the tensor, or allow it: "
+        + ("torch.use_deterministic_algorithms(False)" if demanded else "leave DETERMINISTIC out"),
     )
     if not asked.options.deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         warnings.warn(str(error), stacklevel=2)

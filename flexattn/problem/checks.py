@@ -149,6 +149,8 @@ def number(value: Any) -> float | None:
         return None
     try:
         return float(value)
+    except OverflowError:  # an int of more than 308 digits
+        return math.inf
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of many elements
         return None
 

@@ -14,7 +14,7 @@ from flexattn.kernels.cache_append.form import AppendForm
 from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.runtime.build import Launcher, builder
 from flexattn.serving.append_checks import Append, admitted, form_of, inspect
-from flexattn.serving.cache import KVCache
+from flexattn.serving.cache import KVCache, halves
 from flexattn.serving.launching import launch_here
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.rope import Rope
@@ -175,18 +175,24 @@ def append_paged_kv_cache(
     are of. v None: the cache is K alone (MLA). The first call of a kind compiles; hold an
     AppendPlan where nothing may. Raises what these raise.
     """
-    first = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
-    if not isinstance(kv_cache, tuple) and v is not None and isinstance(first, Tensor):
-        first = first.select(1, 0)
+    first = kv_cache[0] if isinstance(kv_cache, tuple) and kv_cache else kv_cache
+    if v is not None and isinstance(first, Tensor) and first is kv_cache:
+        first, _ = halves(first)
     tensors = (k, first) if v is None else (k, first, v)
+    if slot_mapping is not None:
+        tensors = (*tensors, slot_mapping)
     if not all(isinstance(each, Tensor) for each in tensors):
         kinds = ", ".join(type(each).__name__ for each in tensors)
-        raise InputError(f"k, the cache and v are {kinds}", "they are tensors", "pass tensors")
-    if k.dim() != 3 or first.dim() != 4 or layout not in LAYOUTS:
+        said = f"k, the cache, v and slot_mapping are {kinds}"
+        raise InputError(said, "they are tensors", "pass tensors")
+    if k.dim() != 3 or first.dim() != 4 or (v is not None and v.dim() != 3):
         raise InputError(
-            f"k {list(k.shape)}, a cache of {list(first.shape)} as {layout!r}",
-            f"k is [tokens, Hkv, D], and a layout one of {', '.join(LAYOUTS)}",
+            f"k {list(k.shape)}, a cache of {list(first.shape)}"
+            + ("" if v is None else f", v {list(v.shape)}"),
+            "k and v are [tokens, Hkv, D], and a cache has four dimensions",
         )
+    if layout not in LAYOUTS:
+        raise InputError(f"layout={layout!r}", f"it is one of {', '.join(LAYOUTS)}")
     about: dict[str, Any] = {
         "heads": k.shape[1],
         "head_dim": (k.shape[2], k.shape[2] if v is None else v.shape[-1]),

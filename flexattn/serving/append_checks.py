@@ -20,7 +20,7 @@ from flexattn.kernels.cache_append.form import (
 from flexattn.problem import DTYPES, MAX_HEADS
 from flexattn.problem.checks import MAX_HEAD_DIM
 from flexattn.serving.admission import devices, gradients, numbers
-from flexattn.serving.cache import KVCache
+from flexattn.serving.cache import KVCache, halves
 from flexattn.serving.request import KV_DTYPES, LAYOUTS
 from flexattn.serving.rope import Rope
 from flexattn.serving.scales import Scaled, asked, steps_by_axis
@@ -60,7 +60,7 @@ class Append:
             )
         if not self.head_dim_v:
             return kv_cache, None
-        return kv_cache.select(1, 0), kv_cache.select(1, 1)
+        return halves(kv_cache)
 
     def refuse_types(self, given: Mapping[str, object]) -> None:
         """Raise InputTypeError for the first argument that is no tensor."""
@@ -123,6 +123,9 @@ def admitted(
     gradients({_NAMES[name]: given[name] for name in ("K", "V", "K_CACHE", "V_CACHE")})
     tensors = [("K", a.head_dim_qk)] + [("V", a.head_dim_v)] * (a.head_dim_v > 0)
     keys_at, heads_at = LAYOUTS[a.layout]
+    for name in ("K", "K_CACHE"):
+        if not (each := cast(Tensor, given[name])).dim():
+            raise InputError(f"{_NAMES[name]} is {list(each.shape)}", "it has tokens, or pages")
     tokens, pages = cast(Tensor, given["K"]).shape[0], cast(Tensor, given["K_CACHE"]).shape[0]
     found: dict[str, Any] = {"num_tokens": tokens, "num_pages": pages}
     for name, dim in tensors:

@@ -27,8 +27,21 @@ def split(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tens
     """K and V of a cache: a pair, one tensor [pages, 2, ...], or MLA's one that is both."""
     if isinstance(kv_cache, tuple):
         return kv_cache
-    if shared:
-        return kv_cache, kv_cache[..., : maxima.head_dim_v]
+    if not shared:
+        return halves(kv_cache)
+    if kv_cache.dim() != 4:
+        raise InputError(f"a cache {list(kv_cache.shape)}", "MLA's has 4 dimensions")
+    return kv_cache, kv_cache[..., : maxima.head_dim_v]
+
+
+def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of one tensor [pages, 2, ...]; raises InputError for another, as [2, pages, ...]."""
+    if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
+        raise InputError(
+            f"a cache in one tensor {list(kv_cache.shape)}",
+            "K and V are at [:, 0] and [:, 1] of its 5 dimensions",
+            "pass (K, V) where they lie otherwise, as (cache[0], cache[1])",
+        )
     return kv_cache.select(1, 0), kv_cache.select(1, 1)
 
 

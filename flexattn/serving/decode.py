@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.errors import InputError
 from flexattn.mods import Bound, bind
 from flexattn.records.key import rounded
-from flexattn.serving.cache import KVCache
+from flexattn.serving.cache import KVCache, halves
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS
 from flexattn.serving.scales import Scaled
@@ -75,10 +75,15 @@ def flex_decode(
         q, kv_cache, seq_lens=seq_lens, block_table=block_table, cu_seqlens_q=cu_seqlens_q,
         sinks=sinks, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
+    dims = {"q": (q, 3 + (cu_seqlens_q is None)), "seq_lens": (seq_lens, 1)}
+    dims |= {} if block_table is None else {"block_table": (block_table, 2)}
+    for name, (each, rank) in dims.items():
+        if each.dim() != rank:
+            raise InputError(f"{name} has shape {list(each.shape)}", f"it has {rank} dimensions")
     k = kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache
     shared = not isinstance(kv_cache, tuple) and head_dim_v is not None
     if not isinstance(kv_cache, tuple) and not shared:
-        k = kv_cache.select(1, 0)
+        k, _ = halves(kv_cache)
     if k.dim() != 4 or layout not in LAYOUTS:
         raise InputError(
             f"a cache of shape {list(k.shape)} as {layout}", f"one of {list(LAYOUTS)}"

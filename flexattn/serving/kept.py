@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexattn.device import usable
 from flexattn.errors import InputError
-from flexattn.serving.types import whole
+from flexattn.serving.types import pair, whole
 
 
 class KeptKeys:
@@ -51,9 +51,11 @@ class KeptKeys:
         where, shape = usable(device), [batch, -(-keys // page)]
         self._group = 0
         if heads is not None:
-            Hq, Hkv = heads
-            if Hkv < 1 or Hq % Hkv:
-                raise InputError(f"KeptKeys(heads={heads})", "Hq is a multiple of Hkv")
+            Hq, Hkv = pair("heads", heads, "(query heads, KV heads)")
+            if Hkv < 1 or Hq < 1 or Hq % Hkv:
+                raise InputError(
+                    f"KeptKeys(heads={heads})", "Hq is a multiple of Hkv, both above 0"
+                )
             self._group = Hq // Hkv
             shape.insert(1, Hkv)
         self._page = page

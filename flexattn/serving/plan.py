@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.device import usable
-from flexattn.errors import InputError
+from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.base.arguments import captured_values
 from flexattn.kernels.paged_decode.awaiting import EMPTY
 from flexattn.kernels.paged_decode.config import ServingConfig
@@ -361,11 +361,15 @@ class DecodePlan:
 
 
 def _fits(got: Tensor, wanted: Tensor) -> bool:
+    if not isinstance(got, Tensor):
+        return False
     same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
     return same and got.is_contiguous() and got.data_ptr() % 16 == 0
 
 
 def _misfit(name: str, got: Tensor, wanted: Tensor) -> InputError:
+    if not isinstance(got, Tensor):
+        return InputTypeError(f"{name} is a {type(got).__name__}", "it is a torch.Tensor")
     return InputError(
         f"{name} is {got.dtype} {list(got.shape)} at {got.data_ptr():#x} on {got.device}",
         f"it is {wanted.dtype} {list(wanted.shape)} on {wanted.device}, contiguous and aligned",

@@ -63,9 +63,15 @@ class Maxima:
 
     def check(self) -> None:
         """Raise InputError for maxima that no kernel serves."""
+        for name, dtype in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
+            if not isinstance(dtype, torch.dtype):
+                raise InputTypeError(
+                    f"{name} is {dtype!r:.80}", f"{name} is a torch.dtype", "pass torch.bfloat16"
+                )
         rules = (
             (self.batch >= 1 and self.batch <= 2**12, "batch is between 1 and 4096"),
             (self.total_q > 0 or 1 <= self.q_len, "q_len is at least 1"),
+            (self.total_q >= 0, "total_q is at least 1; 0 means q_len for each request"),
             (1 <= self.kv_len <= MAX_LENGTH, f"kv_len is between 1 and {MAX_LENGTH}"),
             (self.rows * max(1, self.Hq) < 2**31, "rows x heads stay below 2**31"),
             (
@@ -91,11 +97,6 @@ class Maxima:
                 f"head dimensions are between 1 and {MAX_HEAD_DIM}",
             ),
         )
-        for name, dtype in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype)):
-            if not isinstance(dtype, torch.dtype):
-                raise InputTypeError(
-                    f"{name} is {dtype!r:.80}", f"{name} is a torch.dtype", "pass torch.bfloat16"
-                )
         for kept, rule in rules:
             if not kept:
                 raise InputError(f"DecodePlan for {self}", rule)

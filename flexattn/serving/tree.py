@@ -68,6 +68,11 @@ class PrefixTree:
 
         lengths: keys of each request. Its last page is its own: that is where it writes.
         """
+        if page < 1 or len(tables) != len(lengths):
+            raise InputError(
+                f"{len(tables)} tables, {len(lengths)} lengths, page={page}",
+                "each request has a table and a length, and a page at least one key",
+            )
         rows = [
             tuple(int(each) for each in table[: max(0, length - 1) // page])
             for table, length in zip(tables, lengths, strict=True)

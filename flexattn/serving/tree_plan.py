@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexattn.errors import ConfigError, InputError
+from flexattn.device import usable
+from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import merge_rows
 from flexattn.kernels.paged_decode.tree import render_merge_tree
@@ -82,12 +83,19 @@ class TreePlan:
                 "what a row's keys are split into depends on who shares them",
                 "use a DecodePlan, which reads shared keys for each request",
             )
-        if whole("page_size", page_size) < 1 or whole("levels", levels) < 1:
+        device, levels = usable(device), whole("levels", levels)
+        batch, q_len = whole("batch", batch), whole("q_len", q_len)
+        if not 1 <= batch <= 2**12 or q_len < 1:
+            raise InputError(
+                f"TreePlan(batch={batch}, q_len={q_len})",
+                "batch is between 1 and 4096, and q_len at least 1",
+            )
+        if whole("page_size", page_size) < 1 or levels < 1:
             raise InputError(
                 f"TreePlan(page_size={page_size}, levels={levels})",
                 "the cache has pages, and a tree at least one level",
             )
-        self._tables = tables = TreeTables(whole("batch", batch), whole("q_len", q_len), levels)
+        self._tables = tables = TreeTables(batch, q_len, levels)
         common |= {"kv_len": kv_len, "page_size": page_size, "device": device, "lse": True}
         row = torch.tensor(tables.filled(TreeReads((), (), 0.0, 0.0)), dtype=torch.int32)
         # Written by updates and runs, which need not be in the inference mode that this may be in.
@@ -136,6 +144,11 @@ class TreePlan:
         Returns the choice. Raises InputError for a tree beyond the plan's maxima, or beyond the
         batch of a run that was captured.
         """
+        if not isinstance(tree, PrefixTree) or not isinstance(block_table, Tensor):
+            raise InputTypeError(
+                f"tree is a {type(tree).__name__}, block_table a {type(block_table).__name__}",
+                "they are a PrefixTree and a torch.Tensor",
+            )
         m, tables = self.own.maxima, self._tables
         most, ends = min(tables.batch, self._captured), tree.ends()
         if len(tree.requests) > most:

@@ -61,7 +61,8 @@ def refuse_types(q: object, kv_cache: object, **named: object) -> None:
             "pass (K, V)",
         )
     for name, each in {"q": q, **named}.items():
-        if each is not None and not isinstance(each, Tensor):
+        needed = name in ("q", "seq_lens")
+        if not isinstance(each, Tensor) and (needed or each is not None):
             raise InputTypeError(
                 f"{name} is a {type(each).__name__}",
                 "it is a torch.Tensor on the plan's device",

@@ -143,7 +143,12 @@ def test_below_a_tree():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [({"keys": 0}, "keys=0"), ({"heads": (6, 4)}, "multiple of Hkv")]
+    ("wrong", "said"),
+    [
+        ({"keys": 0}, "keys=0"),
+        ({"heads": (6, 4)}, "multiple of Hkv"),
+        ({"heads": 6}, "heads is 6"),
+    ],
 )
 def test_bad_sizes_are_refused(wrong, said):
     with pytest.raises(InputError, match=said):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import flexattn
 from flexattn.catalogue import alibi, causal, head_windows, sliding_window, softcap
+from flexattn.errors import UnsupportedError
 from tests.support import (
     DTYPES,
     KINDS,
@@ -130,3 +132,15 @@ def test_bfloat16_and_scalar_scales(dtype):
         mask = block_mask(sliding_window(9), q, k, 16)
         assert_accurate(q, k, v, scale=scale, block_mask=mask)
         assert_accurate(q, k, v, scale=scale, score_mod=softcap(5.0))
+
+
+def test_a_captured_table_of_vmap_is_refused():
+    """A kernel reads it as it lies in memory; q, k and v of torch.vmap were refused already."""
+    q, k, v = inputs(1, 2, 1, 5, 7)
+
+    def attend(bias):
+        mod = lambda s, b, h, q_idx, kv_idx: s + bias[kv_idx]  # noqa: E731
+        return flexattn.flex_attention(q, k, v, mod, enable_gqa=True)
+
+    with pytest.raises(UnsupportedError, match="vmap"):
+        torch.vmap(attend)(torch.randn(3, 7))

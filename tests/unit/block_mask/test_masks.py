@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import (
 import flexattn
 from flexattn.block_mask import classify as block_kinds
 from flexattn.catalogue import causal, sliding_window
+from flexattn.errors import InputError
 from tests.cases import CASES, case
 from tests.support import lists_of
 
@@ -92,6 +93,39 @@ def test_lengths_of_zero():
     for L, S in ((0, 53), (37, 0)):
         mask = flexattn.create_block_mask(causal, None, None, L, S, "cpu", 16)
         assert mask.seq_lengths == (L, S) and not mask.kv_num_blocks.any()
+
+
+@pytest.mark.parametrize("block", [2**12, 2**30, (16, 2**40)])
+def test_blocks_far_longer_than_the_lengths(block):
+    """Where bounds left a block open all of it was looked at, past the lengths, too."""
+    there = torch.ones(37, 53, dtype=torch.bool)
+    for mask_mod in (causal, lambda b, h, q, k: there[q, k], lambda b, h, q, k: k < 0):
+        mask = flexattn.create_block_mask(mask_mod, None, None, 37, 53, "cpu", block)
+        rows = [1] if isinstance(block, int) else [1, 1, 1]
+        some = bool(mask_mod(0, 0, torch.tensor(36), torch.tensor(0)))
+        assert mask.kv_num_blocks.flatten().tolist() == [some * each for each in rows]
+        assert not mask.full_kv_num_blocks.any()
+
+
+def test_a_gpu_looks_at_no_more_of_a_block_than_it_can_count():
+    """A block of 2^30 x 2^30 was 2^48 turns of its loop; one of 2^16 x 2^16 counts to 2^32."""
+    assert block_kinds._looked_at((128, 4096), (1, 1, 5, 7)) == (128, 4096)
+    assert block_kinds._looked_at((2**30, 2**30), (1, 1, 5, 9000)) == (2**12, 2**14)
+    with pytest.raises(InputError, match="in 32 bits"):
+        block_kinds._looked_at((2**16, 2**16), (1, 1, 2**16, 2**16))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"mask_mod": None}, "mask_mod is None"), ({"Q_LEN": 2**40}, "Q_LEN is from 0 to"),
+     ({"H": 10**30}, "H is from 1 to"), ({"B": 0}, "B is from 1 to")],
+)  # fmt: skip
+def test_what_no_mask_has_is_refused(wrong, said):
+    with pytest.raises(InputError, match=said):
+        flexattn.create_block_mask(
+            **{"mask_mod": causal, "B": 1, "H": 1, "Q_LEN": 5, "KV_LEN": 5, "device": "cpu"}
+            | wrong
+        )
 
 
 def test_slices_of_rows_change_nothing(monkeypatch):

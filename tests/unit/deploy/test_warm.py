@@ -6,18 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexattn.deploy.warm import rows_like
+from flexattn.deploy.warm import rows_like, warm
 from flexattn.device import named
+from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
 from flexattn.tune.tasks import mods_of, task_from
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import Workload, parse
 from tests.failing_builds import Builder
 from tests.work import renders
 
 H200 = named("nvidia-h200")
+ROWLESS = Workload("none", "", (), "", ())
 WINDOW = {"mod": "flexattn.catalogue:sliding_window", "args": [100]}
 # Its blocks have gaps in long prompts, and lie side by side in short ones.
 DILATED = {"mod": "flexattn.catalogue:dilated_window", "args": [1200, 600]}
@@ -90,3 +92,12 @@ def test_training_and_decode_have_the_lengths_that_they_say():
     trained = parse({"layers": [layer]}, "a model", "a test").rows
     for row in (*trained, rows("causal")[1]):
         assert list(rows_like(row)) == [row]
+
+
+@pytest.mark.parametrize(
+    ("workload", "device", "said"),
+    [([], "cpu", "workload is a list"), (ROWLESS, "nowhere", "device 'nowhere'")],
+)
+def test_what_is_no_workload_or_no_device_is_refused(workload, device, said):
+    with pytest.raises(FlexAttnError, match=said):
+        warm(workload, device)

@@ -59,6 +59,7 @@ REFUSED = {
     "devices": ({"k": zeros(B, Hkv, S, D, device="meta")}, InputError, "meta.*one device.*move"),
     "nan_scale": ({"scale": math.nan}, InputError, "nan.*finite number.*None"),
     "infinite_scale": ({"scale": -math.inf}, InputError, "-inf.*finite"),
+    "a_scale_beyond_floats": ({"scale": 10**400}, InputError, "finite number"),
     "scale_in_words": ({"scale": "half"}, InputError, "scale is a str.*one number"),
     "a_scale_a_head": ({"scale": torch.ones(2)}, InputError, "scale is a Tensor.*one number"),
     "both_ways_to_ask_for_lse": (

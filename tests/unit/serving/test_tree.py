@@ -189,3 +189,9 @@ def test_rows_of_reads_and_of_queries_are_the_same(tree, q_len, levels):
         assert mine == taken + [-1] * (levels - len(taken))
         assert len(taken) == sum(query // q_len in read.requests for read in found.shared)
     assert sum(slot >= 0 for each in slots for slot in each) == at["row_ends"][-1]
+
+
+@pytest.mark.parametrize(("lengths", "page"), [([5, 5], 0), ([5], 2)])
+def test_tables_without_pages_or_lengths_are_refused(lengths, page):
+    with pytest.raises(InputError, match="a table and a length"):
+        PrefixTree.from_tables([[1, 2, 3], [1, 2, 4]], lengths, page)
