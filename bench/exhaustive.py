@@ -32,7 +32,7 @@ from flexattn.tune.method import Method
 from flexattn.tune.pool import Pool
 from flexattn.tune.progress import SILENT
 from flexattn.tune.race import screen
-from flexattn.tune.studies import Study, load, save
+from flexattn.tune.studies import Study, load_study, save
 from flexattn.tune.subject import Subject, subject_of
 
 __all__ = ["Plan", "main", "measured"]
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 study = measured(subject, job, built, worker, plan)
                 path = folder / f"{row.name}.json"
                 save(study, path)
-                load(path)
+                load_study(path)
                 print(f"{row.name}: {_said(study)}, {time.monotonic() - begin:.0f} s", flush=True)
             except Exception:  # the others may still be measured, whatever this one met
                 failed += 1

@@ -20,9 +20,9 @@ from flexattn.records.key import Key, key_of
 from flexattn.records.record import Trial
 from flexattn.records.store import Store
 from flexattn.serving.tuned import ServingProblem
-from flexattn.tune.studies import load, stored
+from flexattn.tune.studies import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import Row, read
+from flexattn.tune.workload import Row, read_workload
 
 __all__ = ["CONFIGS", "Measured", "measured", "paired", "tiles_of", "times"]
 
@@ -80,7 +80,7 @@ def measured(root: Path = CONFIGS) -> Iterator[Measured]:
                 )
     rows = {row.name: row for row in STUDIED}
     for path in stored(root / "studies"):
-        study = load(path)
+        study = load_study(path)
         device = named(study.environment.device)
         problem = task(rows[path.stem], device, "cpu").problem
         found = times(study.trials, study.default)
@@ -123,7 +123,7 @@ def _problem(title: str, key: Key, device: Device) -> Problem | ServingProblem |
 def _rows() -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for path in files().values():
-        for row in read(path).rows:
+        for row in read_workload(path).rows:
             found.setdefault(row.title, []).append(row)
     return found
 

@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Built:
+class CaseMods:
     """The mods of one case at one shape; `learned` are captured tensors that take a gradient."""
 
     score_mod: ScoreMod | None = None
@@ -79,7 +79,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Case:
+class CatalogueCase:
     """A named entry of the catalogue.
 
     empty_rows: rows may have no lane, at some shapes. same_length: it means something where L == S
@@ -87,7 +87,7 @@ class Case:
     """
 
     name: str
-    build: Callable[[Setup], Built]
+    build: Callable[[Setup], CaseMods]
     empty_rows: bool = False
     same_length: bool = False
     torch_eager: bool = True
@@ -102,7 +102,7 @@ class Case:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-    ) -> Built:
+    ) -> CaseMods:
         """The case's mods for a shape, with captured tensors of `dtype` made from `seed`."""
         return self.build(Setup(B, Hq, Hkv, L, S, device, dtype, seed))
 

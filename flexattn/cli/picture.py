@@ -8,14 +8,14 @@ from typing import Any
 
 from flexattn.block_mask.visual import visualize
 from flexattn.block_mask.visual.picture import Picture
-from flexattn.cli.workloads import Workload
+from flexattn.cli.workloads import DemoWorkload
 
-RIVAL, OURS = "#f0a848", "#3b6ea5"
+_RIVAL, _OURS = "#f0a848", "#3b6ea5"
 # Cells of a mask on a terminal, and characters of its longest bar.
 CELLS, LONGEST = 64, 40
 
 
-def window(workloads: Sequence[Workload]) -> Picture:
+def window(workloads: Sequence[DemoWorkload]) -> Picture:
     """The blocks of the first sliding window among the workloads."""
     workload = next(each for each in workloads if each.window)
     mask = workload.mask_mod()
@@ -43,7 +43,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     figure, panels = _figure(7.2, 1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
     for axes, (title, values) in zip(panels, groups.items(), strict=True):
         labels = list(values)
-        colors = [RIVAL if label.startswith("torch") else OURS for label in labels]
+        colors = [_RIVAL if label.startswith("torch") else _OURS for label in labels]
         drawn = axes.barh(labels, list(values.values()), color=colors)
         axes.bar_label(drawn, fmt="%.4g", padding=3)
         axes.margins(x=0.15)

@@ -50,12 +50,12 @@ def warm(
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
     from flexattn.tune.tasks import mods_of, task_from
-    from flexattn.tune.workload import parse, read
+    from flexattn.tune.workload import parse_workload, read_workload
 
     if isinstance(workload, (str, Path)):
-        workload = read(Path(workload))
+        workload = read_workload(Path(workload))
     elif isinstance(workload, Mapping):
-        workload = parse(workload, "workload", "warm(...)")
+        workload = parse_workload(workload, "workload", "warm(...)")
     where = torch.device(device)
     if where.type == "cuda" and str(where) == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())

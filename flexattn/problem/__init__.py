@@ -18,8 +18,8 @@ from flexattn.problem.problem import (
     Structure,
     Tanh,
     captures_of,
-    fingerprint,
     kind_for,
     make_problem,
     out_dtype,
+    structure_fingerprint,
 )

@@ -290,7 +290,7 @@ def make_problem(
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)
 
 
-def fingerprint(structure: Structure) -> str:
+def structure_fingerprint(structure: Structure) -> str:
     """A sha256 of the structure, equal in every process: names files and, later, cache entries."""
     # What is seldom changed is told only then: names that were given before it existed stay.
     parts = [

@@ -73,17 +73,17 @@ class Label:
     turned: bool = False
 
 
-Shape: TypeAlias = Line | Dots | Box | Label
+DrawnShape: TypeAlias = Line | Dots | Box | Label
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Drawing:
     """Shapes on width x height pixels, the words for who cannot see them, and a caption."""
 
     name: str
     width: float
     height: float
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DrawnShape, ...]
     alt: str
     caption: str
 
@@ -128,34 +128,34 @@ class Scale:
         return inside[:: -(-len(inside) // most)] if inside else [self.low]
 
 
-def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[Shape]:
+def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[DrawnShape]:
     """Grid lines of a horizontal scale from top to bottom, ticks and a title below."""
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     for tick in scale.ticks():
         x = scale.at(tick)
         shapes += [Line(((x, top), (x, bottom)), "faint")]
-        shapes += [Label(x, bottom + 13, number(tick), anchor="middle")]
+        shapes += [Label(x, bottom + 13, three_figures(tick), anchor="middle")]
     middle = (scale.start + scale.end) / 2
     return [*shapes, Label(middle, bottom + 28, title, anchor="middle")]
 
 
-def axis_y(scale: Scale, left: float, right: float, title: str) -> list[Shape]:
+def axis_y(scale: Scale, left: float, right: float, title: str) -> list[DrawnShape]:
     """Grid lines of a vertical scale from left to right, ticks beside it and a title on top."""
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     for tick in scale.ticks():
         y = scale.at(tick)
         shapes += [Line(((left, y), (right, y)), "faint")]
-        shapes += [Label(left - 4, y + 4, number(tick), anchor="end")]
+        shapes += [Label(left - 4, y + 4, three_figures(tick), anchor="end")]
     return [*shapes, Label(0, scale.end - 8, title)] if title else shapes
 
 
-def clipped(text: str, length: int) -> str:
+def clipped_label(text: str, length: int) -> str:
     """Text of a record as a label of at most so many characters; control characters escaped."""
     shown = one_line(text)
     return shown if len(shown) <= length else shown[: length - 1] + "…"
 
 
-def number(value: float) -> str:
+def three_figures(value: float) -> str:
     """Three figures, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 

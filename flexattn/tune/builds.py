@@ -65,7 +65,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildOrder:
     """What a building process receives: sources as text, for a device that need not be there."""
 
     config: Any
@@ -81,7 +81,7 @@ class Order:
         return self.source.hash, companion, self.device.arch
 
 
-Compiled: TypeAlias = tuple[Resources, str, float] | Failed
+_Compiled: TypeAlias = tuple[Resources, str, float] | Failed
 
 
 def build_all(
@@ -92,7 +92,7 @@ def build_all(
     *,
     deadline: float = DEADLINE,
     say: Callable[[Built], None] = lambda built: None,
-    work: Callable[[Order], Compiled] | None = None,
+    work: Callable[[BuildOrder], _Compiled] | None = None,
     pool: Runs | None = None,
 ) -> list[Built]:
     """Compile configs in processes of their own; the results in the order of the configs.
@@ -124,16 +124,16 @@ def build_task(
 
 
 def _build(
-    wanted: Iterable[Order],
+    wanted: Iterable[BuildOrder],
     matrix: bool,
     jobs: int,
     deadline: float,
     say: Callable[[Built], None],
-    work: Callable[[Order], Compiled] | None,
+    work: Callable[[BuildOrder], _Compiled] | None,
     pool: Runs | None,
 ) -> list[Built]:
     """matrix: whether the kernels multiply by matrix instructions."""
-    orders: list[Order] = []
+    orders: list[BuildOrder] = []
     configs: list[Config] = []
     places: dict[Hashable, list[int]] = {}
     for index, order in enumerate(wanted):
@@ -158,24 +158,26 @@ def _build(
     return found
 
 
-def orders_for(problem: Problem, configs: Sequence[Config], device: Device) -> Iterator[Order]:
+def orders_for(
+    problem: Problem, configs: Sequence[Config], device: Device
+) -> Iterator[BuildOrder]:
     """What a building process is told of each config."""
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
     for config in configs:
         family = family_of(config)
         source = family.render(structure, config, device, title)
         combine = family.combine(structure, device)
-        yield Order(config, source, combine, device, current().cache_dir)
+        yield BuildOrder(config, source, combine, device, current().cache_dir)
 
 
-def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[Order]:
+def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[BuildOrder]:
     """As orders_for, of a task of any kind."""
     problem, device = task.problem, task.device
     if not isinstance(problem, ServingProblem):
         yield from orders_for(problem, configs, device)
         return
     for config, source, combine in serving_sources(problem.form, configs, device):
-        yield Order(config, source, combine, device, current().cache_dir)
+        yield BuildOrder(config, source, combine, device, current().cache_dir)
 
 
 def compilers(jobs: int = 0) -> Pool:
@@ -183,7 +185,7 @@ def compilers(jobs: int = 0) -> Pool:
     return Pool(compile_one, jobs or default_jobs(), DEADLINE)
 
 
-def compile_one(order: Order) -> Compiled:
+def compile_one(order: BuildOrder) -> _Compiled:
     """One kernel, and decode's second one, in this process: its resources, code hash, seconds.
 
     What is refused for good is infeasible, and remembered: neither a tuner nor a call compiles it

@@ -66,7 +66,7 @@ def build_ahead(tasks: Sequence[AnyTask], method: Method, compile_queue: Compile
     threading.Thread(target=context.run, args=(order,), daemon=True).start()
 
 
-class Lane(Progress, Protocol):
+class ProblemProgress(Progress, Protocol):
     """Progress that is told which problem it is about."""
 
     def problem(self, title: str) -> None:
@@ -87,7 +87,7 @@ class GpuTuner(Closing):
         method: Method,
         compilers: Runs,
         journals: Path | None,
-        progress: Lane,
+        progress: ProblemProgress,
         gpu: int = 0,
         storage: str | None = None,
         again_since: float | None = None,

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from flexattn.frontend.compiled.mark import MARK, split
+from flexattn.frontend.compiled.mark import MARK, split_options
 from flexattn.frontend.torch_own import served
 from flexattn.settings import say_once
 
-NODE, BACKWARD = "flex_attention", "flex_attention_backward"
+NODE, BACKWARD_NODE = "flex_attention", "flex_attention_backward"
 # What torch's lowering takes, in 2.11 and 2.13.
 _TAKES = (
     "query", "key", "value", "subgraph", "block_mask", "scale", "kernel_options",
@@ -35,7 +35,7 @@ def open_seam() -> str:
         from flexattn.frontend.compiled.lowering import lower, lower_backward
         from flexattn.frontend.compiled.widened import lower_widened
 
-        node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD))
+        node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD_NODE))
         stock, stock_backward = lowerings[node], lowerings[backward]
         takes = tuple(inspect.signature(stock).parameters)
         if takes != _TAKES:
@@ -99,7 +99,7 @@ def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Call
         if MARK not in args[at]:
             served["torch: a node of another's"] += 1
             return stock(*args)
-        theirs, ours = split(args[at])
+        theirs, ours = split_options(args[at])
         found = lower(*args, options=ours)
         served["flexattn: a node" if found is not None else "torch: a node it was left"] += 1
         return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found

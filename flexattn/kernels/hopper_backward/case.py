@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.hopper_backward.config import (
-    CONSUMER_REGISTERS,
+    BACKWARD_REGISTERS,
     PIPELINED,
     HopperBackwardConfig,
     columns,
@@ -39,5 +39,5 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         loads_pairs(structure),
         device.has_wgmma,
         device.shared_memory,
-        CONSUMER_REGISTERS,
+        BACKWARD_REGISTERS,
     )

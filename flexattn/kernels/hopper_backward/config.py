@@ -12,7 +12,7 @@ from flexattn.problem import Structure
 # Two consumer warpgroups, which share a tile: of 240 registers a thread, beside 24 of the loading
 # warp's.
 WARPS = 8
-CONSUMER_REGISTERS = 240
+BACKWARD_REGISTERS = 240
 PIPELINED = ("", "dk", "dq")
 
 

@@ -14,7 +14,7 @@ from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.problem import Structure
 
 # Barriers and scratch, beside the tiles; registers of addresses and loop state, beside those too.
-SHARED_SLACK, REGISTER_SLACK = 2048, 40
+_SHARED_SLACK, _REGISTER_SLACK = 2048, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ def estimate(case: Case) -> None:
     if case.diagonals:
         # Scores are turned through shared memory, in float32 and a buffer a stage.
         queries_half += 4 * c.num_stages * c.BLOCK_M2 * c.BLOCK_N2
-    case.shared_memory = max(keys_half, queries_half) + SHARED_SLACK
+    case.shared_memory = max(keys_half, queries_half) + _SHARED_SLACK
     keys = c.BLOCK_N1 * width + 2 * c.BLOCK_N1 * c.BLOCK_M1
     queries = c.BLOCK_M2 * case.qk + 2 * c.BLOCK_M2 * c.BLOCK_N2
-    case.registers = REGISTER_SLACK + max(keys, queries) // case.threads
+    case.registers = _REGISTER_SLACK + max(keys, queries) // case.threads
     if case.itemsize == 4:
         # Without matrix instructions operands lie in registers, too.
         case.registers += (held + walked) * max(case.qk, case.v) // case.threads // 4

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from flexattn.cli import build as verb
 from flexattn.cli.app import app
-from flexattn.cli.build import Report
+from flexattn.cli.build import BuildReport
 from flexattn.kernels.choose.space import survey
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
@@ -66,7 +66,7 @@ def built(monkeypatch):
 
 
 def report(*built):
-    return Report("p", "d", "full", built, tuple(twins(built)), (("registers", 7),))
+    return BuildReport("p", "d", "full", built, tuple(twins(built)), (("registers", 7),))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import read
+from flexattn.tune.workload import read_workload
 from tests import records
 from tests.problems import problem
 
@@ -126,7 +126,7 @@ def test_why_names_the_nearest_in_size_first(flexattn, user):
 
 def test_a_record_of_a_preset_tells_its_mask(user):
     """The store has a fingerprint; the preset's row of its title has the code."""
-    rows = {row.title: row for row in read(files()["gpt-oss"]).rows}
+    rows = {row.title: row for row in read_workload(files()["gpt-oss"]).rows}
     row = rows["gpt-oss local decode B8 8192"]
     key = key_of(task_of(row, H200, torch.device("cpu")).problem)
     record = records.decode_record(row.title, key=key)
@@ -313,7 +313,7 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
     found = json.loads(flexattn("doctor", "--json").stdout)["untuned"]
     assert [each["problem"].split()[-2] for each in found] == ["kv_len=700", "kv_len=5000"]
     assert {(each["device"], each["how"]) for each in found} == {("nvidia-h200", "default")}
-    monkeypatch.setattr(doctor, "SHOWN", 1)
+    monkeypatch.setattr(doctor, "_SHOWN", 1)
     shown = flexattn("doctor").stdout
     assert f"2 in {tmp_path / 'cache' / 'untuned.jsonl'}; `flexattn tune --from-untuned`" in shown
     assert "kv_len=700 D=128 on nvidia-h200: default" in shown and "1 more" in shown

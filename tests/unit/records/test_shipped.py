@@ -9,7 +9,7 @@ import torch
 
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import reasons
-from flexattn.kernels.paged_decode.space import reasons as plan_reasons
+from flexattn.kernels.paged_decode.space import serving_reasons as plan_reasons
 from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record
@@ -22,7 +22,7 @@ from flexattn.serving.tuned import ServingProblem, tuned
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import read
+from flexattn.tune.workload import read_workload
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Of every folder but the studies', which are no records.
@@ -37,7 +37,7 @@ each = pytest.mark.parametrize(
 
 @lru_cache(maxsize=1)
 def rows():
-    return [row for path in files().values() for row in read(path).rows]
+    return [row for path in files().values() for row in read_workload(path).rows]
 
 
 def made(row, target):

@@ -19,7 +19,7 @@ from flexattn.problem import Shape
 from flexattn.records.key import key_of
 from flexattn.tune.tables import read_file
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
-from flexattn.tune.workload import ModPath, parse, policy_for, read
+from flexattn.tune.workload import ModPath, parse_workload, policy_for, read_workload
 
 H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ kv_len = [77, 99]
 def parsed(text, suffix=".toml", tmp_path=None):
     path = tmp_path / f"mine{suffix}"
     path.write_text(textwrap.dedent(text))
-    return read(path)
+    return read_workload(path)
 
 
 def test_rows_of_a_file(tmp_path):
@@ -153,14 +153,14 @@ def test_errors_name_file_table_and_key(text, words, tmp_path):
 
 def test_files_that_are_no_workload(tmp_path):
     with pytest.raises(InputError, match=r"suffix '\.ini'"):
-        read(tmp_path / "mine.ini")
+        read_workload(tmp_path / "mine.ini")
     with pytest.raises(InputError, match="No such file"):
-        read(tmp_path / "mine.toml")
+        read_workload(tmp_path / "mine.toml")
 
 
 def plans(**call):
     layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"mixes": [[8, 1, 300]], **call}]}
-    return parse({"layers": [layer]}, "x", "x").rows
+    return parse_workload({"layers": [layer]}, "x", "x").rows
 
 
 def test_pages_and_classes_make_plans_of_a_call():
@@ -217,7 +217,7 @@ def row(**changes):
             }
         ]
     }
-    return replace(parse(data, "x", "x").rows[0], **changes)
+    return replace(parse_workload(data, "x", "x").rows[0], **changes)
 
 
 @pytest.mark.parametrize("sinks", [None, torch.zeros(4, dtype=torch.bfloat16)], ids=["", "sinks"])
@@ -228,7 +228,7 @@ def test_a_task_is_what_dispatch_would_make_of_the_call(monkeypatch, sinks):
     def prepare(problem, *rest):
         raise Prepared(problem)
 
-    monkeypatch.setattr(plan, "prepare", prepare)
+    monkeypatch.setattr(plan, "prepare_launch", prepare)
     task = task_of(row(sinks=sinks is not None), INTERPRETER, CPU)
     clear()
     q, k, v = (torch.zeros(2, heads, 300, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
