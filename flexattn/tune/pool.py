@@ -22,7 +22,10 @@ from flexattn.util.closing import Closing
 
 # Seconds that a new process may take to import what its work needs, beside the task's own.
 STARTUP = 120.0
-_SERVE = "import sys; from flexattn.tune.pool import serve; serve(int(sys.argv[1]), sys.argv[2])"
+_SERVE = (
+    "import sys; from flexattn.tune.pool import serve_tasks; "
+    "serve_tasks(int(sys.argv[1]), sys.argv[2])"
+)
 
 _Work = Callable[[Any], Any]
 

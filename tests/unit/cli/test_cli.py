@@ -196,19 +196,19 @@ SMOKE = """
     from rich.console import Console
 
     from flexattn.cli import bench, demo_gpu
-    from flexattn.cli.workloads import Workload
+    from flexattn.cli.workloads import DemoWorkload
     from tests.quick_interpreter import hurry
 
     hurry()
     tiny = [
-        Workload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
-        Workload("decode", 1, 4, 2, 1, 71, 16),
+        DemoWorkload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
+        DemoWorkload("decode", 1, 4, 2, 1, 71, 16),
     ]
     if sys.argv[1] == "wrong":
         right = bench.flex_attention
         bench.flex_attention = lambda *a, **k: right(*a, **k) * 1.1
     method = replace(demo_gpu.METHOD, budget_s=0.0)  # the default and what is nearest to it
-    passed = demo_gpu.show(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
+    passed = demo_gpu.show_gpu(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
     print("all green" if passed else "something red")
 """
 
