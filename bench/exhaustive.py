@@ -26,7 +26,7 @@ from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker
 from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
-from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, build_all, compilers
 from flexattn.tune.evaluator import Evaluator
 from flexattn.tune.method import Method
 from flexattn.tune.pool import Pool
@@ -53,7 +53,7 @@ class Plan:
 
 
 def measured(
-    subject: Subject, job: Task, built: Sequence[Built], measurer: Measurer, plan: Plan
+    subject: Subject, job: Task, built: Sequence[BuiltConfig], measurer: Measurer, plan: Plan
 ) -> Study:
     """Time all configs in batches beside the default, then judge them, the fastest first.
 
@@ -95,10 +95,10 @@ def measured(
 
 def _ahead(
     rows: Sequence[Row], plan: Plan, pool: Pool, target: Device, where: str
-) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[Built]]]]]:
+) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[BuiltConfig]]]]]:
     """Each row with its builds, made while the row before it is measured."""
 
-    def make(row: Row) -> tuple[Task, Subject, list[Built]]:
+    def make(row: Row) -> tuple[Task, Subject, list[BuiltConfig]]:
         begin = time.monotonic()
         job = task(row, target, where)
         kept = environment(job.problem.structure.kind, target, job.policy)

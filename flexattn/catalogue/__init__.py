@@ -14,7 +14,7 @@ Of scores: softcap, alibi, relative_bias, t5_bias, head_bias, length_temperature
 """
 
 from flexattn.catalogue.cases import CASES, case
-from flexattn.catalogue.entry import CaseMods, CatalogueCase, Setup
+from flexattn.catalogue.entry import Built, Case, Setup
 from flexattn.catalogue.masks import (
     block_table,
     causal,
@@ -43,8 +43,8 @@ from flexattn.catalogue.structures import flamingo, natten_2d, sliding_tile_3d, 
 
 __all__ = [
     "CASES",
-    "CaseMods",
-    "CatalogueCase",
+    "Built",
+    "Case",
     "Setup",
     "alibi",
     "alibi_slopes",

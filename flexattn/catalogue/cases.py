@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.catalogue import masks, scores, structures
-from flexattn.catalogue.entry import BLOCK, CaseMods, CatalogueCase, Setup
+from flexattn.catalogue.entry import BLOCK, Built, Case, Setup
 from flexattn.mods.signatures import MaskMod, ScoreMod
 
 _WINDOW = 12
 
 
-def case(name: str) -> CatalogueCase:
+def case(name: str) -> Case:
     """The entry of that name; KeyError lists the names there are."""
     for entry in CASES:
         if entry.name == name:
@@ -24,20 +24,20 @@ def case(name: str) -> CatalogueCase:
     raise KeyError(f"no case {name!r}; there are {', '.join(entry.name for entry in CASES)}")
 
 
-def _mask(make: Callable[[Setup], MaskMod]) -> Callable[[Setup], CaseMods]:
-    return lambda s: CaseMods(mask_mod=make(s))
+def _mask(make: Callable[[Setup], MaskMod]) -> Callable[[Setup], Built]:
+    return lambda s: Built(mask_mod=make(s))
 
 
-def _score(make: Callable[[Setup], ScoreMod]) -> Callable[[Setup], CaseMods]:
-    return lambda s: CaseMods(score_mod=make(s))
+def _score(make: Callable[[Setup], ScoreMod]) -> Callable[[Setup], Built]:
+    return lambda s: Built(score_mod=make(s))
 
 
 def _learned(
     make: Callable[..., ScoreMod], table: Callable[[Setup], Tensor]
-) -> Callable[[Setup], CaseMods]:
-    def build(s: Setup) -> CaseMods:
+) -> Callable[[Setup], Built]:
+    def build(s: Setup) -> Built:
         values = table(s)
-        return CaseMods(make(values, s), None, (values,))
+        return Built(make(values, s), None, (values,))
 
     return build
 
@@ -75,62 +75,56 @@ def _causal_document(s: Setup) -> MaskMod:
     return and_masks(masks.causal, masks.document(s.documents()[0]))
 
 
-def _alibi_causal_document(s: Setup) -> CaseMods:
-    return CaseMods(scores.alibi(s.Hq, s.device), _causal_document(s))
+def _alibi_causal_document(s: Setup) -> Built:
+    return Built(scores.alibi(s.Hq, s.device), _causal_document(s))
 
 
-CASES: tuple[CatalogueCase, ...] = (
-    CatalogueCase("noop", lambda s: CaseMods()),
-    CatalogueCase("noop_mask", _mask(lambda s: masks.noop)),
-    CatalogueCase("causal", _mask(lambda s: masks.causal)),
-    CatalogueCase(
-        "causal_offset", _mask(lambda s: masks.causal_offset(s.S - s.L)), empty_rows=True
-    ),
-    CatalogueCase(
-        "sliding_window", _mask(lambda s: masks.sliding_window(_WINDOW)), empty_rows=True
-    ),
-    CatalogueCase(
-        "dilated_window", _mask(lambda s: masks.dilated_window(_WINDOW, 3)), empty_rows=True
-    ),
-    CatalogueCase("prefix_lm", _mask(lambda s: masks.prefix_lm(s.lengths()))),
-    CatalogueCase("padding", _mask(lambda s: masks.padding(s.lengths()))),
-    CatalogueCase("document", _mask(lambda s: masks.document(s.documents()[0])), empty_rows=True),
-    CatalogueCase(
+CASES: tuple[Case, ...] = (
+    Case("noop", lambda s: Built()),
+    Case("noop_mask", _mask(lambda s: masks.noop)),
+    Case("causal", _mask(lambda s: masks.causal)),
+    Case("causal_offset", _mask(lambda s: masks.causal_offset(s.S - s.L)), empty_rows=True),
+    Case("sliding_window", _mask(lambda s: masks.sliding_window(_WINDOW)), empty_rows=True),
+    Case("dilated_window", _mask(lambda s: masks.dilated_window(_WINDOW, 3)), empty_rows=True),
+    Case("prefix_lm", _mask(lambda s: masks.prefix_lm(s.lengths()))),
+    Case("padding", _mask(lambda s: masks.padding(s.lengths()))),
+    Case("document", _mask(lambda s: masks.document(s.documents()[0])), empty_rows=True),
+    Case(
         "document_offsets",
         _mask(lambda s: masks.document_offsets(*s.documents())),
         empty_rows=True,
     ),
-    CatalogueCase("causal_document", _mask(_causal_document), empty_rows=True),
-    CatalogueCase(
+    Case("causal_document", _mask(_causal_document), empty_rows=True),
+    Case(
         "head_windows",
         _mask(lambda s: masks.head_windows(4 * torch.arange(s.Hq, device=s.device) + 1)),
         empty_rows=True,
     ),
-    CatalogueCase("random_blocks", _mask(lambda s: masks.block_table(s.blocks(1 / 8), BLOCK))),
-    CatalogueCase("natten_2d", _mask(_natten), empty_rows=True, same_length=True),
-    CatalogueCase("sliding_tile_3d", _mask(_sliding_tile), empty_rows=True, same_length=True),
-    CatalogueCase("flamingo", _mask(_flamingo), empty_rows=True),
-    CatalogueCase("transfusion", _mask(_transfusion)),
-    CatalogueCase("tree", _mask(_tree)),
-    CatalogueCase("scaled", _score(lambda s: scores.scaled(1.75))),
-    CatalogueCase("softcap_50", _score(lambda s: scores.softcap(50.0))),
-    CatalogueCase("softcap_30", _score(lambda s: scores.softcap(30.0))),
-    CatalogueCase("alibi", _score(lambda s: scores.alibi(s.Hq, s.device))),
-    CatalogueCase("alibi_causal_document", _alibi_causal_document, empty_rows=True),
-    CatalogueCase("length_temperature", _score(lambda s: scores.length_temperature)),
-    CatalogueCase(
+    Case("random_blocks", _mask(lambda s: masks.block_table(s.blocks(1 / 8), BLOCK))),
+    Case("natten_2d", _mask(_natten), empty_rows=True),
+    Case("sliding_tile_3d", _mask(_sliding_tile), empty_rows=True),
+    Case("flamingo", _mask(_flamingo), empty_rows=True),
+    Case("transfusion", _mask(_transfusion)),
+    Case("tree", _mask(_tree)),
+    Case("scaled", _score(lambda s: scores.scaled(1.75))),
+    Case("softcap_50", _score(lambda s: scores.softcap(50.0))),
+    Case("softcap_30", _score(lambda s: scores.softcap(30.0))),
+    Case("alibi", _score(lambda s: scores.alibi(s.Hq, s.device))),
+    Case("alibi_causal_document", _alibi_causal_document, empty_rows=True),
+    Case("length_temperature", _score(lambda s: scores.length_temperature)),
+    Case(
         "t5_bias",
         # A distance of 100: a power of two would put integers on the edges of logarithmic buckets.
         _learned(lambda table, s: scores.t5_bias(table, 100), lambda s: s.normal(32, s.Hq)),
     ),
-    CatalogueCase(
+    Case(
         "relative_bias",
         _learned(
             lambda table, s: scores.relative_bias(table, s.longest),
             lambda s: s.normal(s.Hq, 2 * s.longest),
         ),
     ),
-    CatalogueCase(
+    Case(
         "head_bias",
         _learned(
             lambda table, s: scores.head_bias(table), lambda s: s.normal(s.B, s.Hq, s.L, s.S)

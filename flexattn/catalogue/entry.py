@@ -14,7 +14,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class CaseMods:
+class Built:
     """The mods of one case at one shape; `learned` are captured tensors that take a gradient."""
 
     score_mod: ScoreMod | None = None
@@ -79,17 +79,16 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class CatalogueCase:
+class Case:
     """A named entry of the catalogue.
 
-    empty_rows: rows may have no lane, at some shapes. same_length: it means something where L == S
-    only, though it runs anywhere. torch_eager: torch's eager flex_attention can run it.
+    empty_rows: rows may have no lane, at some shapes. torch_eager: torch's eager flex_attention
+    can run it.
     """
 
     name: str
-    build: Callable[[Setup], CaseMods]
+    build: Callable[[Setup], Built]
     empty_rows: bool = False
-    same_length: bool = False
     torch_eager: bool = True
 
     def make(
@@ -102,7 +101,7 @@ class CatalogueCase:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
-    ) -> CaseMods:
+    ) -> Built:
         """The case's mods for a shape, with captured tensors of `dtype` made from `seed`."""
         return self.build(Setup(B, Hq, Hkv, L, S, device, dtype, seed))
 

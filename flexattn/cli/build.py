@@ -20,7 +20,7 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
-from flexattn.tune.builds import DEADLINE, Built, build_all, twins
+from flexattn.tune.builds import DEADLINE, BuiltConfig, build_all, twins
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BuildReport:
     problem: str
     device: str
     effort: Effort
-    built: tuple[Built, ...]
+    built: tuple[BuiltConfig, ...]
     twins: tuple[int | None, ...]
     rejected: tuple[tuple[str, int], ...]
 
@@ -67,7 +67,7 @@ def run(asked: options.Build) -> None:
             counted = count
             lane.stage("build", count)
 
-        def tell_of(built: Built) -> None:
+        def tell_of(built: BuiltConfig) -> None:
             nonlocal done
             done += 1
             lane.step(short(built.config))
@@ -99,7 +99,7 @@ def report_of(
     deadline: float = DEADLINE,
     *,
     begin: Callable[[int], None] = lambda count: None,
-    say: Callable[[Built], None] = lambda built: None,
+    say: Callable[[BuiltConfig], None] = lambda built: None,
 ) -> BuildReport:
     """Survey a problem's space and build it; begin: told how many configs there are."""
     space = survey(problem, device, effort)
@@ -111,7 +111,7 @@ def report_of(
     )
 
 
-def _line(built: Built) -> str:
+def _line(built: BuiltConfig) -> str:
     """One config in a line of its own, where nobody watches a table."""
     if built.failed is not None:
         return f"{short(built.config)}: {built.failed.stage}: {built.failed.error}"
@@ -150,7 +150,7 @@ def print_report(report: BuildReport) -> None:
     tell(console, text)
 
 
-def _note(report: BuildReport, built: Built, twin: int | None) -> str:
+def _note(report: BuildReport, built: BuiltConfig, twin: int | None) -> str:
     if built.failed is not None:
         text = built.failed.message if built.failed.stage == "resources" else built.failed.error
         return f"{built.failed.stage}: {text}"

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import torch
 
 from flexattn.cli.offline import compiled, nearest
 from flexattn.cli.trial import DemoTrial, DemoVariant, run_trial
-from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS, DemoWorkload
+from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
 from flexattn.kernels.base.config import Config
@@ -57,9 +56,9 @@ class Parts:
     failures: tuple[str, ...]
 
 
-def interpret_workloads(workloads: Sequence[DemoWorkload] = SMALL_WORKLOADS) -> str:
+def interpret_workloads() -> str:
     """Run the rendered kernels in Triton's interpreter and judge them; a line of JSON."""
-    trials = [run_trial(w, torch.float16, INTERPRETED, PATIENCE) for w in workloads]
+    trials = [run_trial(w, torch.float16, INTERPRETED, PATIENCE) for w in SMALL_WORKLOADS]
     return json.dumps([asdict(trial) for trial in trials])
 
 

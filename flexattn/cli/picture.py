@@ -40,7 +40,7 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     groups = {title: values for title, values in groups.items() if values}
     if not groups:
         return []
-    figure, panels = _figure(7.2, 1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
+    figure, panels = _figure(1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
     for axes, (title, values) in zip(panels, groups.items(), strict=True):
         labels = list(values)
         colors = [_RIVAL if label.startswith("torch") else _OURS for label in labels]
@@ -52,10 +52,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     return [_save(figure, path)]
 
 
-def _figure(width: float, height: float, groups: Mapping[str, Any]) -> Any:
+def _figure(height: float, groups: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     ratios = [2 + len(values) for values in groups.values()]
     return figure, figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
 

@@ -32,10 +32,9 @@ _SITES = 512
 
 @dataclass(slots=True)
 class Stats:
-    """How often bind() ran a callable to read it, tried to lift scalars, and knew it untraced."""
+    """How often bind() ran a callable to read it, and knew it untraced."""
 
     traces: int = 0
-    lifts: int = 0
     recognised: int = 0
 
 
@@ -112,7 +111,7 @@ def stats() -> Stats:
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
-    _stats.traces = _stats.lifts = _stats.recognised = 0
+    _stats.traces = _stats.recognised = 0
 
 
 def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
@@ -199,7 +198,6 @@ def _lifted(
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
     def attempt(chosen: frozenset[int], beside: frozenset[int] = frozenset()) -> Trace | None:
-        _stats.lifts += 1
         found = lift(fn, kind, identity, plain, chosen | beside, site.first)
         if found is None or not beside:
             return found

@@ -36,11 +36,6 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
     return node if rewritten is None else rewritten
 
 
-def simplify(expr: Expr) -> Expr:
-    """The canonical form of a whole expression."""
-    return rebuilt(expr, lambda node: None)
-
-
 def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
     """The canonical form after the run-time scalars of these slots became constants."""
 

@@ -35,7 +35,7 @@ from flexattn.neuron.tune import rank, ranking_environment
 from flexattn.records.key import key_of
 from flexattn.records.record import Failed, Gated, Record, Stage
 from flexattn.settings import neuron_environment, nrtpy_python
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.method import Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.subject import Subject
@@ -108,9 +108,9 @@ class NeuronMeasurer(Closing):
         """As Measurer.close."""
         self._task = self._judge = self._inputs = None
 
-    def build(self, configs: Sequence[Any]) -> list[Built]:
+    def build(self, configs: Sequence[Any]) -> list[BuiltConfig]:
         """Nothing is known before the gate builds a config and runs it."""
-        return [Built(config) for config in configs]
+        return [BuiltConfig(config) for config in configs]
 
     def gate(self, config: Any) -> Gated | Failed:
         """As Measurer.gate: compile, run on the device, judge."""

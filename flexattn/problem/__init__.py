@@ -21,5 +21,4 @@ from flexattn.problem.problem import (
     kind_for,
     make_problem,
     out_dtype,
-    structure_fingerprint,
 )

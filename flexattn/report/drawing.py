@@ -23,6 +23,7 @@ COLORS: dict[Role, str] = {
 RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
 # A scale is logarithmic once the largest value is this many times the least.
 LOG_SPAN = 4.0
+_TICKS = 5
 # Pixels of a letter of a label, about.
 LETTER = 6.0
 
@@ -112,8 +113,8 @@ class Scale:
         share = (value - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Round values on the scale, at most so many."""
+    def ticks(self) -> list[float]:
+        """Round values on the scale, at most five."""
         if not self.high > self.low:
             return [self.low]
         if self.log:
@@ -121,11 +122,11 @@ class Scale:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [sub * 10.0**power for power in powers for sub in subs]
         else:
-            step = _step((self.high - self.low) / most)
+            step = _step((self.high - self.low) / _TICKS)
             first = math.ceil(self.low / step - 1e-9)
             found = [step * (first + i) for i in range(int((self.high - self.low) / step) + 2)]
         inside = [t for t in found if self.low * (1 - 1e-9) <= t <= self.high * (1 + 1e-9)]
-        return inside[:: -(-len(inside) // most)] if inside else [self.low]
+        return inside[:: -(-len(inside) // _TICKS)] if inside else [self.low]
 
 
 def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[DrawnShape]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.protocol import Measurer
 from flexattn.records.record import Decision, Failed, Trial
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method
 from flexattn.tune.progress import Progress
@@ -17,7 +17,7 @@ from flexattn.tune.race import race_trials, screen
 from flexattn.tune.subject import Subject
 from flexattn.tune.trial_table import TrialTable
 
-BuildConfigs = Callable[[Sequence[Config]], Iterable[Built]]
+BuildConfigs = Callable[[Sequence[Config]], Iterable[BuiltConfig]]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Evaluator:
             self._note(index, found.get(self.table[index].config))
         self._uncounted += time.monotonic() - begin
 
-    def _note(self, index: int, built: Built | None) -> None:
+    def _note(self, index: int, built: BuiltConfig | None) -> None:
         if built is None:
             self.table.fail(index, Failed("build", "Missing", "the builder gave no answer"))
             return

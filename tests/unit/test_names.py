@@ -26,7 +26,7 @@ PROTOCOLS = (
     Protocol(
         "kernels/*/*.py",
         "PREFILL BACKWARD render arguments axes defaults fit_to_mask backward_grid "
-        "sizes_of_launch invariant_config case_of RULES Case estimate shared_memory registers "
+        "sizes_of_launch invariant_config case_of RULES RuleCase estimate shared_memory registers "
         "expected COSTS",
         "what families are made of, by the words of KernelFamily and Feasibility: none imports "
         "another. printed.py of each is printed by kernels/stated/printer.py",

@@ -14,7 +14,7 @@ from flexattn.kernels.hopper.config import (
     TILE_SCHEDULERS,
     HopperPrefillConfig,
 )
-from flexattn.kernels.hopper.printed import Case
+from flexattn.kernels.hopper.printed import RuleCase
 from flexattn.problem import Structure
 
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
@@ -22,9 +22,9 @@ from flexattn.problem import Structure
 BOX = 64
 
 
-def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> RuleCase:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
-    return Case(
+    return RuleCase(
         config.consumers,
         config.BLOCK_N,
         config.num_stages,

@@ -20,7 +20,7 @@ from flexattn.kernels.nki.config import (
     memory_of,
     shape_of,
 )
-from flexattn.kernels.nki.printed import RULES, Case
+from flexattn.kernels.nki.printed import RULES, RuleCase
 from flexattn.problem import Problem
 
 NkiEffort = Literal["quick", "full"]
@@ -60,13 +60,13 @@ def nki_reasons(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Ne
 
 def violated_rules(
     config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs
-) -> list[Rule[Case]]:
+) -> list[Rule[RuleCase]]:
     """The rules that a config breaks; with numbers that mean nothing, the others are not asked."""
     return RULES.broken(_case(config, core, needs), partial(_estimate, config, problem, needs))
 
 
-def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
-    return Case(
+def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> RuleCase:
+    return RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_splits,
@@ -86,7 +86,7 @@ def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
     )
 
 
-def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: Case) -> None:
+def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: RuleCase) -> None:
     shape = shape_of(problem, config)
     case.itemsize, case.lanes = shape.itemsize, shape.lanes
     case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)

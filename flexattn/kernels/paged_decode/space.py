@@ -49,7 +49,7 @@ def serving_reasons(config: object, form: ServingForm, device: Device) -> list[s
         return invariant_reasons(config, form)
     if config.for_mla:
         return mla.mla_reasons(config, form, device)
-    case = printed_serving.Case(
+    case = printed_serving.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,

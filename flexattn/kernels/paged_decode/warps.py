@@ -47,7 +47,7 @@ def warps_space(form: ServingForm) -> Iterator[ServingConfig]:
 
 def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    case = printed_serving_warps.Case(
+    case = printed_serving_warps.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,

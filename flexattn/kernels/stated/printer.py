@@ -43,7 +43,7 @@ def text(statement: Statement, stated: str) -> str:
         _case(statement),
         functions,
         _estimate(statement.formulas) if statement.formulas else "",
-        f"\n\nRULES: Rules[Case] = Rules(\n{rules})\n",
+        f"\n\nRULES: Rules[RuleCase] = Rules(\n{rules})\n",
     ]
     return "".join(parts)
 
@@ -52,7 +52,7 @@ def _case(statement: Statement) -> str:
     truths = _truths(statement)
     lines = [
         "@dataclass(slots=True, eq=False, repr=False)",
-        "class Case:",
+        "class RuleCase:",
         '    """The numbers of one case."""',
         "",
     ]
@@ -86,7 +86,7 @@ def _function(formula: Formula, python: Python) -> str:
     kinds = [_kind(truth) for _, truth in _given(formula)]
     kind = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
     body = _Body(python, formula.steps).returned(formula.value, 4)
-    head = f"def {formula.names[0]}(c: Case) -> {kind}:\n"
+    head = f"def {formula.names[0]}(c: RuleCase) -> {kind}:\n"
     return head + indent(_docstring(formula.says), "    ") + "".join(body)
 
 
@@ -174,7 +174,7 @@ def _symbols(value: Basic) -> set[Basic]:
 
 def _estimate(formulas: Iterable[Formula]) -> str:
     lines = [
-        "def estimate(c: Case) -> None:",
+        "def estimate(c: RuleCase) -> None:",
         '    """Write into a case what its config takes."""',
     ]
     for each in formulas:

@@ -57,7 +57,7 @@ class BackwardConfig:
 
 
 @dataclass(slots=True)
-class Case:
+class RuleCase:
     """What the rules ask: bytes of shared memory, registers of a thread, and their limits."""
 
     config: BackwardConfig
@@ -76,10 +76,10 @@ class Case:
     registers: int = 0
 
 
-def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: BackwardConfig, structure: Structure, device: Device) -> RuleCase:
     """The numbers of a config, a structure and a device."""
     wgmma = device.has_wgmma and structure.itemsize == 2 and config.num_warps >= 4
-    return Case(
+    return RuleCase(
         config,
         structure.itemsize,
         padded(structure.head_dim_qk),
@@ -101,7 +101,7 @@ def _whole(structure: Structure) -> bool:
     return one and structure.head_dim_v * structure.itemsize % 16 == 0
 
 
-def estimate(case: Case) -> None:
+def estimate(case: RuleCase) -> None:
     """Write what a config takes into its case: of the half that takes more."""
     c, width = case.config, case.qk + case.v
     halves = (c.BLOCK_N1, c.BLOCK_M1), (c.BLOCK_M2, c.BLOCK_N2)
@@ -119,7 +119,7 @@ def estimate(case: Case) -> None:
         case.registers += (held + walked) * max(case.qk, case.v) // case.threads // 4
 
 
-def _shared_elements(case: Case, held: int, walked: int, width: int) -> int:
+def _shared_elements(case: RuleCase, held: int, walked: int, width: int) -> int:
     """Elements that one half has in shared memory: tiles that are held and walked, and weights."""
     stages = case.config.num_stages
     if case.hip:  # what is held stays in registers
@@ -131,11 +131,11 @@ def _shared_elements(case: Case, held: int, walked: int, width: int) -> int:
     return (held + stages * walked) * width + apart * held * walked
 
 
-def _powers(case: Case) -> bool:
+def _powers(case: RuleCase) -> bool:
     return all(size >= 16 and not size & (size - 1) for _, size in case.config.tiles)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule("tiles", "tiles are powers of two of at least 16", _powers),
         Rule(

@@ -17,7 +17,7 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.gate import judge
-from flexattn.problem import Shape, structure_fingerprint
+from flexattn.problem import Shape
 from flexattn.problem.descales import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
@@ -177,9 +177,6 @@ def test_every_config_that_is_offered_is_gluon(D, mods):
     assert found and {each.language for each in found} == {"gluon"}
     assert found[0] == default(wanted, H200)
     assert key_of(wanted) != key_of(problem(D=D, **more))
-    assert structure_fingerprint(wanted.structure) != structure_fingerprint(
-        problem(D=D, **more).structure
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from flexattn.frontend import admission, attention
 from flexattn.measure.gate import judge
 from flexattn.measure.inputs import make_sinks
 from flexattn.neuron import feasible
-from flexattn.problem import structure_fingerprint
 from flexattn.problem.sinks import add_sinks
 from flexattn.records.key import key_of
 from flexattn.reference import Precision
@@ -165,7 +164,6 @@ def test_a_key_with_sinks_is_another_one_and_those_without_keep_their_names():
     plain, other = problem("decode"), problem("decode", sinks="bfloat16")
     assert key_of(plain) != key_of(other) == key_of(problem("decode", sinks="float32"))
     assert key_of(plain).family() != key_of(other).family()
-    assert structure_fingerprint(plain.structure) != structure_fingerprint(other.structure)
     # The folder of the shipped decode records, which were made before there were sinks.
     shape = replace(plain, B=8, Hq=32, Hkv=8, kv_len=8192)
     plain = replace(shape, structure=replace(plain.structure, lse=False))

@@ -8,7 +8,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flexattn
-from flexattn.catalogue import CaseMods, causal, padding
+from flexattn.catalogue import Built, causal, padding
 from flexattn.errors import InputError
 from flexattn.reference import Precision, attention, oracle as reference
 from flexattn.reference.rounding import Rounding
@@ -289,4 +289,4 @@ def test_shapes_that_do_not_fit():
 
 
 def test_a_built_case_may_be_empty():
-    assert case("noop").make(B, 3, 1, L, S) == CaseMods()
+    assert case("noop").make(B, 3, 1, L, S) == Built()
