@@ -24,7 +24,7 @@ from flexattn.records.key import key_of
 from flexattn.records.store import Store
 from flexattn.runtime import decay_skip
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 # What a Gluon kernel's text becomes machine code through, and what it imports.
 AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
@@ -32,7 +32,7 @@ AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
 def main(root: Path) -> dict[str, Any]:
     """For each record: its kind's hash here and its kernels, or why there are none."""
-    rows = [row for path in files().values() for row in read_workload(path).rows]
+    rows = [row for path in files().values() for row in read(path).rows]
     tasks: dict[tuple[str, str], list[Any]] = {}
     found: dict[str, Any] = {}
     for path in Store(root).paths():

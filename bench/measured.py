@@ -22,7 +22,7 @@ from flexattn.records.store import Store
 from flexattn.serving.tuned import ServingProblem
 from flexattn.tune.studies import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import Row, read_workload
+from flexattn.tune.workload import Row, read
 
 __all__ = ["CONFIGS", "Measured", "measured", "paired", "tiles_of", "times"]
 
@@ -123,7 +123,7 @@ def _problem(title: str, key: Key, device: Device) -> Problem | ServingProblem |
 def _rows() -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for path in files().values():
-        for row in read_workload(path).rows:
+        for row in read(path).rows:
             found.setdefault(row.title, []).append(row)
     return found
 

@@ -12,7 +12,7 @@ from flexattn.problem import captures_of
 from flexattn.records.key import mod_name
 from flexattn.records.record import Answer
 from flexattn.tune.tasks import mods_of
-from flexattn.tune.workload import Row, read_workload
+from flexattn.tune.workload import Row, read
 
 
 def expression_of(answer: Answer, role: str) -> str:
@@ -34,4 +34,4 @@ def expression_of(answer: Answer, role: str) -> str:
 @lru_cache(maxsize=1)
 def _rows() -> dict[str, Row]:
     """The rows of all presets by title."""
-    return {row.title: row for path in files().values() for row in read_workload(path).rows}
+    return {row.title: row for path in files().values() for row in read(path).rows}

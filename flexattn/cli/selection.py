@@ -20,7 +20,7 @@ from flexattn.presets import files
 from flexattn.problem import Kind
 from flexattn.records.renderers import RecordKind
 from flexattn.settings import current
-from flexattn.tune.workload import Row, Workload, read_workload
+from flexattn.tune.workload import Row, Workload, read
 from flexattn.util.near import did_you_mean
 
 _ALL = "all"
@@ -30,7 +30,7 @@ def workload(path: Path) -> Workload:
     """A workload's file; raises InputError, with advice where the path is a preset's name."""
     if str(path) in (*files(), _ALL) and not path.exists():
         raise InputError(f"{path}: no such file", "it is a preset", f"name it: --preset {path}")
-    return read_workload(path)
+    return read(path)
 
 
 def presets(names: Sequence[str]) -> list[Workload]:
@@ -45,7 +45,7 @@ def presets(names: Sequence[str]) -> list[Workload]:
                 did_you_mean(name, known) or "--preset all takes every one",
             )
         chosen += list(known) if name == _ALL else [name]
-    return [read_workload(known[name]) for name in dict.fromkeys(chosen)]
+    return [read(known[name]) for name in dict.fromkeys(chosen)]
 
 
 def chosen_rows(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[Row]:

@@ -32,7 +32,7 @@ from flexattn.tune.campaign import TuningOutcome, Where, environment_of
 from flexattn.tune.method import method_for
 from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 
 def run(asked: options.Tune) -> None:
@@ -143,7 +143,7 @@ def _told(outcome: TuningOutcome, store: Store) -> dict[str, Any]:
 
 
 def _list_presets(as_json: bool) -> None:
-    found = [read_workload(path) for path in files().values()]
+    found = [read(path) for path in files().values()]
     if as_json:
         rows = [
             {

@@ -50,10 +50,10 @@ def warm(
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
     from flexattn.tune.tasks import mods_of, task_from
-    from flexattn.tune.workload import parse_workload, read_workload
+    from flexattn.tune.workload import parse_workload, read
 
     if isinstance(workload, (str, Path)):
-        workload = read_workload(Path(workload))
+        workload = read(Path(workload))
     elif isinstance(workload, Mapping):
         workload = parse_workload(workload, "workload", "warm(...)")
     where = torch.device(device)

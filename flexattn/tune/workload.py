@@ -130,7 +130,7 @@ def policy_for(
     return replace(base, **dict(changes))  # type: ignore[arg-type]
 
 
-def read_workload(path: Path) -> Workload:
+def read(path: Path) -> Workload:
     """A workload file; raises InputError that names the file, the table and the key."""
     return parse_workload(read_file(path), path.stem, str(path))
 

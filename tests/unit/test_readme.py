@@ -11,7 +11,7 @@ from flexattn.cli.app import app
 from flexattn.device import KNOWN, named
 from flexattn.settings import VARIABLES, override
 from flexattn.tune.tasks import tasks
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 from tests.blocks import PAGES, ROOT, blocks, run
 
 README = (ROOT / "README.md").read_text()
@@ -135,7 +135,7 @@ def test_workloads_are_read(tmp_path):
     for block in blocks("toml"):
         path = tmp_path / "mine.toml"
         path.write_text(block.code)
-        found[str(block)] = read_workload(path).rows
+        found[str(block)] = read(path).rows
     assert len(found["serving.md-0"]) == 4
     problems = [task.problem for task in tasks(found["tuning.md-0"], named("nvidia-h200"))]
     assert len(problems) == 8

@@ -26,13 +26,13 @@ import re
 from flexattn.errors import RenderError
 
 NAME = "merge_consumers"
-_GROUP_WARPS, _GROUP_THREADS = 4, 128
+WARPS, THREADS = 4, 128
 # The consumers' hardware barriers are 0 to 2: all warps start and end their work at this one.
 EVERY_WARP = 3
 # What a kernel writes before a wait for which its warps need not meet.
 ALONE = "waits alone"
 # Of an SM, for the threads of one block.
-_SM_REGISTERS = 65536
+REGISTERS = 65536
 # Part of every announcement: a kernel that an older form of the pass made has another name.
 FORM = 2
 
@@ -43,10 +43,10 @@ _START = re.compile(
     r"(\tmov\.u32 \t(?P<thread>%r\d+), %tid\.x;\n"
     r"\tshr\.u32 \t(?P<group>%r\d+), (?P=thread), 5;\n"
     r"\tshfl\.sync\.idx\.b32 \t(?P<warp>%r\d+), (?P=group), 0, 31, -1;\n)"
-    rf"\tsetp\.lt\.u32 \t(?P<first>%p\d+), (?P=warp), {_GROUP_WARPS};\n"
+    rf"\tsetp\.lt\.u32 \t(?P<first>%p\d+), (?P=warp), {WARPS};\n"
 )
 _NUMBER = re.compile(r"^\tmov\.u32 \t%r\d+, %tid\.x;$", re.MULTILINE)
-_MEETING = re.compile(rf"^(\tbar\.sync \t)0, {_GROUP_THREADS};$", re.MULTILINE)
+_MEETING = re.compile(rf"^(\tbar\.sync \t)0, {THREADS};$", re.MULTILINE)
 _WAIT = "mbarrier.try_wait"
 _EVERY_WARP = re.compile(r"^(\tbarrier\.sync \t)1;$", re.MULTILINE)
 _TAKEN = r"\tsetmaxnreg\.inc\.sync\.aligned\.u32 \t\d+;\n"
@@ -67,7 +67,7 @@ def announcement(consumers: int, registers: int) -> str:
 def block_warps(text: str) -> int | None:
     """Warps of a block whose source or PTX asks for the pass, else None."""
     found = _ANNOUNCED.search(text)
-    return None if found is None else _GROUP_WARPS * (int(found["consumers"]) + 1)
+    return None if found is None else WARPS * (int(found["consumers"]) + 1)
 
 
 def merged(ptx: str) -> str:
@@ -78,16 +78,16 @@ def merged(ptx: str) -> str:
     found = _ANNOUNCED.search(ptx)
     if found is None:
         return ptx
-    consumers, threads = int(found["consumers"]), _GROUP_THREADS * (int(found["consumers"]) + 1)
+    consumers, threads = int(found["consumers"]), THREADS * (int(found["consumers"]) + 1)
     ptx = _once(_NAMES, "\t.reg .b32 \t%meeting, %place;\n", ptx)
     ptx = _enter(ptx, consumers)
     ptx = _without_meetings(ptx)
-    ptx = _found(_MEETING, rf"\1%meeting, {_GROUP_THREADS};", ptx)
+    ptx = _found(_MEETING, rf"\1%meeting, {THREADS};", ptx)
     ptx = _found(_EVERY_WARP, rf"\g<1>{EVERY_WARP};", ptx)
     # A block starts with as many registers for each thread. When work starts, the producer warps
     # give some of theirs and the consumers take them; all end with what they have.
     ptx = _once(_THREADS, f".reqntid {threads}", ptx)
-    ptx = _once(_REGISTERS, f".maxnreg {_SM_REGISTERS // threads // 8 * 8}", ptx)
+    ptx = _once(_REGISTERS, f".maxnreg {REGISTERS // threads // 8 * 8}", ptx)
     ptx = _once(_FIRST_TAKEN, r"\1@\n", ptx)
     ptx = re.sub(_TAKEN, "", ptx)
     return ptx.replace("@\n", f"\tsetmaxnreg.inc.sync.aligned.u32 \t{found['registers']};\n", 1)
@@ -101,7 +101,7 @@ def _enter(ptx: str, consumers: int) -> str:
     thread, group, warp, first = start.group("thread", "group", "warp", "first")
     ptx = _once(
         _START,
-        rf"\1\tsetp.lt.u32 \t{first}, {warp}, {_GROUP_WARPS * consumers};" + "\n"
+        rf"\1\tsetp.lt.u32 \t{first}, {warp}, {WARPS * consumers};" + "\n"
         f"\tshr.u32 \t%meeting, {warp}, 2;\n",
         ptx,
     )
@@ -119,12 +119,12 @@ def _enter(ptx: str, consumers: int) -> str:
         raise _unknown("a block's first branch", "what stands before it only computes")
     more = consumers - 1
     consume = (
-        f"\tand.b32 \t{thread}, {thread}, {_GROUP_THREADS - 1};\n"
-        f"\tand.b32 \t{group}, {group}, {_GROUP_WARPS - 1};\n{between}"
+        f"\tand.b32 \t{thread}, {thread}, {THREADS - 1};\n"
+        f"\tand.b32 \t{group}, {group}, {WARPS - 1};\n{between}"
     )
     load = (
-        f"\tsub.s32 \t{thread}, {thread}, {_GROUP_THREADS * more};\n"
-        f"\tsub.s32 \t{group}, {group}, {_GROUP_WARPS * more};\n{between}"
+        f"\tsub.s32 \t{thread}, {thread}, {THREADS * more};\n"
+        f"\tsub.s32 \t{group}, {group}, {WARPS * more};\n{between}"
     )
     if split["consume"] is None:
         ptx = ptx[: split.end()] + consume + ptx[split.end() :]
@@ -137,7 +137,7 @@ def _enter(ptx: str, consumers: int) -> str:
     return _once(
         told,
         "\tmov.u32 \t%place, %tid.x;\n\tshr.u32 \t%place, %place, 5;\n"
-        rf"\tsub.u32 \t%place, %place, {_GROUP_WARPS * more};" + "\n" + r"\1%place;",
+        rf"\tsub.u32 \t%place, %place, {WARPS * more};" + "\n" + r"\1%place;",
         ptx,
     )
 

@@ -22,7 +22,7 @@ from flexattn.kernels.hopper_backward.arguments import (
     before_arguments,
     mod_arguments,
 )
-from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.config import BLOCK_WARPS, HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
@@ -107,7 +107,7 @@ def render(
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
-        _TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon"
+        _TEMPLATE, device, header, context, found, BLOCK_WARPS, config.num_stages, "gluon"
     )
 
 
@@ -200,14 +200,14 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
         "s_columns": rows // 2 if config.split else rows,
         "dkv_columns": head_dim // 2 if config.split else head_dim,
         **_places(config, head_dim),
-        "per_thread": rows * head_dim // (32 * WARPS),
+        "per_thread": rows * head_dim // (32 * BLOCK_WARPS),
     }
 
 
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
     """How the warps share a tile of dq, `width` columns wide."""
-    tall = config.BLOCK_M == 64 * WARPS // 4
+    tall = config.BLOCK_M == 64 * BLOCK_WARPS // 4
     return {
-        "dq_warps": [WARPS, 1] if tall else [WARPS // 2, 2],
+        "dq_warps": [BLOCK_WARPS, 1] if tall else [BLOCK_WARPS // 2, 2],
         "dq_columns": width if tall else width // 2,
     }

@@ -62,7 +62,7 @@ ramp = let("ramp", Piecewise((RAMP_BYTES, s.adds_ramp), (0, True)))
 q_tile = let("q_tile", s.BLOCK_M * s.qk_padded * s.itemsize)
 kv_tiles = let("kv_tiles", s.BLOCK_N * (held * s.itemsize + ramp))
 
-SHARED_MEMORY = let.formula(
+SHARED_MEMORY_FORMULA = let.formula(
     "shared_memory",
     "Bytes of shared memory. Q, P on its way to a product, K and V ahead of it; exact but for the "
     "slack where nothing is loaded by a mod.",
@@ -117,7 +117,7 @@ wmma = floor(Rational(2, 3) * (2 * made + held_rows + held_keys)) + WMMA_SLACK +
 shared_out = floor(made + Rational(3, 2) * keys) + KEYS_SLACK
 mma = floor(made + q + s.BLOCK_N * words / 2) + MMA_SLACK
 
-REGISTERS = let.formula(
+REGISTERS_FORMULA = let.formula(
     "registers",
     "Registers of one thread, roughly. No config passes that spills in a loop, and few others "
     "are refused.",

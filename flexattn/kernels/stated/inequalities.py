@@ -7,7 +7,7 @@ from typing import Any
 from sympy import And, Eq, Mod, Ne, Not, Or
 
 from flexattn.kernels.stated import symbols as s
-from flexattn.kernels.stated.formulas import RDNA, REGISTERS, SHARED_MEMORY
+from flexattn.kernels.stated.formulas import RDNA, REGISTERS_FORMULA, SHARED_MEMORY_FORMULA
 from flexattn.kernels.stated.statement import Inequality, Statement
 
 
@@ -134,5 +134,5 @@ TRITON_STATEMENT = Statement(
     _SHAPE,
     _WORTH,
     s.ESTIMATED,
-    (SHARED_MEMORY, REGISTERS),
+    (SHARED_MEMORY_FORMULA, REGISTERS_FORMULA),
 )

@@ -23,7 +23,7 @@ from bench.shapes import Shape
 from bench.tasks import call_of
 from flexattn.device import named
 from flexattn.measure.timing import Samples
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 METHOD = Method(rounds=2, min_ms=0, clock="cpu", device="cpu")
 SMALL = Shape(1, 4, 2, 61, 61, 16)
@@ -56,7 +56,7 @@ def test_the_grid_is_a_workload_too():
     """What tunes it, `flexattn tune bench/grid.toml --only backward`, says the same shapes."""
     found = [
         row
-        for row in read_workload(Path(backward.__file__).with_name("grid.toml")).rows
+        for row in read(Path(backward.__file__).with_name("grid.toml")).rows
         if row.kind == "backward"
     ]
     said = {(row.shape, row.mask is not None) for row in found}

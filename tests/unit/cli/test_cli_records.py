@@ -26,7 +26,7 @@ from flexattn.runtime.fallback.outcome import Outcome
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 from tests import records
 from tests.problems import problem
 
@@ -126,7 +126,7 @@ def test_why_names_the_nearest_in_size_first(flexattn, user):
 
 def test_a_record_of_a_preset_tells_its_mask(user):
     """The store has a fingerprint; the preset's row of its title has the code."""
-    rows = {row.title: row for row in read_workload(files()["gpt-oss"]).rows}
+    rows = {row.title: row for row in read(files()["gpt-oss"]).rows}
     row = rows["gpt-oss local decode B8 8192"]
     key = key_of(task_of(row, H200, torch.device("cpu")).problem)
     record = records.decode_record(row.title, key=key)

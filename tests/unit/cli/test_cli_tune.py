@@ -22,7 +22,7 @@ from flexattn.records.key import key_of
 from flexattn.records.store import Store
 from flexattn.settings import child_environment, override
 from flexattn.tune.tasks import tasks
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 ROOT = Path(__file__).parents[3]
 
@@ -330,8 +330,8 @@ def test_untuned_problems_become_tasks(flexattn, tmp_path):
     from flexattn.tune.untuned import untuned_tasks
 
     device = named("nvidia-h200")
-    rows = [row for row in read_workload(files()["gemma2"]).rows if "local" in row.title]
-    trained = read_workload(files()["training"]).rows
+    rows = [row for row in read(files()["gemma2"]).rows if "local" in row.title]
+    trained = read(files()["training"]).rows
     rows += [row for row in trained if re.search("(modern|t5).* backward", row.title)]
     found = list(tasks(rows, device))
     with override(cache_dir=tmp_path / "cache"):

@@ -19,7 +19,7 @@ from flexattn.neuron.run import prepare
 from flexattn.presets import files
 from flexattn.problem import Shape, kind_for
 from flexattn.tune.tasks import mods_of
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 from tests.nki import TARGETS, problem_of
 from tests.support import inputs
 
@@ -122,7 +122,7 @@ def preset_problems():
     """One problem for each kernel of the presets, the one with the longest keys."""
     found = {}
     for path in files().values():
-        for row in read_workload(path).rows:
+        for row in read(path).rows:
             # Captured tensors may be small: only their kinds matter to a kernel's source.
             row = replace(row, shape=replace(row.shape, B=min(row.shape.B, 2)))
             s = row.shape

@@ -22,7 +22,7 @@ from flexattn.serving.tuned import ServingProblem, tuned
 from flexattn.settings import override
 from flexattn.tune.decide import replay_study
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 # Of every folder but the studies', which are no records.
@@ -37,7 +37,7 @@ each = pytest.mark.parametrize(
 
 @lru_cache(maxsize=1)
 def rows():
-    return [row for path in files().values() for row in read_workload(path).rows]
+    return [row for path in files().values() for row in read(path).rows]
 
 
 def made(row, target):

@@ -18,7 +18,7 @@ from flexattn.records.key import key_of
 from flexattn.settings import override
 from flexattn.tune.serving import serving_configs
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
-from flexattn.tune.workload import read_workload
+from flexattn.tune.workload import read
 
 H200 = named("nvidia-h200")
 NAMES = sorted(files())
@@ -31,7 +31,7 @@ def test_the_models_of_the_list_are_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_problem_can_run_and_has_a_key_of_its_own(name):
-    workload = read_workload(files()[name])
+    workload = read(files()[name])
     assert workload.models and all("/" in model for model in workload.models)
     found, others = distinct(made(workload.rows))
     assert len(found) == len(workload.rows) and not others
@@ -53,14 +53,14 @@ def test_gpt_oss_alone_has_sinks():
     have = {
         row.title.partition(" ")[0]
         for name in NAMES
-        for row in read_workload(files()[name]).rows
+        for row in read(files()[name]).rows
         if row.sinks and not row.served
     }
     assert have == {"gpt-oss", "training"}
-    assert all(row.sinks for row in read_workload(files()["gpt-oss"]).rows)
-    trained = read_workload(files()["training"]).rows
+    assert all(row.sinks for row in read(files()["gpt-oss"]).rows)
+    trained = read(files()["training"]).rows
     assert all(row.sinks == ("gpt-oss" in row.title) for row in trained)
-    served = read_workload(files()["serving"]).rows
+    served = read(files()["serving"]).rows
     assert all(row.served for row in served)
     assert all(row.sinks == ("gpt-oss" in row.title) for row in served)
 
@@ -75,7 +75,7 @@ def test_a_dry_run_takes_seconds(name, tmp_path):
     assert time.perf_counter() - begin < 20
     plan = json.loads(done.stdout)
     assert plan["device"] == "nvidia-h200" and plan["same_key"] == {}
-    rows = read_workload(files()[name]).rows
+    rows = read(files()[name]).rows
     assert [each["title"] for each in plan["problems"]] == [row.title for row in rows]
     for each in plan["problems"]:
         assert each["configs"] >= 1 and each["status"] == "to tune"
@@ -85,7 +85,7 @@ def test_a_dry_run_takes_seconds(name, tmp_path):
 def test_scales_are_those_of_the_models():
     scales = {
         (workload.name, row.title.split()[1]): row.scale
-        for workload in map(read_workload, files().values())
+        for workload in map(read, files().values())
         for row in workload.rows
         if row.scale is not None
     }
@@ -130,7 +130,7 @@ def test_packed_documents_and_windows_on_both_sides():
 
 
 def test_training_is_forwards_with_lse_and_their_gradients():
-    rows = read_workload(files()["training"]).rows
+    rows = read(files()["training"]).rows
     assert [row.kind for row in rows] == [None, "backward"] * (len(rows) // 2)
     assert [row.lse for row in rows] == [True, False] * (len(rows) // 2)
     (t5,) = (row for row in rows if "t5" in row.title and row.kind == "backward")
@@ -140,9 +140,7 @@ def test_training_is_forwards_with_lse_and_their_gradients():
 
 def test_presets_that_share_a_key_are_tuned_once():
     """Mistral without its window is Llama-3 8B to a kernel."""
-    both = [
-        row for name in ("llama3-8b", "mistral-7b") for row in read_workload(files()[name]).rows
-    ]
+    both = [row for name in ("llama3-8b", "mistral-7b") for row in read(files()[name]).rows]
     found, others = distinct(tasks(both, H200))
     assert ("mistral-7b full decode B8 8192", "llama3-8b decode B8 8192") in [
         (task.title, kept.title) for task, kept in others

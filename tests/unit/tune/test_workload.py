@@ -19,7 +19,7 @@ from flexattn.problem import Shape
 from flexattn.records.key import key_of
 from flexattn.tune.tables import read_file
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
-from flexattn.tune.workload import ModPath, parse_workload, policy_for, read_workload
+from flexattn.tune.workload import ModPath, parse_workload, policy_for, read
 
 H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ kv_len = [77, 99]
 def parsed(text, suffix=".toml", tmp_path=None):
     path = tmp_path / f"mine{suffix}"
     path.write_text(textwrap.dedent(text))
-    return read_workload(path)
+    return read(path)
 
 
 def test_rows_of_a_file(tmp_path):
@@ -153,9 +153,9 @@ def test_errors_name_file_table_and_key(text, words, tmp_path):
 
 def test_files_that_are_no_workload(tmp_path):
     with pytest.raises(InputError, match=r"suffix '\.ini'"):
-        read_workload(tmp_path / "mine.ini")
+        read(tmp_path / "mine.ini")
     with pytest.raises(InputError, match="No such file"):
-        read_workload(tmp_path / "mine.toml")
+        read(tmp_path / "mine.toml")
 
 
 def plans(**call):
