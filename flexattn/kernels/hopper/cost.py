@@ -11,15 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from flexattn.device import LIMITS, Device
-from flexattn.kernels.base.estimate import Estimate
+from flexattn.device import Device
+from flexattn.kernels.base.estimate import Estimate, bandwidth
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.space import L2_BYTES
 from flexattn.problem import Problem
 from flexattn.problem.mask_class import kept
-
-# An H200's memory, in bytes a microsecond: of a device whose own nobody knows.
-_BANDWIDTH = 4.8e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +125,4 @@ def _read(
     together = active / (group if section >= group else 1)
     if together * problem.kv_len * share * row <= L2_BYTES:
         return 0.0
-    limits = LIMITS.get(device.name)
-    bandwidth = limits.bandwidth * 1e6 if limits else _BANDWIDTH
-    return config.BLOCK_N * row * active / (bandwidth * costs.memory)
+    return config.BLOCK_N * row * active / (bandwidth(device) * costs.memory)
