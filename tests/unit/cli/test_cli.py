@@ -170,7 +170,11 @@ def test_the_demo_runs_the_same_workloads_small_and_full():
 
 def test_the_demo_ends_in_three_sentences():
     trial = DemoTrial("w", "s", (DemoVariant("a", True),), 0.5, 2.0)
-    found = Parts((trial,), (CompiledWorkload("w", "a", 168), CompiledWorkload("w", "b", note="too large")), ())
+    found = Parts(
+        (trial,),
+        (CompiledWorkload("w", "a", 168), CompiledWorkload("w", "b", note="too large")),
+        (),
+    )
     first, second, third = demo_cpu.cpu_sentences(found)
     assert "at most 25% of what is allowed" in first
     assert "1 of them" in second and "with no register spills" in second
