@@ -17,7 +17,7 @@ _ELEMENTS = 1024
 TOKEN_ELEMENTS = 8192
 _WARPS = 4
 # Numbers that PTX rounds to 8 bits at a time; Triton refuses tensors of fewer.
-ROUNDED = 4
+_ROUNDED = 4
 # A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
 LEAST_SCALE = 2.0**-100
 
@@ -93,7 +93,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
         "cvt": {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}.get(form.kv_dtype, "")
-        if device.backend == "cuda" and device.capability >= 89 and fewest >= ROUNDED
+        if device.backend == "cuda" and device.capability >= 89 and fewest >= _ROUNDED
         else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,

@@ -22,7 +22,7 @@ VANISHES = 150
 # Twice a bound on the scores, with one percent for what is rounded.
 TWICE = 2.02
 # Up to here the numbers that are added are rounded by less than the bound has room for.
-ROUNDED = 2**24
+_ROUNDED = 2**24
 # Past all bounds that are met before all keys are.
 HUGE = 1e18
 
@@ -72,7 +72,7 @@ def render_window(structure: Structure, device: Device) -> Source:
         "TWICE": TWICE,
         "VANISHES": float(VANISHES),
         "HUGE": HUGE,
-        "ROUNDED": float(ROUNDED),
+        "ROUNDED": float(_ROUNDED),
         "ALL_KEYS": float(ALL_KEYS),
     }
     found = [Argument("NORMS", "*fp32", 16)]
