@@ -29,7 +29,7 @@ from flexattn.mods import bind
 from flexattn.problem.learned import slots_of
 from flexattn.runtime.backward import Gradients
 from flexattn.runtime.dispatch import candidates_of
-from flexattn.tune.builds import Order, orders_of
+from flexattn.tune.builds import BuildOrder, orders_of
 from flexattn.tune.tasks import task_from
 
 __all__ = ["BACKWARD_FLOPS", "BAR", "orders", "run_backward"]
@@ -162,7 +162,7 @@ def _given(call: Differentiated) -> int:
     return sum(x.nbytes for x in (call.q, call.k, call.v, call.dout, *call.captured))
 
 
-def orders(row: Row, device: Device, method: Method) -> Iterator[Order]:
+def orders(row: Row, device: Device, method: Method) -> Iterator[BuildOrder]:
     """What is compiled for a row of ours: the forward with lse, and the backward."""
     score_mod, mask_mod = mods_of(row, method.device, method.dtype)
     dtype = str(method.dtype).removeprefix("torch.")

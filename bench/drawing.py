@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flexattn.block_mask.visual import Picture as Mask
-from flexattn.report.drawing import Box, Label, Line, Picture, Role, Scale, Shape, axis_y
+from flexattn.report.drawing import Box, Drawing, DrawnShape, Label, Line, Role, Scale, axis_y
 from flexattn.report.svg import standalone
 
 __all__ = ["bars", "cells", "curve"]
@@ -36,7 +36,7 @@ def bars(
     rates = Scale(0.0, highest, bottom, 70)
     each = (width - left - 10) / len(groups)
     bar = each * 0.84 / len(series)
-    shapes: list[Shape] = [
+    shapes: list[DrawnShape] = [
         *axis_y(rates, left, width - 10, unit),
         Label(left, 20, title, "ink"),
         Label(left, height - 4, remark),
@@ -53,7 +53,7 @@ def bars(
             shapes.append(Box(x, y, bar - 1.5, bottom - y, role))
             if number == 0:
                 shapes.append(Label(x + bar / 2, y - 3, f"{value:.0f}", "ink", "middle"))
-    return standalone(Picture("bars", width, height, tuple(shapes), title, remark))
+    return standalone(Drawing("bars", width, height, tuple(shapes), title, remark))
 
 
 def cells(picture: Mask, title: str = "") -> str:
@@ -94,14 +94,14 @@ def curve(given: Sequence[float], got: Sequence[float]) -> str:
     return _square("its new value", f"score, {-reach:g} to {reach:g}", lines)
 
 
-def _square(above: str, below: str, shapes: Sequence[Shape], under: str = "") -> str:
+def _square(above: str, below: str, shapes: Sequence[DrawnShape], under: str = "") -> str:
     middle, bottom = _LEFT + _SIZE / 2, _TOP + _SIZE
-    frame: tuple[Shape, ...] = (
+    frame: tuple[DrawnShape, ...] = (
         Box(_LEFT, _TOP, _SIZE, _SIZE, "soft", framed=True),
         Label(_LEFT, _TOP - 8, above, "ink"),
         Label(middle, bottom + 16, below, "ink", "middle"),
     )
-    picture = Picture("", _LEFT + _SIZE + 10, bottom + 24, (*frame, *shapes), above, "")
+    picture = Drawing("", _LEFT + _SIZE + 10, bottom + 24, (*frame, *shapes), above, "")
     return standalone(picture, under)
 
 

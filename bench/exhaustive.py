@@ -26,13 +26,13 @@ from flexattn.measure.task import Task
 from flexattn.measure.worker import Worker
 from flexattn.records.environment import environment
 from flexattn.records.record import SCHEMA, slug
-from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, build_all, compilers
 from flexattn.tune.evaluator import Evaluator
 from flexattn.tune.method import Method
 from flexattn.tune.pool import Pool
 from flexattn.tune.progress import SILENT
 from flexattn.tune.race import screen
-from flexattn.tune.studies import Study, load, save
+from flexattn.tune.studies import Study, load_study, save
 from flexattn.tune.subject import Subject, subject_of
 
 __all__ = ["Plan", "main", "measured"]
@@ -53,7 +53,7 @@ class Plan:
 
 
 def measured(
-    subject: Subject, job: Task, built: Sequence[Built], measurer: Measurer, plan: Plan
+    subject: Subject, job: Task, built: Sequence[BuiltConfig], measurer: Measurer, plan: Plan
 ) -> Study:
     """Time all configs in batches beside the default, then judge them, the fastest first.
 
@@ -95,10 +95,10 @@ def measured(
 
 def _ahead(
     rows: Sequence[Row], plan: Plan, pool: Pool, target: Device, where: str
-) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[Built]]]]]:
+) -> Iterator[tuple[Row, Future[tuple[Task, Subject, list[BuiltConfig]]]]]:
     """Each row with its builds, made while the row before it is measured."""
 
-    def make(row: Row) -> tuple[Task, Subject, list[Built]]:
+    def make(row: Row) -> tuple[Task, Subject, list[BuiltConfig]]:
         begin = time.monotonic()
         job = task(row, target, where)
         kept = environment(job.problem.structure.kind, target, job.policy)
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 study = measured(subject, job, built, worker, plan)
                 path = folder / f"{row.name}.json"
                 save(study, path)
-                load(path)
+                load_study(path)
                 print(f"{row.name}: {_said(study)}, {time.monotonic() - begin:.0f} s", flush=True)
             except Exception:  # the others may still be measured, whatever this one met
                 failed += 1

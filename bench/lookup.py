@@ -35,7 +35,7 @@ from flexattn.records.record import Decision, Environment, Gated, Policy, Record
 from flexattn.records.store import Store
 from flexattn.settings import override
 from flexattn.tune.tasks import tasks
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 
 __all__ = ["Lookup", "first_lookups", "main", "repeated"]
 
@@ -68,7 +68,9 @@ def first_lookups(device: Device, rounds: int) -> list[Lookup]:
     Two places are looked at before the one that has the record, as for a shipped one behind an
     empty FLEXATTN_CACHE and a user without records.
     """
-    problems = [each.problem for each in tasks(parse(WORKLOAD, "lookup", "lookup").rows, device)]
+    problems = [
+        each.problem for each in tasks(parse_workload(WORKLOAD, "lookup", "lookup").rows, device)
+    ]
     here = environment("decode", device)
     other = replace(here, template="another", torch="another")
     cases = (

@@ -20,7 +20,7 @@ from flexattn.records.key import Key, key_of
 from flexattn.records.record import Trial
 from flexattn.records.store import Store
 from flexattn.serving.tuned import ServingProblem
-from flexattn.tune.studies import load, stored
+from flexattn.tune.studies import load_study, stored
 from flexattn.tune.tasks import plan_task, task_of
 from flexattn.tune.workload import Row, read
 
@@ -80,7 +80,7 @@ def measured(root: Path = CONFIGS) -> Iterator[Measured]:
                 )
     rows = {row.name: row for row in STUDIED}
     for path in stored(root / "studies"):
-        study = load(path)
+        study = load_study(path)
         device = named(study.environment.device)
         problem = task(rows[path.stem], device, "cpu").problem
         found = times(study.trials, study.default)

@@ -20,7 +20,7 @@ from flexattn.frontend.plan import plan
 from flexattn.kernels.choose.options import Options as Exactly
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 
 __all__ = ["OURS", "PEERS", "TEMPLATES", "Peer", "Refusal", "ours", "ours_exactly", "ours_with"]
 
@@ -75,7 +75,7 @@ def ours_exactly(config: HopperPrefillConfig) -> Peer:
             x.q, x.k, x.v, x.score_mod, mask, None, x.gqa, False, options, None, None, *x.descales
         )
         made = plan(call)
-        launch = prepare(
+        launch = prepare_launch(
             made.launch.problem, made.launch.choice.device, x.q.device, dispatcher(),
             Exactly(exact=config), x.q, x.k, x.v, made.lists, x.descales,
         )  # fmt: skip

@@ -51,7 +51,7 @@ from flexattn.tune.gpu_tuner import build_ahead
 from flexattn.tune.method import Method as Tuning, method_for
 from flexattn.tune.tasks import plan_task
 from flexattn.tune.tuner import tune
-from flexattn.tune.workload import Row as Call, Served
+from flexattn.tune.workload import Row as Call, ServedRow
 
 __all__ = ["BENCH", "Told", "cases", "main", "task_of_case", "told", "tuned_row"]
 
@@ -97,7 +97,7 @@ def task_of_case(case: Case, device: Device, where: str) -> AnyTask:
     if not isinstance(row, ServingRow):
         return task(row, device, where, case.dtype)
     sizes = Sizes(len(row.lens), row.hq, row.hkv, row.q_len, max(row.lens), row.d, row.dv)
-    served = Served(row.page, "uniform")
+    served = ServedRow(row.page, "uniform")
     call = Call(row.name, None, row.dtype, sizes, None, None, (128, 128), None, (), served=served)
     return plan_task(call, device)
 

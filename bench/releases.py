@@ -42,7 +42,7 @@ from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.binary_store import Binaries
 from flexattn.runtime.build import Kernel, builder, unloaded
 from flexattn.runtime.dispatch import Dispatcher, chosen
-from flexattn.runtime.launch import Lists, prepare
+from flexattn.runtime.launch import Lists, prepare_launch
 
 H200 = named("nvidia-h200")
 
@@ -108,7 +108,7 @@ def stored(root: Path) -> Peer:
         config = _config_of(root, problem, device)
         if config is None:
             return Refusal(f"{root} has no kernel of Hopper's template for it")
-        launch = prepare(
+        launch = prepare_launch(
             problem, device, x.q.device, Dispatcher(_Stored(root)),  # type: ignore[arg-type]
             Options(exact=config), x.q, x.k, x.v, made.lists, x.descales,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.mods import bind
 from flexattn.runtime.build import compile_source
 from flexattn.serving.request import Maxima, form_of
-from flexattn.serving.scales import asked
+from flexattn.serving.scales import asked_scales
 
 __all__ = ["compile_ahead", "compiled"]
 
@@ -65,7 +65,7 @@ def _compile(row: ServingRow, device: Device) -> None:
     cpu = torch.device("cpu")
     form = form_of(
         maxima, bind(score, "score", cpu), bind(mask, "mask", cpu), sinks=row.variant == "sinks",
-        shared_kv=row.variant == "mla", **asked(row.scaled, row.page)._asdict(),
+        shared_kv=row.variant == "mla", **asked_scales(row.scaled, row.page)._asdict(),
     )  # fmt: skip
     config = next(serving_candidates(form, device))
     compile_source(render_serving(form, config, device, row.name), device)

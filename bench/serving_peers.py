@@ -16,7 +16,7 @@ from bench.peers import OURS, Refusal
 from bench.serving_inputs import Served
 from bench.streaming import STREAMING, streaming
 from flexattn.device import detect
-from flexattn.kernels.paged_decode.space import space
+from flexattn.kernels.paged_decode.space import serving_space
 from flexattn.serving import CascadePlan, DecodePlan, PrefixTree, TreePlan
 
 __all__ = ["EMPTY", "INVARIANT", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
@@ -58,7 +58,7 @@ def searched(x: Served, count: int) -> dict[str, ServingPeer]:
     if x.row.variant in ("cascade", "prefix-tree"):
         return {}
     plan = _plan(x)
-    configs = space(plan.form, detect(x.q.device))[1:]
+    configs = serving_space(plan.form, detect(x.q.device))[1:]
     chosen = random.Random(0).sample(configs, min(count, len(configs)))
     return {
         f"{OURS} " + ",".join(f"{k}={v}" for k, v in asdict(each).items()): served_with(

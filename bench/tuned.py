@@ -34,7 +34,7 @@ from flexattn.measure.worker import Worker
 from flexattn.records.record import Record
 from flexattn.records.store import Store
 from flexattn.settings import override
-from flexattn.tune.builds import Built, build_all, compilers
+from flexattn.tune.builds import BuiltConfig, build_all, compilers
 from flexattn.tune.compile_queue import CompileQueue, Runs
 from flexattn.tune.gpu_tuner import build_ahead
 from flexattn.tune.method import Method, method_for
@@ -64,7 +64,7 @@ def _tunings(
     for seed in range(times):
         building = [0.0]
 
-        def build(configs: Sequence[Any], building: list[float] = building) -> list[Built]:
+        def build(configs: Sequence[Any], building: list[float] = building) -> list[BuiltConfig]:
             begin = time.monotonic()
             built = build_all(job.problem, configs, job.device, pool=pool)
             building[0] += time.monotonic() - begin

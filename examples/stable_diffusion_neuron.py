@@ -23,8 +23,8 @@ from flexattn.kernels.nki.config import NkiPrefillConfig
 from flexattn.measure.oracle import oracle
 from flexattn.measure.task import Task
 from flexattn.mods import bind
-from flexattn.neuron.feasible import survey
-from flexattn.neuron.model import estimate
+from flexattn.neuron.feasible import target_survey
+from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape, make_problem
 from flexattn.records.record import Policy
@@ -51,14 +51,14 @@ def compare(target, mixed, is_causal):
     """(the task, the tutorial's tiling, the best config) with their estimates."""
     task = task_of(target, "float32" if mixed else "bfloat16", is_causal)
     configs = [
-        replace(each, mixed=mixed) for each in survey(task.problem, target, "quick").configs
+        replace(each, mixed=mixed) for each in target_survey(task.problem, target, "quick").configs
     ]
     mask = configs[0].mask
     tutorial = NkiPrefillConfig(128, 128, LENGTH, 1, 1, 1, mask=mask, mixed=mixed)
     ranked = sorted(
-        ((estimate(task, each, target), each) for each in configs), key=lambda x: x[0].time
+        ((nki_estimate(task, each, target), each) for each in configs), key=lambda x: x[0].time
     )
-    return task, (estimate(task, tutorial, target), tutorial), ranked[0]
+    return task, (nki_estimate(task, tutorial, target), tutorial), ranked[0]
 
 
 def gated(task, config, target):

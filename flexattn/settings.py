@@ -133,7 +133,7 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def read(environ: Mapping[str, str]) -> Settings:
+def read_settings(environ: Mapping[str, str]) -> Settings:
     """Parse an environment; raises SettingsError for a value that is not understood."""
     values = {name: environ.get(name, default) for name, default, _ in VARIABLES}
     interpret = values["FLEXATTN_INTERPRET"]
@@ -209,7 +209,7 @@ _override: ContextVar[Settings | None] = ContextVar("flexattn_settings", default
 def _from_process() -> Settings:
     for warning in doubts(os.environ):
         say_once(warning)
-    settings = read(os.environ)
+    settings = read_settings(os.environ)
     if settings.interpret:
         _enter_interpreter()
     if settings.debug and not log.handlers:
@@ -326,7 +326,7 @@ def _at_import() -> None:
     A value that is not understood is said at the first use: the command line can show that.
     """
     try:
-        read(os.environ)
+        read_settings(os.environ)
     except SettingsError:
         return
     _from_process()

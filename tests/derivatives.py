@@ -7,13 +7,13 @@ import torch
 from flexattn.kernels.printers.torch_printer import to_torch
 from flexattn.mods import bind
 from flexattn.mods.derivative import derivatives, loaded_floats
-from flexattn.mods.outside import read
+from flexattn.mods.outside import read_places
 from flexattn.reference import at_points
 
 
 def printed(expr):
     """An expression as the callable that it is printed as; what is float32 is float64."""
-    scope = {"torch": torch, "math": math, "load": lambda x, *index: read(x, index)[0]}
+    scope = {"torch": torch, "math": math, "load": lambda x, *index: read_places(x, index)[0]}
     exec(to_torch(expr, wide=True), scope)
     return scope["mod"]
 

@@ -14,7 +14,7 @@ from flexattn.tune.progress import SILENT
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.shared import HELD, Shared
 from flexattn.tune.shared_study import Pulse
-from flexattn.tune.studies import load
+from flexattn.tune.studies import load_study
 
 PULSE = Pulse(beat_s=1, grace_s=8)
 METHOD = Method(provenance="replay", rounds=3)
@@ -56,7 +56,7 @@ class Slow(ReplayMeasurer):
 
 
 def main(url, log, name, study, held):
-    stored = load(study)
+    stored = load_study(study)
     measurer = Slow(stored, log, name)
     record = tune_shared_subject(stored.subject, measurer, url, held=held)
     print(json.dumps([name, repr(record.config), len(record.trials)]), flush=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from flexattn.kernels.base.binding import bind
+from flexattn.kernels.base.binding import bind_arguments
 from flexattn.runtime.build import TritonLaunch, builder
 
 
@@ -42,7 +42,7 @@ class Recorded:
 
     def prepare(self, programs, fixed, given, boxes=None, spare=()):
         self.programs, self.boxes = programs, boxes or {}
-        self.bound = bind(self.source.arguments, fixed, given, boxes, spare)
+        self.bound = bind_arguments(self.source.arguments, fixed, given, boxes, spare)
         self.fixed = dict(zip(self.names, self.bound.fixed, strict=True))
         return self
 

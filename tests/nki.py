@@ -5,7 +5,7 @@ import torch
 from flexattn.device.neuroncore import CORES
 from flexattn.measure.gate import judge
 from flexattn.mods import bind
-from flexattn.neuron.feasible import default
+from flexattn.neuron.feasible import default_config
 from flexattn.neuron.nki.interpret import interpret
 from flexattn.neuron.run import prepare
 from flexattn.problem import DTYPES, Shape, Sparsity, make_problem
@@ -69,7 +69,7 @@ def check(
         kind, DTYPES[dtype], Shape(B, Hq, Hkv, L, S, D, Dv or D), score, mask, sparsity,
         lse=statistics[0], max_scores=statistics[1], positive_scale=scale > 0,
     )  # fmt: skip
-    config = config or default(problem, target)
+    config = config or default_config(problem, target)
     prepared = prepare(problem, config, target, scale=scale, score=score, mask=mask, lists=lists)
     got = prepared.interpret(q, k, v)
     call = {"score_mod": score_mod, "block_mask": blocks, "scale": scale}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexattn.serving import PrefixTree, ReadCost, TreePlan
+from flexattn.serving import CascadePlan, PrefixTree, ReadCost, TreePlan
 from tests.serving import Batch, batch, poisoned_pages, quantized
 
 # Every node that two requests share is read once.
@@ -20,7 +20,7 @@ OWN = (5, 19, 40, 6, 23, 8, 30)
 class Case:
     """A plan, what its run is given, and what judges it."""
 
-    plan: TreePlan
+    plan: TreePlan | CascadePlan
     each: Batch
     q: torch.Tensor
     cache: Any
@@ -29,9 +29,11 @@ class Case:
     def run(self):
         """(out, lse) [rows, Hq, ...] of a run that finds NaN wherever it has to write."""
         plan = self.plan
-        for state in (plan, plan.shared, plan.own):
+        shared = plan.prefix if isinstance(plan, CascadePlan) else plan.shared
+        for state in (plan, shared, plan.own):
             state._out.fill_(math.nan)
             state._lse.fill_(math.nan)
+        shared._workspace.fill_(math.nan)
         return [x.flatten(0, 1) for x in plan.run(self.q, self.cache, **self.call)]
 
 

@@ -16,7 +16,7 @@ from flexattn.block_mask.kernels import BlockClassifier
 from flexattn.errors import InputError
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
-from flexattn.mods.algebra import Bounds, Table, bounds_of, tables_of, verdicts
+from flexattn.mods.algebra import Bounds, Extremes, bounds_of, tables_of, verdicts
 from flexattn.mods.expr import walk
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -138,7 +138,7 @@ class _Host:
         """Rows and keys of a block that may lie within the lengths."""
         return min(self.block[0], self.sizes[2]), min(self.block[1], self.sizes[3])
 
-    def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Table, ...]) -> None:
+    def _settle(self, fine: Tensor, bounds: Bounds, tables: tuple[Extremes, ...]) -> None:
         """Decide the blocks of open squares, each by itself."""
         flat = fine.view(-1)
         pending = torch.nonzero(flat == _OPEN)[:, 0]
@@ -148,7 +148,7 @@ class _Host:
             )
 
     def _bounded(
-        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Table, ...]
+        self, tiles: list[Tensor], step: int, bounds: Bounds, tables: tuple[Extremes, ...]
     ) -> Tensor:
         """The kinds of squares of step x step blocks, _OPEN where the bounds do not say."""
         b, h, *places = tiles

@@ -13,7 +13,7 @@ from flexattn.kernels.base.source import Source
 from flexattn.kernels.block_mask.bounds_printer import table_values
 from flexattn.kernels.block_mask.source import STRIP, render_block_mask
 from flexattn.mods import Bound
-from flexattn.mods.algebra import Table, bounds_of, tables_of
+from flexattn.mods.algebra import Extremes, bounds_of, tables_of
 from flexattn.problem import Captures
 from flexattn.runtime.build import builder
 from flexattn.util.lru import Lru
@@ -41,7 +41,7 @@ class BlockClassifier:
         self._source = _mask_source(self._captures, block, self._target)
         _, heads, q_len, kv_len = sizes
         bounds = bounds_of(bound.mod)
-        self._tables: tuple[Table, ...] = tables_of(bounds.tables, bound.tensors, block)
+        self._tables: tuple[Extremes, ...] = tables_of(bounds.tables, bound.tensors, block)
         self._given: dict[str, Any] = {
             "H": heads,
             "q_len": q_len,

@@ -82,14 +82,13 @@ class Setup:
 class Case:
     """A named entry of the catalogue.
 
-    empty_rows: rows may have no lane, at some shapes. same_length: it means something where L == S
-    only, though it runs anywhere. torch_eager: torch's eager flex_attention can run it.
+    empty_rows: rows may have no lane, at some shapes. torch_eager: torch's eager flex_attention
+    can run it.
     """
 
     name: str
     build: Callable[[Setup], Built]
     empty_rows: bool = False
-    same_length: bool = False
     torch_eager: bool = True
 
     def make(

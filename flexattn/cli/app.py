@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, cast, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -36,6 +36,13 @@ COMPLETION = (
     "Words complete with TAB after `flexattn --install-completion` and a new shell; "
     "`--show-completion` prints the script instead. Verbs, options and their choices complete."
 )
+
+
+class Verb(Protocol):
+    """What the module of a verb gives, `flexattn.cli.` and the verb's name."""
+
+    def run(self, asked: Any) -> None:
+        """Do as asked, by the verb's class of VERBS; raises FlexAttnError for a bad request."""
 
 
 class _Group(TyperGroup):
@@ -90,8 +97,8 @@ def _front(verb: str, asked: type) -> Callable[..., None]:
     name = verb.replace("-", "_")
 
     def called(**given: Any) -> None:
-        run = getattr(import_module(f"flexattn.cli.{name}"), name)
-        run(asked(**given))
+        module = cast(Verb, import_module(f"flexattn.cli.{name}"))
+        module.run(asked(**given))
 
     hints = get_type_hints(asked, include_extras=True)
     fields = inspect.signature(asked).parameters.values()

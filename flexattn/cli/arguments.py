@@ -21,12 +21,14 @@ AnyMod = Annotated[str | None, typer.Argument(metavar="[MOD]", help=MOD, show_de
 ModArguments = Annotated[
     list[str] | None, typer.Option("--arg", help="An argument of a factory; repeatable.")
 ]
-Role = Annotated[
+RoleName = Annotated[
     str | None, option("--as", of=choices.ROLES, help="What MOD is, where arity cannot tell.")
 ]
-KindName = Annotated[str, option("--kind", of=choices.KINDS, help="What the kernel computes.")]
+KindName = Annotated[
+    str, option("--kind", of=choices.KIND_CHOICES, help="What the kernel computes.")
+]
 AnyKind = Annotated[
-    str | None, option("--kind", of=choices.KINDS, help="The lengths decide by default.")
+    str | None, option("--kind", of=choices.KIND_CHOICES, help="The lengths decide by default.")
 ]
 HeadDim = Annotated[int, typer.Option(help="Head dimension of query and key.")]
 HeadDimV = Annotated[
@@ -34,12 +36,14 @@ HeadDimV = Annotated[
 ]
 Dtype = Annotated[
     str,
-    option("--dtype", of=choices.DTYPES, help="bf16, fp16, fp32 and fp8 are understood, too."),
+    option(
+        "--dtype", of=choices.DTYPE_CHOICES, help="bf16, fp16, fp32 and fp8 are understood, too."
+    ),
 ]
 QueryHeads = Annotated[int, typer.Option("--Hq", help="Query heads.")]
 KeyHeads = Annotated[int, typer.Option("--Hkv", help="Key heads.")]
 BlockSize = Annotated[int, typer.Option(help="Block size of a mask's BlockMask.")]
-Batch = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
+BatchSize = Annotated[int, typer.Option("--B", help="Batch; decode's splits depend on it.")]
 QueryLength = Annotated[
     int | None, typer.Option(help=f"Query length; by default 1 for decode, else {LENGTH}.")
 ]
@@ -56,7 +60,7 @@ Presets = Annotated[
            help=f"A shipped workload, repeatable: {', '.join(choices.PRESETS)}."),
 ]  # fmt: skip
 Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
-Effort = Annotated[str, option("--effort", of=choices.EFFORTS, help="How much of the space.")]
+EffortName = Annotated[str, option("--effort", of=choices.EFFORTS, help="How much of the space.")]
 DeviceName = Annotated[
     str | None,
     option("--device", of=choices.DEVICES, shown="NAME",
@@ -81,12 +85,12 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallOptions:
     """The call of a problem but for its keys: an argument or an option each."""
 
     mod: ModName
     arg: ModArguments = None
-    role: Role = None
+    role: RoleName = None
     kind: KindName = "prefill"
     head_dim: HeadDim = 128
     head_dim_v: HeadDimV = None
@@ -95,5 +99,5 @@ class Call:
     hq: QueryHeads = 32
     hkv: KeyHeads = 8
     block_size: BlockSize = 128
-    batch: Batch = 1
+    batch: BatchSize = 1
     q_len: QueryLength = None

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from flexattn.block_mask.create import create_block_mask
 from flexattn.cli import options
-from flexattn.cli.selection import rows_of
+from flexattn.cli.selection import chosen_rows
 from flexattn.cli.terminal import cell, say_json, tell
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
@@ -34,9 +34,9 @@ from flexattn.tune.workload import Row
 
 OURS, DEFAULT, TORCH = "flexattn", "default", "torch"
 # How torch's kernel is compiled, where it is timed at all.
-Rival = Literal["none", "compiled", "tuned"]
+RivalChoice = Literal["none", "compiled", "tuned"]
 TORCH_MODES = {"compiled": None, "tuned": "max-autotune-no-cudagraphs"}
-Call = Callable[..., Any]
+_Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Benched:
     note: str = ""
 
 
-def bench(asked: options.Bench) -> None:
+def run(asked: options.Bench) -> None:
     """As `flexattn bench` is asked."""
-    rows = rows_of(asked, backward=False)
+    rows = chosen_rows(asked, backward=False)
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "torch sees no GPU here",
@@ -71,8 +71,8 @@ def bench(asked: options.Bench) -> None:
     console, done = Console(stderr=True), []
     for number, row in enumerate(rows, 1):
         tell(console, f"{number}/{len(rows)} {row.title}")
-        rival: Rival = "tuned" if asked.rivals else "none"
-        done.append(run(row, here, asked.rounds, asked.min_ms, rival))
+        rival: RivalChoice = "tuned" if asked.rivals else "none"
+        done.append(race_row(row, here, asked.rounds, asked.min_ms, rival))
     if asked.as_json:
         told = {"device": torch.cuda.get_device_name(), "rows": [asdict(each) for each in done]}
         say_json(told)
@@ -82,7 +82,9 @@ def bench(asked: options.Bench) -> None:
         raise typer.Exit(1)
 
 
-def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival) -> Benched:
+def race_row(
+    row: Row, where: torch.device, rounds: int, min_ms: float, rival: RivalChoice
+) -> Benched:
     """One row's race on a GPU, or on the CPU's clock in the interpreter."""
     target = detect(where)
     with torch.device(where):
@@ -100,8 +102,8 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
         make_call(q, k, v, score_mod, mask, task.scale, True, False, None, None, sinks)
     ).launch.choice
     static = family_of(start := default(choice.problem, target)).options_of(start)
-    ours: Call = partial(flex_attention, q, k, v, **common, enable_gqa=True, sinks=sinks)
-    calls: dict[str, Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
+    ours: _Call = partial(flex_attention, q, k, v, **common, enable_gqa=True, sinks=sinks)
+    calls: dict[str, _Call] = {OURS: ours, DEFAULT: partial(ours, kernel_options=static)}
     if rival != "none":
         calls[TORCH] = partial(_torchs(TORCH_MODES[rival]), q, k, v, **common, enable_gqa=True)
     score, bound = bind(score_mod, "score"), bind(mask_mod, "mask")
@@ -139,11 +141,11 @@ def run(row: Row, where: torch.device, rounds: int, min_ms: float, rival: Rival)
     )
 
 
-def _torchs(mode: str | None) -> Call:
+def _torchs(mode: str | None) -> _Call:
     from torch.nn.attention.flex_attention import flex_attention as torchs
 
     torch.compiler.reset()  # else the limit of recompilations is reached after a few rows
-    rival: Call = torchs
+    rival: _Call = torchs
     return torch.compile(rival, dynamic=False, mode=mode)
 
 

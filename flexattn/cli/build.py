@@ -20,11 +20,11 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose.registry import short
 from flexattn.kernels.choose.space import survey
 from flexattn.problem import Problem
-from flexattn.tune.builds import DEADLINE, Built, build_all, twins
+from flexattn.tune.builds import DEADLINE, BuiltConfig, build_all, twins
 
 
 @dataclass(frozen=True)
-class Report:
+class BuildReport:
     """A space that was built. twins: for each config, the earlier one with the same code.
 
     rejected: how many configs of the grid broke each rule, and were not built.
@@ -33,7 +33,7 @@ class Report:
     problem: str
     device: str
     effort: Effort
-    built: tuple[Built, ...]
+    built: tuple[BuiltConfig, ...]
     twins: tuple[int | None, ...]
     rejected: tuple[tuple[str, int], ...]
 
@@ -50,7 +50,7 @@ class Report:
         return self.timed > 0 and ends <= {"resources"}
 
 
-def build(asked: options.Build) -> None:
+def run(asked: options.Build) -> None:
     """As `flexattn build` is asked."""
     if asked.jobs < 0 or asked.deadline <= 0:
         got = f"--jobs {asked.jobs} --deadline {asked.deadline:g}"
@@ -67,7 +67,7 @@ def build(asked: options.Build) -> None:
             counted = count
             lane.stage("build", count)
 
-        def tell_of(built: Built) -> None:
+        def tell_of(built: BuiltConfig) -> None:
             nonlocal done
             done += 1
             lane.step(short(built.config))
@@ -99,19 +99,19 @@ def report_of(
     deadline: float = DEADLINE,
     *,
     begin: Callable[[int], None] = lambda count: None,
-    say: Callable[[Built], None] = lambda built: None,
-) -> Report:
+    say: Callable[[BuiltConfig], None] = lambda built: None,
+) -> BuildReport:
     """Survey a problem's space and build it; begin: told how many configs there are."""
     space = survey(problem, device, effort)
     begin(len(space.configs))
     found = build_all(problem, space.configs, device, jobs, deadline=deadline, say=say)
     title = f"{device.name} ({device.arch})"
-    return Report(
+    return BuildReport(
         problem.describe(), title, effort, tuple(found), tuple(twins(found)), space.rejected
     )
 
 
-def _line(built: Built) -> str:
+def _line(built: BuiltConfig) -> str:
     """One config in a line of its own, where nobody watches a table."""
     if built.failed is not None:
         return f"{short(built.config)}: {built.failed.stage}: {built.failed.error}"
@@ -121,7 +121,7 @@ def _line(built: Built) -> str:
     )
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BuildReport) -> None:
     """The table of configs with what each takes, and below it what was not built, by rule."""
     console = wide_console()
     table = Table(title=f"{report.problem}\n{report.device}, effort {report.effort}")
@@ -150,14 +150,14 @@ def print_report(report: Report) -> None:
     tell(console, text)
 
 
-def _note(report: Report, built: Built, twin: int | None) -> str:
+def _note(report: BuildReport, built: BuiltConfig, twin: int | None) -> str:
     if built.failed is not None:
         text = built.failed.message if built.failed.stage == "resources" else built.failed.error
         return f"{built.failed.stage}: {text}"
     return "" if twin is None else f"same code as {short(report.built[twin].config)}"
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: BuildReport) -> dict[str, Any]:
     data = asdict(report) | {"rejected": dict(report.rejected), "timed": report.timed}
     for entry, built in zip(data["built"], report.built, strict=True):
         entry["template"] = type(built.config).__name__.removesuffix("Config").lower()

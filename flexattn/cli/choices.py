@@ -16,10 +16,10 @@ from flexattn.errors import InputError
 from flexattn.presets import files
 from flexattn.util.near import did_you_mean
 
-KINDS = ("prefill", "decode", "backward")
-RECORDED = (*KINDS, "serving")
+KIND_CHOICES = ("prefill", "decode", "backward")
+RECORDED_CHOICES = (*KIND_CHOICES, "serving")
 EFFORTS = ("quick", "full", "exhaustive")
-DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
+DTYPE_CHOICES = ("float16", "bfloat16", "float32", "float8_e4m3fn")
 ROLES = ("score", "mask")
 TANHS = ("auto", "fast", "exact")
 BACKENDS = ("TRITON", "GLUON")

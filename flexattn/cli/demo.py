@@ -12,14 +12,16 @@ from flexattn.errors import InputError
 from flexattn.settings import current
 
 
-def demo(asked: options.Demo) -> None:
+def run(asked: options.Demo) -> None:
     """As `flexattn demo` is asked."""
     if asked.part is not None:
         say(_part(asked.part))
         return
     console = Console()
     on_gpu = torch.cuda.is_available() and not current().interpret
-    passed = demo_gpu.show(console, asked.out) if on_gpu else demo_cpu.show(console, asked.out)
+    passed = (
+        demo_gpu.show_gpu(console, asked.out) if on_gpu else demo_cpu.show_cpu(console, asked.out)
+    )
     if not passed:
         console.print("[red]The demo failed: see above.")
         raise typer.Exit(1)
@@ -27,7 +29,7 @@ def demo(asked: options.Demo) -> None:
 
 def _part(name: str) -> str:
     if name == "interpret":
-        return parts.interpret()
+        return parts.interpret_workloads()
     if name == "compile":
         return parts.compile_all()
     raise InputError(f"--part {name}", "it is interpret or compile")

@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import parts, picture, verdicts
-from flexattn.cli.parts import Compiled, Parts
+from flexattn.cli.parts import CompiledWorkload, Parts
 from flexattn.cli.terminal import tell
-from flexattn.cli.workloads import FULL, SMALL
+from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
 
-MISSING = (
+_MISSING = (
     "Torch sees no GPU here, so no kernel, ours or torch's, was timed; on a machine with one the "
     "same command times both."
 )
 
 
-def show(console: Console, out: Path) -> bool:
+def show_cpu(console: Console, out: Path) -> bool:
     """Run both parts, print their tables, a picture and what was shown; whether all went well."""
     with console.status("interpreting small shapes, compiling the full ones"):
         found = parts.run_both()
@@ -35,18 +35,18 @@ def show(console: Console, out: Path) -> bool:
             tell(console, f"{each.workload}, {each.config}: {each.note}")
     for failure in found.failures:
         tell(console, failure, "red")
-    drawn = picture.window(FULL)
+    drawn = picture.window(FULL_WORKLOADS)
     tell(console, str(drawn))
     tell(console, f"Picture: {drawn.save(out / 'mask.png')}")
-    complete = not found.failures and len(found.trials) == len(SMALL)
+    complete = not found.failures and len(found.trials) == len(SMALL_WORKLOADS)
     passed = complete and all(trial.passed for trial in found.trials)
     if passed:
-        for sentence in sentences(found):
+        for sentence in cpu_sentences(found):
             tell(console, sentence)
     return passed
 
 
-def sentences(found: Parts) -> tuple[str, str, str]:
+def cpu_sentences(found: Parts) -> tuple[str, str, str]:
     """What somebody may repeat: how exact, what compiles, and what nobody has timed."""
     used = max(trial.error / trial.budget for trial in found.trials)
     built = [each for each in found.compiled if not each.note]
@@ -57,12 +57,12 @@ def sentences(found: Parts) -> tuple[str, str, str]:
         f"{used:.0%} of what is allowed.",
         f"2. Its kernels for an NVIDIA H200 compiled here without one, {len(built)} of them, with "
         f"{spills or 'no'} register spills.",
-        f"3. {MISSING}",
+        f"3. {_MISSING}",
     )
 
 
-def _built(compiled: Sequence[Compiled]) -> Table:
-    table = Table(title=f"Compiled for {parts.DEVICE}, without one: bfloat16, full shapes")
+def _built(compiled: Sequence[CompiledWorkload]) -> Table:
+    table = Table(title=f"Compiled for {parts.DEMO_DEVICE}, without one: bfloat16, full shapes")
     table.add_column("workload", no_wrap=True)
     table.add_column("config", overflow="fold")
     for name in ("registers", "spills", "shared KiB", "mma"):

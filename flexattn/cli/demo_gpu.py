@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import picture, verdicts
-from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, Rival, run
+from flexattn.cli.bench import DEFAULT, OURS, TORCH, Benched, RivalChoice, race_row
 from flexattn.cli.terminal import cell, tell
 from flexattn.cli.watch import Watch
-from flexattn.cli.workloads import FULL, Workload
+from flexattn.cli.workloads import FULL_WORKLOADS, DemoWorkload
 from flexattn.device import detect
 from flexattn.records.store import Store
 from flexattn.settings import override
@@ -25,15 +25,15 @@ from flexattn.tune.method import Method, method_for
 from flexattn.tune.tasks import tasks
 
 METHOD = method_for("quick", 3.0)
-ROUNDS, MIN_MS = 10, 4.0
+_ROUNDS, MIN_MS = 10, 4.0
 
 
-def show(
+def show_gpu(
     console: Console,
     out: Path,
-    workloads: Sequence[Workload] = FULL,
+    workloads: Sequence[DemoWorkload] = FULL_WORKLOADS,
     device: str = "cuda",
-    rival: Rival = "compiled",
+    rival: RivalChoice = "compiled",
     method: Method = METHOD,
 ) -> bool:
     """Tune into `out`, run as dispatch then serves, print the table, draw the pictures.
@@ -47,7 +47,7 @@ def show(
         done = []
         for workload in workloads:
             status.update(f"{workload.name}: torch compiles its kernel, then the race")
-            done.append(run(workload.row(), where, ROUNDS, MIN_MS, rival))
+            done.append(race_row(workload.row(), where, _ROUNDS, MIN_MS, rival))
     name = torch.cuda.get_device_name() if where.type == "cuda" else device
     gates = verdicts.table(f"Run on {name} in bfloat16, against the float64 oracle")
     for workload, row in zip(workloads, done, strict=True):
@@ -65,12 +65,12 @@ def show(
     tell(console, f"Records: {store.root}. Pictures: " + ", ".join(map(str, drawn)))
     passed = not failed and all(row.passed for row in done)
     if passed:
-        for sentence in sentences(done, name):
+        for sentence in gpu_sentences(done, name):
             tell(console, sentence)
     return passed
 
 
-def sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
+def gpu_sentences(done: Sequence[Benched], name: str) -> tuple[str, str, str]:
     """What somebody may repeat: how fast, how exact, and from what."""
     ratios = [(row.title, ratio) for row in done if (ratio := row.ratio.get(TORCH)) is not None]
     told = ", ".join(f"{ratio:.2f} times for {title}" for title, ratio in ratios)
@@ -106,7 +106,7 @@ def _raced(done: Sequence[Benched]) -> Table:
 
 def _tune(
     store: Store,
-    workloads: Sequence[Workload],
+    workloads: Sequence[DemoWorkload],
     where: torch.device,
     method: Method,
     console: Console,

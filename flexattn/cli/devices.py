@@ -10,7 +10,7 @@ from flexattn.device import KNOWN
 from flexattn.device.neuroncore import BANK_BYTES, CORES, PSUM_BANKS
 
 
-def devices(asked: options.Devices) -> None:
+def run(asked: options.Devices) -> None:
     """As `flexattn devices` is asked."""
     console = wide_console()
     table = Table()

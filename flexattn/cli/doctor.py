@@ -27,9 +27,9 @@ from flexattn.kernels.ptx.assembler import own_ptxas, preferred
 from flexattn.neuron.rungs import rungs
 from flexattn.problem import Kind, Shape, make_problem
 from flexattn.records.environment import environment
-from flexattn.records.layers import Layer
+from flexattn.records.layers import RecordLayer
 from flexattn.records.renderers import RecordKind
-from flexattn.records.untuned import COMMAND, read, untuned_path
+from flexattn.records.untuned import COMMAND, read_untuned, untuned_path
 from flexattn.records.why import why
 from flexattn.runtime.fallback.environment import compiler_of
 from flexattn.runtime.fallback.memory import memory
@@ -42,8 +42,8 @@ SAMPLES: tuple[tuple[Kind, Shape], ...] = (
     ("decode", Shape(8, 32, 8, 1, 8192, 128, 128)),
 )
 # Untuned problems that are printed; --json has all of them.
-SHOWN = 20
-RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
+_SHOWN = 20
+_RECORDED: tuple[RecordKind, ...] = ("prefill", "decode", "backward", "serving")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Health:
     strays: int
 
 
-def doctor(asked: options.Doctor) -> None:
+def run(asked: options.Doctor) -> None:
     """As `flexattn doctor` is asked."""
     target = device_of(asked.device)
     say_assumed(asked.device, target)
@@ -166,8 +166,8 @@ def _triton_cache() -> dict[str, Any]:
     return {"path": str(folder), "entries": kernels}
 
 
-def _health(layer: Layer, device: Device) -> Health:
-    here = {environment(kind, device).folder for kind in RECORDED}
+def _health(layer: RecordLayer, device: Device) -> Health:
+    here = {environment(kind, device).folder for kind in _RECORDED}
     records, exact, invalid = 0, 0, []
     for path, entry in layer.store.answers():
         if isinstance(entry, CacheError):
@@ -183,7 +183,7 @@ def _health(layer: Layer, device: Device) -> Health:
 def _untuned(faults: list[str]) -> list[dict[str, str]]:
     """What calls met without a tuned record, of every device."""
     try:
-        listed = read(untuned_path())
+        listed = read_untuned(untuned_path())
     except CacheError as error:
         faults.append(error.line)
         return []
@@ -223,10 +223,10 @@ def _print_untuned(listed: list[dict[str, str]]) -> None:
     if not listed:
         return
     say(f"{'untuned':<12}{len(listed)} in {untuned_path()}; `{COMMAND}` tunes them")
-    for each in listed[:SHOWN]:
+    for each in listed[:_SHOWN]:
         say(f"{'':<12}{each['problem']} on {each['device']}: {each['how']}")
-    if len(listed) > SHOWN:
-        say(f"{'':<12}and {len(listed) - SHOWN} more: --json lists all")
+    if len(listed) > _SHOWN:
+        say(f"{'':<12}and {len(listed) - _SHOWN} more: --json lists all")
 
 
 def _verdict(told: dict[str, Any]) -> str:

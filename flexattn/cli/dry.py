@@ -73,7 +73,9 @@ def _space(
 ) -> tuple[Sequence[Config] | Sequence[NkiConfig], dict[str, int]]:
     """The configs of a task, the default first, and how many others each rule rejects."""
     if task.device.backend == "neuron":
-        fits = feasible.survey(call_of(task).problem, task.device.name, effort_there(effort))
+        fits = feasible.target_survey(
+            call_of(task).problem, task.device.name, effort_there(effort)
+        )
         return fits.configs, dict(fits.rejected)
     if isinstance(task, ServingTask):
         of_plans, rejected = serving_configs(task.problem, task.device, effort)
@@ -82,7 +84,7 @@ def _space(
     return found.configs, dict(found.rejected)
 
 
-COLUMNS = (
+_COLUMNS = (
     ("key", "the sizes under which a record is filed: each rounded up to a power of two"),
     ("mask class", "of the mask's blocks: how many are kept (d1/8: an eighth), how uneven the "
      "rows are (i1: even), and whether a row's blocks are runs or have gaps"),
@@ -121,7 +123,7 @@ def print_plan(plan: dict[str, Any]) -> None:
             tell(console, text)
     for title, kept in plan["same_key"].items():
         tell(console, f"{title}: same key as {kept}")
-    for name, meaning in COLUMNS:
+    for name, meaning in _COLUMNS:
         tell(console, f"{name}: {meaning}", "dim")
     total = sum(each["configs"] for each in plan["problems"])
     said = ", ".join(f"{count} {name}" for name, count in sorted(rejected.items()))

@@ -11,7 +11,7 @@ import typer
 
 from flexattn.cli import options
 from flexattn.cli.places import places
-from flexattn.cli.selection import device_of, rows_of
+from flexattn.cli.selection import chosen_rows, device_of
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.deploy import binaries
@@ -20,7 +20,7 @@ from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.defaults import reasons
 from flexattn.measure.task import Task
 from flexattn.records.key import Key, key_of
-from flexattn.records.layers import Layer
+from flexattn.records.layers import RecordLayer
 from flexattn.records.merge import better
 from flexattn.records.record import Record
 from flexattn.records.store import REAL, Store
@@ -36,13 +36,13 @@ class Shipped:
     missing: tuple[str, ...]
 
 
-def export(asked: options.Export) -> None:
+def run(asked: options.Export) -> None:
     """As `flexattn export` is asked."""
     target = device_of(asked.device, assumed=False)
     chosen: list[Task] | None = None
     mods: list[tuple[Callable[..., Any], str]] = []
     if asked.named:
-        rows = rows_of(asked)
+        rows = chosen_rows(asked)
         chosen, _ = distinct(tasks(rows, target))
         if asked.with_binaries:
             pairs = (zip(mods_of(row), ("score", "mask"), strict=True) for row in rows)
@@ -71,7 +71,7 @@ def export(asked: options.Export) -> None:
 
 
 def collect(
-    layers: Sequence[Layer], into: Store, device: Device, chosen: Sequence[Task] | None
+    layers: Sequence[RecordLayer], into: Store, device: Device, chosen: Sequence[Task] | None
 ) -> Shipped:
     """Copy a device's records, of some tasks or all; of two for one key the better one."""
     wanted = None if chosen is None else {key_of(task.problem): task for task in chosen}

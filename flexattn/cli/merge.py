@@ -11,7 +11,7 @@ from flexattn.kernels.base.config import describe
 from flexattn.records.merge import Conflict, merge as merged
 
 
-def merge(asked: options.Merge) -> None:
+def run(asked: options.Merge) -> None:
     """As `flexattn merge` is asked."""
     roots = [layer.store.root for layer in places(asked.sources)]
     target = asked.out or users()

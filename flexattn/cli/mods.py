@@ -13,13 +13,13 @@ from flexattn import catalogue
 from flexattn.catalogue import CASES
 from flexattn.cli.choices import ROLES, choice
 from flexattn.errors import InputError
-from flexattn.mods.path import load, role_of
+from flexattn.mods.path import load_path, role_of
 from flexattn.problem import DTYPES, Shape
 from flexattn.util.near import did_you_mean
 
 
 @dataclass(frozen=True)
-class Mods:
+class ResolvedMods:
     """What a MOD stands for: a score_mod, a mask_mod, or a case of the catalogue with both."""
 
     score_mod: Callable[..., Any] | None = None
@@ -28,7 +28,7 @@ class Mods:
 
 def resolve(
     name: str, arguments: Sequence[str], role: str | None, shape: Shape, dtype: str
-) -> Mods:
+) -> ResolvedMods:
     """Find a MOD; `arguments` call a factory, and `role` says score or mask where arity cannot.
 
     shape, dtype: of the call, whose lengths and dtype a case's captured tensors have. Raises
@@ -60,15 +60,15 @@ def resolve(
     s = shape
     known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)
     built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, "cpu", known)
-    return Mods(built.score_mod, built.mask_mod)
+    return ResolvedMods(built.score_mod, built.mask_mod)
 
 
-def _imported(name: str, arguments: Sequence[str], role: str | None) -> Mods:
-    value = load(name, [_literal(text) for text in arguments])
+def _imported(name: str, arguments: Sequence[str], role: str | None) -> ResolvedMods:
+    value = load_path(name, [_literal(text) for text in arguments])
     role = role or role_of(
         name, value, "call a factory with --arg, or say --as score or --as mask"
     )
-    return Mods(score_mod=value) if role == "score" else Mods(mask_mod=value)
+    return ResolvedMods(score_mod=value) if role == "score" else ResolvedMods(mask_mod=value)
 
 
 def _literal(text: str) -> object:

@@ -16,14 +16,14 @@ from flexattn.neuron import feasible
 from flexattn.neuron.instance import Instance, instance
 from flexattn.neuron.lint import lint
 from flexattn.neuron.measure import measured
-from flexattn.neuron.tune import environment_of, rank
+from flexattn.neuron.tune import rank, ranking_environment
 from flexattn.problem import Problem
 from flexattn.records.record import Environment, Record
-from flexattn.tune.campaign import Tune
+from flexattn.tune.campaign import TuneTask
 from flexattn.tune.method import Method
 
 
-def effort_there(effort: Effort) -> nki.Effort:
+def effort_there(effort: Effort) -> nki.NkiEffort:
     """An effort as NKI's space knows it; raises InputError for exhaustive."""
     if effort == "exhaustive":
         raise InputError(
@@ -54,7 +54,7 @@ def check_measuring(
         )
 
 
-def ranker(lane: Lane, effort: nki.Effort, method: Method) -> Tune:
+def ranker(lane: Lane, effort: nki.NkiEffort, method: Method) -> TuneTask:
     """A tuner for `campaign`, which measures where this is an instance of the task's device.
 
     Elsewhere it ranks the task's space by the model; it tells a lane how far it is.
@@ -75,13 +75,13 @@ def environment_there(given: AnyTask) -> Environment:
     """Where a record of `ranker` holds."""
     task = call_of(given)
     here = measures(task.device)
-    found = environment_of(task)
+    found = ranking_environment(task)
     return found if here is None else replace(found, triton=here.compiler)
 
 
 def kernels(problem: Problem, target: str) -> tuple[NkiConfig, NkiSource, NkiSource | None]:
     """The first config that fits, its kernel, and what merges the splits; both pass the lint."""
-    config = feasible.default(problem, target)
+    config = feasible.default_config(problem, target)
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")
     combine = render_nki_combine(problem, target) if config.num_splits > 1 else None
     for each in filter(None, (source, combine)):

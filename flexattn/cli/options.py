@@ -17,19 +17,19 @@ from flexattn.cli.arguments import (
     AnyKind,
     AnyMod,
     AsJson,
-    Batch,
+    BatchSize,
     BlockSize,
-    Call,
+    CallOptions,
     Chosen,
     DeviceName,
     Dtype,
-    Effort,
+    EffortName,
     HeadDim,
     HeadDimV,
     KeyHeads,
     ModArguments,
     QueryHeads,
-    Role,
+    RoleName,
     Workloads,
 )
 from flexattn.cli.choices import option
@@ -55,7 +55,7 @@ class Tune(Chosen):
             help="Tune what dispatch listed in untuned.jsonl, or in lists in the files' place.",
         ),
     ] = False
-    effort: Effort = "full"
+    effort: EffortName = "full"
     budget: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds of measuring for each problem.")
     ] = None
@@ -92,14 +92,14 @@ class Tune(Chosen):
 
 
 @dataclass(frozen=True)
-class Build(Call):
+class Build(CallOptions):
     """Compile every config of a space, for a device that need not be here.
 
     The status is 1 where the compiler failed on one, or nothing is left to time.
     """
 
     kv_len: Annotated[int, typer.Option(help="Key length.")] = LENGTH
-    effort: Effort = "full"
+    effort: EffortName = "full"
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0
     deadline: Annotated[
         float, typer.Option(help="Seconds after which one config's compiler is killed.")
@@ -115,7 +115,8 @@ class Show:
         list[Path] | None, typer.Argument(help="Directories of records; by default every layer.")
     ] = None
     kind: Annotated[
-        str | None, option("--kind", of=choices.RECORDED, help="Records of one kind alone.")
+        str | None,
+        option("--kind", of=choices.RECORDED_CHOICES, help="Records of one kind alone."),
     ] = None
     device: Annotated[str | None, typer.Option(help="A device's name, or part of it.")] = None
     model: Annotated[str | None, typer.Option(help="A regular expression that titles match.")] = (
@@ -133,9 +134,9 @@ class Why(Chosen):
 
     mod: AnyMod = None
     arg: ModArguments = None
-    role: Role = None
+    role: RoleName = None
     kind: AnyKind = None
-    batch: Batch = 1
+    batch: BatchSize = 1
     hq: QueryHeads = 32
     hkv: KeyHeads = 8
     q_len: Annotated[int, typer.Option(help="Queries.")] = LENGTH
@@ -249,7 +250,7 @@ class Doctor:
 
 
 @dataclass(frozen=True)
-class Render(Call):
+class Render(CallOptions):
     """Show the expression, the kernel's source, its PTX's path or the resources it takes."""
 
     kv_len: Annotated[

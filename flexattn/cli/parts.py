@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -14,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from flexattn.cli.offline import compiled, nearest
-from flexattn.cli.trial import Trial, Variant, run
-from flexattn.cli.workloads import FULL, SMALL, Workload
+from flexattn.cli.trial import DemoTrial, DemoVariant, run_trial
+from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
 from flexattn.device import Device, named
 from flexattn.errors import BuildError, ConfigError
 from flexattn.kernels.base.config import Config
@@ -26,17 +25,17 @@ from flexattn.problem import Problem
 from flexattn.runtime.resources import resources
 from flexattn.settings import child_environment
 
-Part = Literal["interpret", "compile"]
+_Part = Literal["interpret", "compile"]
 
-DEVICE = "nvidia-h200"
+DEMO_DEVICE = "nvidia-h200"
 INTERPRETED = 2
 CONFIGS = 3
 PATIENCE = 20.0  # seconds after which a workload gets its first config alone
-DEADLINE = 300
+_DEADLINE = 300
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledWorkload:
     """What one config of a workload takes of its device, as Resources has it; or why it cannot."""
 
     workload: str
@@ -52,23 +51,23 @@ class Compiled:
 class Parts:
     """What both children found; `failures` are the last words of a child that did not end well."""
 
-    trials: tuple[Trial, ...]
-    compiled: tuple[Compiled, ...]
+    trials: tuple[DemoTrial, ...]
+    compiled: tuple[CompiledWorkload, ...]
     failures: tuple[str, ...]
 
 
-def interpret(workloads: Sequence[Workload] = SMALL) -> str:
+def interpret_workloads() -> str:
     """Run the rendered kernels in Triton's interpreter and judge them; a line of JSON."""
-    trials = [run(w, torch.float16, INTERPRETED, PATIENCE) for w in workloads]
+    trials = [run_trial(w, torch.float16, INTERPRETED, PATIENCE) for w in SMALL_WORKLOADS]
     return json.dumps([asdict(trial) for trial in trials])
 
 
 def compile_all() -> str:
     """Compile a small space of each workload for a device that need not be here; JSON again."""
-    device = named(DEVICE)
+    device = named(DEMO_DEVICE)
     begin = time.perf_counter()
     found = []
-    for workload in FULL:
+    for workload in FULL_WORKLOADS:
         problem = workload.problem("bfloat16")
         first = default(problem, device)
         for config in nearest(problem, device, first, CONFIGS):
@@ -78,14 +77,14 @@ def compile_all() -> str:
     return json.dumps(found)
 
 
-def _compiled(name: str, problem: Problem, device: Device, config: Config) -> Compiled:
+def _compiled(name: str, problem: Problem, device: Device, config: Config) -> CompiledWorkload:
     try:
         forced = options.parse(family_of(config).options_of(config))
         kernel = compiled(problem, device, forced)[1]
     except (BuildError, ConfigError) as error:
-        return Compiled(name, short(config), note=error.got)
+        return CompiledWorkload(name, short(config), note=error.got)
     taken = resources(kernel, device)
-    return Compiled(
+    return CompiledWorkload(
         name,
         short(config),
         taken.registers,
@@ -97,25 +96,30 @@ def _compiled(name: str, problem: Problem, device: Device, config: Config) -> Co
 
 def run_both() -> Parts:
     """Both parts at once, each in a process of its own."""
-    parts: tuple[Part, ...] = ("interpret", "compile")
+    parts: tuple[_Part, ...] = ("interpret", "compile")
     with ThreadPoolExecutor(len(parts)) as pool:
         (trials, first), (built, second) = pool.map(_child, parts)
     return Parts(
         tuple(_trial(each) for each in trials),
-        tuple(Compiled(**each) for each in built),
+        tuple(CompiledWorkload(**each) for each in built),
         tuple(text for text in (first, second) if text),
     )
 
 
-def _child(part: Part) -> tuple[list[dict[str, Any]], str]:
+def _child(part: _Part) -> tuple[list[dict[str, Any]], str]:
     command = [sys.executable, "-m", "flexattn", "demo", "--part", part]
     environment = child_environment(interpret=part == "interpret")
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return [], f"{part}: no answer within {DEADLINE} s"
+        return [], f"{part}: no answer within {_DEADLINE} s"
     if done.returncode:
         words = done.stderr.strip().splitlines()[-8:]
         return [], f"{part}: status {done.returncode}\n" + "\n".join(words)
@@ -123,6 +127,6 @@ def _child(part: Part) -> tuple[list[dict[str, Any]], str]:
     return found, ""
 
 
-def _trial(fields: dict[str, Any]) -> Trial:
-    variants = tuple(Variant(**each) for each in fields["variants"])
-    return Trial(**{**fields, "variants": variants})
+def _trial(fields: dict[str, Any]) -> DemoTrial:
+    variants = tuple(DemoVariant(**each) for each in fields["variants"])
+    return DemoTrial(**{**fields, "variants": variants})

@@ -8,14 +8,14 @@ from typing import Any
 
 from flexattn.block_mask.visual import visualize
 from flexattn.block_mask.visual.picture import Picture
-from flexattn.cli.workloads import Workload
+from flexattn.cli.workloads import DemoWorkload
 
-RIVAL, OURS = "#f0a848", "#3b6ea5"
+_RIVAL, _OURS = "#f0a848", "#3b6ea5"
 # Cells of a mask on a terminal, and characters of its longest bar.
 CELLS, LONGEST = 64, 40
 
 
-def window(workloads: Sequence[Workload]) -> Picture:
+def window(workloads: Sequence[DemoWorkload]) -> Picture:
     """The blocks of the first sliding window among the workloads."""
     workload = next(each for each in workloads if each.window)
     mask = workload.mask_mod()
@@ -40,10 +40,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     groups = {title: values for title, values in groups.items() if values}
     if not groups:
         return []
-    figure, panels = _figure(7.2, 1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
+    figure, panels = _figure(1.0 + 0.34 * sum(2 + len(g) for g in groups.values()), groups)
     for axes, (title, values) in zip(panels, groups.items(), strict=True):
         labels = list(values)
-        colors = [RIVAL if label.startswith("torch") else OURS for label in labels]
+        colors = [_RIVAL if label.startswith("torch") else _OURS for label in labels]
         drawn = axes.barh(labels, list(values.values()), color=colors)
         axes.bar_label(drawn, fmt="%.4g", padding=3)
         axes.margins(x=0.15)
@@ -52,10 +52,10 @@ def bars(groups: Mapping[str, Mapping[str, float]], unit: str, path: Path) -> li
     return [_save(figure, path)]
 
 
-def _figure(width: float, height: float, groups: Mapping[str, Any]) -> Any:
+def _figure(height: float, groups: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(7.2, height), layout="constrained")
     ratios = [2 + len(values) for values in groups.values()]
     return figure, figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexattn.errors import InputError
-from flexattn.records.layers import Layer, configs_folder
+from flexattn.records.layers import RecordLayer, configs_folder
 from flexattn.records.store import Store
 from flexattn.settings import current
 
@@ -19,7 +19,7 @@ def users() -> Path:
     return current().cache_dir / "records"
 
 
-def places(folders: Sequence[Path] = ()) -> list[Layer]:
+def places(folders: Sequence[Path] = ()) -> list[RecordLayer]:
     """The given directories, else every layer there is, those shipped for all devices included.
 
     Raises InputError for a directory that does not exist.
@@ -28,13 +28,13 @@ def places(folders: Sequence[Path] = ()) -> list[Layer]:
         if not folder.is_dir():
             raise InputError(f"{folder}: no such directory", "records are kept in directories")
     if folders:
-        return [Layer(str(folder), Store(folder)) for folder in folders]
+        return [RecordLayer(str(folder), Store(folder)) for folder in folders]
     settings = current()
-    found = [Layer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
-    found.append(Layer("user", Store(users())))
+    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in settings.cache]
+    found.append(RecordLayer("user", Store(users())))
     shipped = configs_folder()
     if shipped is not None:
         there = (each for each in shipped.iterdir() if each.is_dir())
         devices = sorted(each for each in there if each.name != STUDIES)
-        found += [Layer("shipped", Store(each)) for each in devices]
+        found += [RecordLayer("shipped", Store(each)) for each in devices]
     return found

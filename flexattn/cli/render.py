@@ -22,7 +22,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.choose import options
 from flexattn.mods.expr import pretty
-from flexattn.neuron.run import path_of
+from flexattn.neuron.run import nki_path
 from flexattn.problem import Captures, Problem
 from flexattn.runtime import build
 from flexattn.runtime.codecache.files import text_file
@@ -50,7 +50,7 @@ class Rendered:
     rewrites: list[Rewrite] | None = None
 
 
-def render(asked: asking.Render) -> None:
+def run(asked: asking.Render) -> None:
     """As `flexattn render` is asked."""
     forced = {
         "BLOCK_M": asked.block_m,
@@ -144,8 +144,8 @@ def _rendered_nki(
         f"{device.name} (NKI)",
         describe(config),
         f"the first that fits; flexattn tune --device {device.name} ranks the others",
-        str(path_of(source)),
-        None if combine is None else str(path_of(combine)),
+        str(nki_path(source)),
+        None if combine is None else str(nki_path(combine)),
         _expression(structure.score) if expr else None,
         _expression(structure.mask) if expr else None,
         source.text if "source" in wanted else None,

@@ -18,7 +18,7 @@ from flexattn.records.codec import decode_record
 from flexattn.records.record import Decision, Record
 from flexattn.tune.decide import replay_study as decided
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.studies import load
+from flexattn.tune.studies import load_study
 from flexattn.tune.tuner import tune_subject
 
 
@@ -34,7 +34,7 @@ class Replayed:
     winner: str
 
 
-def replay_study(asked: options.ReplayStudy) -> None:
+def run(asked: options.ReplayStudy) -> None:
     """As `flexattn replay-study` is asked."""
     found = [each for path in asked.paths for each in _replayed(path)]
     if not found:
@@ -91,7 +91,7 @@ def _record(path: Path, record: Record) -> Replayed:
 
 
 def _study(path: Path) -> Replayed:
-    study = load(path)
+    study = load_study(path)
     measurer = ReplayMeasurer(study)
     record = tune_subject(study.subject, measurer, measurer.build)
     return Replayed(str(path), study.title, True, None, record.decision, short(record.config))

@@ -12,15 +12,15 @@ from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
 from flexattn.report.collect import from_files, from_stores
-from flexattn.report.page import Written, write
-from flexattn.report.rivals import read
+from flexattn.report.page import Written, write_page
+from flexattn.report.rivals import read_bench
 
 
-def report(asked: options.Report) -> None:
+def run(asked: options.Report) -> None:
     """As `flexattn report` is asked."""
     if asked.records and asked.cache:
         raise InputError("record files and --cache", "the page shows one or the other")
-    benches = [read(path) for path in asked.bench or ()]
+    benches = [read_bench(path) for path in asked.bench or ()]
     faults: tuple[str, ...] = ()
     if asked.records:
         found = from_files(asked.records)
@@ -33,7 +33,7 @@ def report(asked: options.Report) -> None:
         lane.stage("report", len(found))
         if not watch.bars:
             watch.say(f"reporting on {len(found)} problems")
-        written = write(found, asked.out, benches, as_png=asked.png, say=lane.step)
+        written = write_page(found, asked.out, benches, as_png=asked.png, say=lane.step)
     if asked.as_json:
         say_json(_facts(written, faults))
     else:

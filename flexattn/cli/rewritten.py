@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexattn.kernels.base.features import decays
 from flexattn.mods.expr import pretty
-from flexattn.mods.rules import ONE, RULES
+from flexattn.mods.rules import ONE, REWRITES
 from flexattn.problem import Structure
 
 # What a term is called, and where it is computed.
@@ -29,13 +29,13 @@ def rewrites(structure: Structure) -> list[Rewrite]:
     if terms is None:
         return []
     found = [
-        {"what": "rule", "name": step.rule, "says": RULES[step.rule], "to": step.to}
+        {"what": "rule", "name": step.rule, "says": REWRITES[step.rule], "to": step.to}
         for step in terms.steps
     ]
     if terms.rise is not None and decays(structure):
         text = pretty(terms.rise.step).replace("\n", "; ")
         found.append(
-            {"what": "rule", "name": "decay_skip", "says": RULES["decay_skip"], "to": text}
+            {"what": "rule", "name": "decay_skip", "says": REWRITES["decay_skip"], "to": text}
         )
     for name, place in _PLACES.items():
         expr = getattr(terms, name)

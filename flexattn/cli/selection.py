@@ -23,12 +23,12 @@ from flexattn.settings import current
 from flexattn.tune.workload import Row, Workload, read
 from flexattn.util.near import did_you_mean
 
-ALL = "all"
+_ALL = "all"
 
 
 def workload(path: Path) -> Workload:
     """A workload's file; raises InputError, with advice where the path is a preset's name."""
-    if str(path) in (*files(), ALL) and not path.exists():
+    if str(path) in (*files(), _ALL) and not path.exists():
         raise InputError(f"{path}: no such file", "it is a preset", f"name it: --preset {path}")
     return read(path)
 
@@ -38,17 +38,17 @@ def presets(names: Sequence[str]) -> list[Workload]:
     known = files()
     chosen: list[str] = []
     for name in names:
-        if name != ALL and name not in known:
+        if name != _ALL and name not in known:
             raise InputError(
                 f"no preset is called {name!r}",
                 f"there are {', '.join(known)}",
                 did_you_mean(name, known) or "--preset all takes every one",
             )
-        chosen += list(known) if name == ALL else [name]
+        chosen += list(known) if name == _ALL else [name]
     return [read(known[name]) for name in dict.fromkeys(chosen)]
 
 
-def rows_of(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[Row]:
+def chosen_rows(chosen: Chosen, plans: bool = False, backward: bool = True) -> list[Row]:
     """Rows of the files and presets whose titles `only` finds; raises InputError for none.
 
     plans: those of a DecodePlan, too. backward: those of gradients.
@@ -89,17 +89,17 @@ def effort_of(name: str) -> Effort:
 
 def kind_of(name: str) -> Kind:
     """A kind by name; raises InputError for another."""
-    return cast(Kind, choice("--kind", name, choices.KINDS))
+    return cast(Kind, choice("--kind", name, choices.KIND_CHOICES))
 
 
 def recorded_kind(name: str) -> RecordKind:
     """A kind of records by name; raises InputError for another."""
-    return cast(RecordKind, choice("--kind", name, choices.RECORDED))
+    return cast(RecordKind, choice("--kind", name, choices.RECORDED_CHOICES))
 
 
-def dtype_of(name: str) -> str:
+def dtype_named(name: str) -> str:
     """A dtype by its name or a short form of it; raises InputError for another."""
-    return choice("--dtype", name, choices.DTYPES, choices.DTYPE_NAMES)
+    return choice("--dtype", name, choices.DTYPE_CHOICES, choices.DTYPE_NAMES)
 
 
 def device_here() -> Device | None:

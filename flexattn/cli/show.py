@@ -17,7 +17,7 @@ from flexattn.cli.selection import recorded_kind
 from flexattn.cli.terminal import cell, say, say_json, wide_console
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.choose.registry import short
-from flexattn.records.layers import Layer
+from flexattn.records.layers import RecordLayer
 from flexattn.records.record import Answer
 
 # Columns of a screen that has room for all of a record.
@@ -47,7 +47,7 @@ class Shown:
     path: str
 
 
-def show(asked: options.Show) -> None:
+def run(asked: options.Show) -> None:
     """As `flexattn show` is asked."""
     which = None if asked.kind is None else recorded_kind(asked.kind)
     try:
@@ -78,7 +78,9 @@ def show(asked: options.Show) -> None:
             say(f"none is of {asked.device!r}: there are records of {', '.join(sorted(devices))}")
 
 
-def entries(layers: Sequence[Layer]) -> Iterator[tuple[Layer, Path, Answer | CacheError]]:
+def entries(
+    layers: Sequence[RecordLayer],
+) -> Iterator[tuple[RecordLayer, Path, Answer | CacheError]]:
     """Every record of some layers, or what is wrong with its file."""
     for layer in layers:
         for path, answer in layer.store.answers():

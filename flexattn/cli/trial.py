@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexattn.cli.offline import nearest
-from flexattn.cli.workloads import Workload
+from flexattn.cli.workloads import DemoWorkload
 from flexattn.errors import FlexAttnError
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.attention import flex_attention
@@ -20,7 +20,7 @@ from flexattn.measure.slices import Slices
 
 
 @dataclass(frozen=True)
-class Variant:
+class DemoVariant:
     """One config of ours, and its gate's verdict; note: why it is red, or cannot run."""
 
     config: str
@@ -29,7 +29,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Trial:
+class DemoTrial:
     """What one workload showed; the first variant is what a plain call runs.
 
     error, budget: the largest of `out` in the slice that uses most of its budget.
@@ -37,7 +37,7 @@ class Trial:
 
     workload: str
     shape: str
-    variants: tuple[Variant, ...]
+    variants: tuple[DemoVariant, ...]
     error: float
     budget: float
 
@@ -47,7 +47,9 @@ class Trial:
         return bool(self.variants) and all(variant.passed for variant in self.variants)
 
 
-def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) -> Trial:
+def run_trial(
+    workload: DemoWorkload, dtype: torch.dtype, configs: int, seconds: float
+) -> DemoTrial:
     """Gate up to this many configs on CPU tensors; after that many seconds only the first.
 
     A config that is too large for the device is left out; only its note remains.
@@ -62,7 +64,7 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
         assert isinstance(out, Tensor)
         return out
 
-    variants: list[Variant] = []
+    variants: list[DemoVariant] = []
     worst = (math.nan, math.nan)
     begin = time.perf_counter()
     with torch.no_grad():
@@ -79,10 +81,10 @@ def run(workload: Workload, dtype: torch.dtype, configs: int, seconds: float) ->
                 verdict = slices.judge(attend(forced))
             except FlexAttnError as error:
                 # Only the plain call must run; a variant may be too large for this device.
-                variants.append(Variant(name, bool(variants), error.got))
+                variants.append(DemoVariant(name, bool(variants), error.got))
                 continue
             if not variants and verdict.rows:
                 worst = verdict.rows[0].error, verdict.rows[0].budget
             note = "" if verdict.passed else verdict.message()
-            variants.append(Variant(name, verdict.passed, note))
-    return Trial(workload.name, workload.describe(), tuple(variants), *worst)
+            variants.append(DemoVariant(name, verdict.passed, note))
+    return DemoTrial(workload.name, workload.describe(), tuple(variants), *worst)

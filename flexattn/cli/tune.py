@@ -19,23 +19,23 @@ from flexattn.cli import options
 from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
-from flexattn.cli.selection import device_here, device_of, effort_of, rows_of, say_assumed
+from flexattn.cli.selection import chosen_rows, device_here, device_of, effort_of, say_assumed
 from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text
-from flexattn.cli.tuning import rank, run
+from flexattn.cli.tuning import rank_tasks, run_tuning
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.measure.task import AnyTask
 from flexattn.presets import files
 from flexattn.records.store import Store
 from flexattn.records.untuned import untuned_path
-from flexattn.tune.campaign import Outcome, Where, environment_of
+from flexattn.tune.campaign import TuningOutcome, Where, environment_of
 from flexattn.tune.method import method_for
 from flexattn.tune.tasks import distinct, plan_task, task_of
 from flexattn.tune.untuned import NOTE, untuned_tasks
 from flexattn.tune.workload import read
 
 
-def tune(asked: options.Tune) -> None:
+def run(asked: options.Tune) -> None:
     """As `flexattn tune` is asked."""
     if asked.list_presets:
         _list_presets(asked.as_json)
@@ -52,7 +52,7 @@ def tune(asked: options.Tune) -> None:
     gpu = target.backend != "neuron"
     rows = []
     if not asked.from_untuned:
-        rows = rows_of(asked, plans=gpu, backward=gpu)
+        rows = chosen_rows(asked, plans=gpu, backward=gpu)
     if not asked.dry_run and where is environment_of:
         _can_time(target)
     found: list[AnyTask] = [task for path in lists for task in untuned_tasks(path, target)]
@@ -71,10 +71,10 @@ def tune(asked: options.Tune) -> None:
     if asked.from_untuned:
         method = replace(method, provenance="untuned", note=NOTE)
     if target.backend == "neuron":
-        ran = rank(chosen, store, which, method, asked.again)
+        ran = rank_tasks(chosen, store, which, method, asked.again)
     else:
         seconds = math.inf if asked.time is None else asked.time
-        ran = run(
+        ran = run_tuning(
             chosen, store, method, asked.jobs, asked.again, asked.storage, seconds, asked.prune
         )
     told = {
@@ -115,7 +115,7 @@ def _can_time(target: Device) -> None:
     )
 
 
-def _counts(outcomes: Sequence[Outcome], asked: int) -> str:
+def _counts(outcomes: Sequence[TuningOutcome], asked: int) -> str:
     found = Counter(outcome.status for outcome in outcomes)
     told = ", ".join(f"{count} {status}" for status, count in found.items())
     if len(outcomes) < asked:
@@ -123,7 +123,7 @@ def _counts(outcomes: Sequence[Outcome], asked: int) -> str:
     return told or "nothing to tune"
 
 
-def _told(outcome: Outcome, store: Store) -> dict[str, Any]:
+def _told(outcome: TuningOutcome, store: Store) -> dict[str, Any]:
     answer = outcome.answer
     told: dict[str, Any] = {
         "title": outcome.title,

@@ -25,7 +25,14 @@ from flexattn.records.layers import layers
 from flexattn.records.record import Record
 from flexattn.records.store import Store
 from flexattn.tune.builds import compilers
-from flexattn.tune.campaign import Outcome, Tune, Where, campaign, environment_of, pending
+from flexattn.tune.campaign import (
+    TuneTask,
+    TuningOutcome,
+    Where,
+    campaign,
+    environment_of,
+    pending,
+)
 from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.gpu_tuner import GpuTuner, build_ahead
 from flexattn.tune.journal import settle
@@ -40,12 +47,12 @@ JOURNALS, LOCKS = "journals", "locks"
 class Ran:
     """What became of the tasks, whether Ctrl-C ended it, and which devices were lost, in words."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TuningOutcome, ...]
     interrupted: bool = False
     lost: tuple[str, ...] = ()
 
 
-def run(
+def run_tuning(
     chosen: Sequence[AnyTask],
     store: Store,
     method: Method,
@@ -94,13 +101,13 @@ def run(
         )
 
 
-def rank(
+def rank_tasks(
     chosen: Sequence[AnyTask], store: Store, effort: Effort, method: Method, again: bool
 ) -> Ran:
     """As `run`, for a Neuron device: by the cost model, or measured where this is an instance."""
     todo = len(pending(chosen, store, again, environment_there))
     with Watch(todo, Console(stderr=True)) as watch:
-        tuners: list[Tune] = [ranker(watch.lane(), effort_there(effort), method)]
+        tuners: list[TuneTask] = [ranker(watch.lane(), effort_there(effort), method)]
         return _followed(
             chosen,
             store,
@@ -140,7 +147,7 @@ def _landing(store: Store, device: Device, prune: bool) -> Callable[[Record], No
 def _followed(
     chosen: Sequence[AnyTask],
     store: Store,
-    tuners: Sequence[Tune],
+    tuners: Sequence[TuneTask],
     names: Sequence[str],
     again: bool,
     where: Where,
@@ -149,7 +156,7 @@ def _followed(
     until: float = math.inf,
     locks: TaskLocks | None = None,
 ) -> Ran:
-    found: list[Outcome] = []
+    found: list[TuningOutcome] = []
     gone: list[str] = []
 
     def lost(number: int, error: DeviceError) -> None:
@@ -167,7 +174,7 @@ def _followed(
     return Ran(tuple(found), False, tuple(gone))
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: TuningOutcome) -> str:
     if outcome.answer is None:
         return f"{outcome.title}: failed: {outcome.message}"
     decision, config = outcome.answer.decision, short(outcome.answer.config)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli.terminal import tell
-from flexattn.cli.trial import Trial
+from flexattn.cli.trial import DemoTrial
 
 
 def table(title: str) -> Table:
@@ -28,7 +28,7 @@ def cells(name: str, shape: str, error: float, budget: float, passed: bool) -> t
     return name, shape, f"{error:.1e}", f"{budget:.1e}", verdict
 
 
-def print_notes(console: Console, trials: Iterable[Trial]) -> None:
+def print_notes(console: Console, trials: Iterable[DemoTrial]) -> None:
     """Why a variant has no time: its gate's report, or what the device lacks."""
     for trial in trials:
         for variant in trial.variants:

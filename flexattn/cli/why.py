@@ -12,7 +12,7 @@ from flexattn.cli import options
 from flexattn.cli.mods import resolve
 from flexattn.cli.offline import check_sizes
 from flexattn.cli.recorded_mods import expression_of
-from flexattn.cli.selection import device_of, dtype_of, kind_of, rows_of, say_assumed
+from flexattn.cli.selection import chosen_rows, device_of, dtype_named, kind_of, say_assumed
 from flexattn.cli.terminal import indented, say, say_json, say_text
 from flexattn.device import Device
 from flexattn.errors import InputError
@@ -25,7 +25,7 @@ from flexattn.problem import Captures, Shape
 from flexattn.records.key import Sizes
 from flexattn.records.layers import origin
 from flexattn.records.record import Answer
-from flexattn.records.why import Closest, Difference, Explanation, why as explained
+from flexattn.records.why import Closest, ConfigExplanation, Difference, why as explained
 from flexattn.runtime.dispatch import candidates_of
 from flexattn.runtime.fallback.chain import Attempt, told
 from flexattn.runtime.fallback.memory import memory
@@ -35,18 +35,18 @@ from flexattn.tune.workload import Row
 CPU = torch.device("cpu")
 
 
-def why(asked: options.Why) -> None:
+def run(asked: options.Why) -> None:
     """As `flexattn why` is asked."""
     target = device_of(asked.device)
     if asked.named:
         if asked.mod is not None:
             raise InputError(f"{asked.mod} with a workload", "a problem is named by one of them")
-        found = list(tasks(rows_of(asked), target))
+        found = list(tasks(chosen_rows(asked), target))
     else:
         keys = asked.q_len if asked.kv_len is None else asked.kv_len
         v_dim = asked.head_dim if asked.head_dim_v is None else asked.head_dim_v
         shape = Shape(asked.batch, asked.hq, asked.hkv, asked.q_len, keys, asked.head_dim, v_dim)
-        dtype = dtype_of(asked.dtype)
+        dtype = dtype_named(asked.dtype)
         check_sizes(dtype, shape, asked.block_size)
         row = Row(
             title=asked.mod or "no mods",
@@ -78,13 +78,13 @@ def _tried(task: Task, device: Device) -> list[Attempt]:
     return told(candidates_of(task.problem, device, NONE), device, memory())
 
 
-def _estimate(task: Task, found: Explanation) -> str | None:
+def _estimate(task: Task, found: ConfigExplanation) -> str | None:
     """What the model of the config's family expects of it; None where it has none."""
     known = family_of(found.config).expected(task.problem, found.config, task.device)
     return None if known is None else str(known)
 
 
-def _told(task: Task, found: Explanation, tried: Sequence[Attempt]) -> dict[str, Any]:
+def _told(task: Task, found: ConfigExplanation, tried: Sequence[Attempt]) -> dict[str, Any]:
     return {
         "title": task.title,
         "problem": found.problem,
@@ -115,7 +115,7 @@ def _compared(closest: Closest) -> dict[str, Any]:
     }
 
 
-def _print(answers: Sequence[tuple[Task, Explanation, Sequence[Attempt]]]) -> None:
+def _print(answers: Sequence[tuple[Task, ConfigExplanation, Sequence[Attempt]]]) -> None:
     for task, found, tried in answers:
         structure = task.problem.structure
         mods = {"score": structure.score, "mask": structure.mask}

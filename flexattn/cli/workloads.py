@@ -29,7 +29,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Workload:
+class DemoWorkload:
     """One call. window: keys before the query's own, 0 for all; softcap: 0 where there is none."""
 
     name: str
@@ -106,14 +106,14 @@ class Workload:
         return problem_of(kind, dtype, shape, self.score_mod(), self.mask_mod())
 
 
-FULL = (
-    Workload("llama-3 prefill", 1, 32, 8, 8192, 8192, 128),
-    Workload("gemma-2 prefill", 1, 16, 8, 8192, 8192, 256, window=4096, softcap=50.0),
-    Workload("llama-3 decode", 8, 32, 8, 1, 8192, 128),
+FULL_WORKLOADS = (
+    DemoWorkload("llama-3 prefill", 1, 32, 8, 8192, 8192, 128),
+    DemoWorkload("gemma-2 prefill", 1, 16, 8, 8192, 8192, 256, window=4096, softcap=50.0),
+    DemoWorkload("llama-3 decode", 8, 32, 8, 1, 8192, 128),
 )
 # Odd lengths: they end where no tile does.
-SMALL = (
-    Workload("llama-3 prefill", 1, 4, 1, 301, 301, 128),
-    Workload("gemma-2 prefill", 1, 4, 2, 333, 333, 256, window=160, softcap=50.0),
-    Workload("llama-3 decode", 1, 32, 8, 1, 777, 128),
+SMALL_WORKLOADS = (
+    DemoWorkload("llama-3 prefill", 1, 4, 1, 301, 301, 128),
+    DemoWorkload("gemma-2 prefill", 1, 4, 2, 333, 333, 256, window=160, softcap=50.0),
+    DemoWorkload("llama-3 decode", 1, 32, 8, 1, 777, 128),
 )

@@ -31,7 +31,7 @@ from flexattn.runtime.source_store import Sources
 from flexattn.settings import current, override
 from flexattn.tune.progress import SILENT, Progress
 
-Mods = Iterable[tuple[Callable[..., Any], str]]
+_Mods = Iterable[tuple[Callable[..., Any], str]]
 # (lse, max_scores) of flex_attention's calls: with no statistics, and with return_lse.
 DEFAULT_OUTPUTS = ((False, False), (True, False))
 
@@ -54,7 +54,7 @@ def export(
     device: Device,
     out: Path,
     store: Store | None = None,
-    mods: Mods = (),
+    mods: _Mods = (),
     outputs: Iterable[tuple[bool, bool]] = DEFAULT_OUTPUTS,
     progress: Progress = SILENT,
 ) -> Exported:

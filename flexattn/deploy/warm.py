@@ -50,12 +50,12 @@ def warm(
     from flexattn.runtime.decay_skip import sources
     from flexattn.runtime.dispatch import dispatcher
     from flexattn.tune.tasks import mods_of, task_from
-    from flexattn.tune.workload import Workload, parse, read
+    from flexattn.tune.workload import Workload, parse_workload, read
 
     if isinstance(workload, (str, Path)):
         workload = read(Path(workload))
     elif isinstance(workload, Mapping):
-        workload = parse(workload, "workload", "warm(...)")
+        workload = parse_workload(workload, "workload", "warm(...)")
     elif not isinstance(workload, Workload):
         raise InputTypeError(
             f"workload is a {type(workload).__name__}",

@@ -15,7 +15,7 @@ from flexattn.errors import DriverError
 
 # CUtensorMapDataType by Triton's signature type.
 # The copy engine's names of types; eight bits are bytes to it.
-ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
+_ELEMENTS = {"fp8e4nv": 0, "fp16": 6, "fp32": 7, "bf16": 9}
 INVALID_CONTEXT = 201
 _L2_PROMOTION_128B = 2
 _MAX_THREADS, _MAX_DYNAMIC_SHARED = 0, 8
@@ -25,7 +25,7 @@ _TOO_MANY_THREADS = "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
 _STATIC_SHARED = 48 * 1024
 
 
-def load(code: bytes, name: str, shared: int, threads: int, index: int) -> int:
+def load_function(code: bytes, name: str, shared: int, threads: int, index: int) -> int:
     """Load a cubin onto a GPU; returns its CUfunction.
 
     shared, threads: bytes of dynamic shared memory and threads of a block that a launch will ask
@@ -69,7 +69,7 @@ def launch_kernel() -> Any:
     return _cuda().cuLaunchKernelEx
 
 
-def pointer(address: int | None) -> Any:
+def address_argument(address: int | None) -> Any:
     """An address as an argument of `launch_kernel`; it keeps nothing alive."""
     return ctypes.c_void_p.from_param(address)
 
@@ -79,7 +79,7 @@ def make_current(index: int) -> None:
     _call("cuCtxSetCurrent", _primary(index))
 
 
-def encode(
+def encode_descriptor(
     at: int,
     element: str,
     address: int,
@@ -93,7 +93,7 @@ def encode(
     shape, strides (in elements, the last is 1) and block: outermost first.
     """
     status: int = _encode_tiled()(
-        at, ELEMENTS[element], len(shape), address, *_arrays(element, shape, strides, block),
+        at, _ELEMENTS[element], len(shape), address, *_arrays(element, shape, strides, block),
         0, swizzle, _L2_PROMOTION_128B, 0,
     )  # fmt: skip
     return status

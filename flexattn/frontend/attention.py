@@ -14,8 +14,8 @@ from flexattn.frontend.admission import admit
 from flexattn.frontend.autograd import attend, prepared
 from flexattn.frontend.call import TENSORS, Call
 from flexattn.frontend.derivative_check import agrees
-from flexattn.frontend.dropout import check_dropout, drawn, without_torch
-from flexattn.frontend.guards import as_given, key_of, recall, remember
+from flexattn.frontend.dropout import check_kernels_drop, drawn, without_torch
+from flexattn.frontend.guards import as_given, guard_key, recall, remember
 from flexattn.frontend.plan import plan
 from flexattn.frontend.transforms import check_memory, check_transforms, functionals, tangent
 from flexattn.kernels.choose import options
@@ -95,7 +95,7 @@ def answer(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """What flex_attention returns for its arguments, outside of any graph."""
     given = Call(*arguments)
-    key = key_of(given)
+    key = guard_key(given)
     outputs = recall(key, given) or _serve(key, given)
     if given.return_aux is not None:
         return outputs.out, AuxOutput(lse=outputs.lse, max_scores=outputs.max_scores)
@@ -173,7 +173,7 @@ def route_of(call: Call) -> tuple[Route, str]:
         return "reference", "the template for float8 is Hopper's, which nothing interprets"
     check_memory(_read(call))
     if call.dropout is not None:
-        check_dropout(call)
+        check_kernels_drop(call)
     if call.score is not None:
         check_transforms(call.score.tensors)
     if call.mask is not None:

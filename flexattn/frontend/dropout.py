@@ -7,7 +7,7 @@ from flexattn.frontend.call import Call
 from flexattn.problem import FP8
 
 
-def check_dropout(call: Call) -> None:
+def check_kernels_drop(call: Call) -> None:
     """That kernels can drop weights of a call; raises UnsupportedError where none can."""
     got = f"dropout_p={call.dropout_p} on {call.q.device}"
     why = ""

@@ -37,7 +37,7 @@ _launches: Lru[Any, BackwardLaunch] = Lru(4096)
 _checked: Lru[Any, bool] = Lru(1024)
 
 
-class Asked(NamedTuple):
+class AskedGradients(NamedTuple):
     """What a backward keeps of its call beside the saved tensors.
 
     score, mask, dropout: the mods as bound, and what is dropped, without their tensors while they
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
     dropout: Dropout | None = None
 
     @classmethod
-    def of(cls, call: Call) -> Asked:
+    def of(cls, call: Call) -> AskedGradients:
         """What the backward of an admitted call keeps."""
         return cls(
             call.score, call.mask, call.block_mask, call.scale, call.options,
@@ -72,9 +72,9 @@ class BackwardPlan(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def check_gradients(call: Call) -> Asked:
+def check_gradients(call: Call) -> AskedGradients:
     """What the backward of a call keeps; raises UnsupportedError and ConfigError where none is."""
-    asked = Asked.of(call)
+    asked = AskedGradients.of(call)
     check_order(asked)
     mask = call.block_mask
     blocks = None if mask is None else (mask.BLOCK_SIZE, mask.full_kv_indices is None)
@@ -89,7 +89,7 @@ def check_gradients(call: Call) -> Asked:
 
 
 def check_backward(
-    asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None, target: Device
+    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None, target: Device
 ) -> None:
     """That there is a kernel for these gradients; raises as `check_gradients`. Reads no values."""
     if asked.score is not None:
@@ -105,7 +105,7 @@ def check_backward(
         )
 
 
-def check_order(asked: Asked) -> None:
+def check_order(asked: AskedGradients) -> None:
     """That no sum over many programs, which has no order, is asked to be deterministic."""
     if asked.score is None or not derivatives(asked.score.mod, asked.slots).summed(asked.slots):
         return
@@ -129,7 +129,7 @@ def check_order(asked: Asked) -> None:
 def choice_of(call: Call) -> tuple[Problem, Choice]:
     """What the backward of an admitted call runs; it is built, and nothing is launched."""
     target, index = detect(call.q.device), call.q.device.index if call.q.is_cuda else -1
-    asked = Asked.of(call)
+    asked = AskedGradients.of(call)
     problem = _problem(asked, call.q, call.k, call.v, asked.lists())
     options = _options(call.options, problem, target)
     choice, _, _ = dispatcher().kernels(problem, target, index, options)
@@ -179,7 +179,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def plan_backward(
-    asked: Asked, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
+    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
 ) -> BackwardPlan:
     """Find the launch of a backward: from memory when its facts were seen, else made."""
     lists, masked, sizes, settings = None, "", None, current()
@@ -210,7 +210,9 @@ def plan_backward(
     return BackwardPlan(launch, launch.rest_of(lists, asked.score, asked.mask, asked.dropout))
 
 
-def _problem(asked: Asked, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None) -> Problem:
+def _problem(
+    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, lists: BothLists | None
+) -> Problem:
     B, Hq, q_len, D = q.shape
     Hkv, kv_len, Dv = v.shape[1:]
     sparsity, masked = None, ""

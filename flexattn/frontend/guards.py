@@ -96,7 +96,7 @@ class _Seen:
 _seen: Lru[tuple[Any, ...], tuple[_Seen | None, _Seen | None]] = Lru(1024)
 
 
-def key_of(given: Call) -> tuple[Any, ...] | None:
+def guard_key(given: Call) -> tuple[Any, ...] | None:
     """What two calls have in common that the same launch may serve; None where nothing tells."""
     scale = given.scale
     try:

@@ -15,7 +15,7 @@ from flexattn.problem.mask_class import mask_class
 from flexattn.records.store import generation
 from flexattn.records.untuned import note
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Launch, Lists, Outputs, prepare
+from flexattn.runtime.launch import Launch, Lists, Outputs, prepare_launch
 from flexattn.settings import current
 from flexattn.util.lru import Lru
 
@@ -71,7 +71,7 @@ def _prepare(call: Call, facts: tuple[Any, ...], masked: str, lists: Lists | Non
         _check_fp8(problem, target, chosen)
     if problem.structure.kv_dtype:
         _check_mixed(problem, target, chosen)
-    launch = prepare(
+    launch = prepare_launch(
         problem, target, call.q.device, dispatcher(), chosen, call.q, call.k, call.v, lists,
         call.descales,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.call import Call
-from flexattn.frontend.gradients import Asked, BackwardPlan, plan_backward
+from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
 from flexattn.frontend.plan import Plan
 from flexattn.mods.derivative import derivatives
 from flexattn.problem import checks
@@ -35,7 +35,7 @@ class Trained:
         "masked", "rest",
     )  # fmt: skip
 
-    def __init__(self, call: Call, planned: Plan, asked: Asked) -> None:
+    def __init__(self, call: Call, planned: Plan, asked: AskedGradients) -> None:
         self.launch, self.rest = planned.launch, planned.rest()
         self.captured = () if call.score is None else call.score.tensors
         self.masked = () if call.mask is None else call.mask.tensors
@@ -85,7 +85,9 @@ class Trained:
         return found
 
 
-def with_tensors(asked: Asked, mask: BlockMask | None, others: list[Tensor]) -> Asked:
+def with_tensors(
+    asked: AskedGradients, mask: BlockMask | None, others: list[Tensor]
+) -> AskedGradients:
     """What a backward keeps of its call, with the block mask, the mods' tensors and the seed."""
     count = 0 if asked.score is None else len(asked.score.mod.buffers)
     score, masked, dropout = tuple(others[:count]), tuple(others[count:]), asked.dropout

@@ -16,11 +16,11 @@ from flexattn import catalogue
 from flexattn.errors import InputError, SettingsError
 from flexattn.mods import bind
 from flexattn.serving import DecodePlan
-from flexattn.serving.decode import identity
+from flexattn.serving.decode import live_identity
 from flexattn.settings import current
 
-Mod = Callable[..., Tensor]
-KINDS = ("score_mod", "mask_mod")
+_Mod = Callable[..., Tensor]
+_KINDS = ("score_mod", "mask_mod")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Layer:
         found = re.search(r"\d+", self.name)
         return int(found[0]) if found else -1
 
-    def score_mod(self, own: Mod | None) -> Mod | None:
+    def score_mod(self, own: _Mod | None) -> _Mod | None:
         """Soft-capping, then ALiBi, then the user's; None where there is none."""
         chain = [] if not self.softcap else [catalogue.softcap(self.softcap)]
         if self.slopes is not None:
@@ -67,14 +67,14 @@ class Layer:
 
         return chain[0] if len(chain) == 1 else score_mod if chain else None
 
-    def mask_mod(self, own: Mod | None) -> Mod:
+    def mask_mod(self, own: _Mod | None) -> _Mod:
         """What the layer lets a row see, and what the user's mask leaves of it."""
         window = self.window
         seen = catalogue.causal if window is None else catalogue.sliding_window(window - 1)
         return seen if own is None else and_masks(seen, own)
 
 
-def _alibi(slopes: Tensor) -> Mod:
+def _alibi(slopes: Tensor) -> _Mod:
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + slopes[h] * (kv_idx - q_idx)
 
@@ -88,13 +88,13 @@ class Plans:
         self._plans: dict[Any, DecodePlan] = {}
 
     def plan(
-        self, layer: Layer, *, mods: Mapping[str, Mod] | None = None, **maxima: Any
+        self, layer: Layer, *, mods: Mapping[str, _Mod] | None = None, **maxima: Any
     ) -> DecodePlan:
         """The plan of layers like this one. maxima: batch, kv_len and total_q of DecodePlan, 0 for
         single tokens, and batch_invariant."""
-        own = [(mods or {}).get(kind) for kind in KINDS]
-        bound = [bind(mod, kind[:-4]) for mod, kind in zip(own, KINDS, strict=True)]
-        key = (layer, *map(identity, bound), *maxima.values())
+        own = [(mods or {}).get(kind) for kind in _KINDS]
+        bound = [bind(mod, kind[:-4]) for mod, kind in zip(own, _KINDS, strict=True)]
+        key = (layer, *map(live_identity, bound), *maxima.values())
         found = self._plans.get(key)
         if found is None:
             found = self._plans[key] = DecodePlan(
@@ -106,7 +106,7 @@ class Plans:
         return found
 
 
-def user_mods(layer: Layer) -> Mapping[str, Mod]:
+def user_mods(layer: Layer) -> Mapping[str, _Mod]:
     """What the function that FLEXATTN_MODS names says of a layer: score_mod, mask_mod, or neither.
 
     Raises SettingsError where it cannot be imported, and InputError for another answer.
@@ -124,7 +124,7 @@ def user_mods(layer: Layer) -> Mapping[str, Mod]:
             "add the module's folder to PYTHONPATH",
         ) from error
     found = mods(layer)
-    if found is not None and not (isinstance(found, Mapping) and found.keys() <= set(KINDS)):
+    if found is not None and not (isinstance(found, Mapping) and found.keys() <= set(_KINDS)):
         raise InputError(
             f"{named} gives {found!r:.80} for layer {layer.name}",
             "it gives a dict with score_mod, mask_mod or both, or None",

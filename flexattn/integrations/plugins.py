@@ -6,7 +6,7 @@ from typing import Any
 
 from flexattn.settings import log
 
-NAME = "flexattn"
+_NAME = "flexattn"
 _VLLM_BACKEND = "flexattn.integrations.vllm.FlexattnBackend"
 
 
@@ -50,9 +50,9 @@ def register_sglang() -> None:
         ),
     )
     for names, add in lists:
-        if NAME not in names:
-            add([NAME])
-    register_attention_backend(NAME)(_sglang_backend)
+        if _NAME not in names:
+            add([_NAME])
+    register_attention_backend(_NAME)(_sglang_backend)
 
 
 def _sglang_backend(runner: Any) -> Any:

@@ -19,7 +19,7 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.integrations.paged import accept, attend_paged
 
-NAME = "flexattn"
+_NAME = "flexattn"
 # Continuous batching takes no name without "flash" in it.
 PAGED = "flexattn_flash2"
 
@@ -27,7 +27,7 @@ MaskFunction = Callable[..., Tensor]
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
 
 
-def register(name: str = NAME) -> None:
+def register(name: str = _NAME) -> None:
     """Let models be made with attn_implementation=name; a second call changes nothing.
 
     PAGED, which `serve_batches` sets, is the implementation of generate_batch.
@@ -48,7 +48,7 @@ def register(name: str = NAME) -> None:
             "it gives a mask q_length and q_offset, as releases from 5.23 on do",
             "pip install 'flexattn[transformers]'",
         )
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, attend_transformers)
     AttentionMaskInterface.register(name, make_mask)
     # Without a mask of its own: lengths say what each row sees.
     AttentionInterface.register(PAGED, attend_paged)
@@ -121,7 +121,7 @@ def make_mask(
     return mask
 
 
-def attend(
+def attend_transformers(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

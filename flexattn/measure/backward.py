@@ -16,7 +16,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure.gate import Verdict, badness, judge_named
 from flexattn.measure.inputs import make_inputs, moved
-from flexattn.measure.oracle import WHOLE_SCORES, block_mask_of, kept
+from flexattn.measure.oracle import WHOLE_SCORES, block_mask_of, kept_lanes
 from flexattn.measure.slices import Place
 from flexattn.measure.task import Task
 from flexattn.mods import Bound
@@ -116,7 +116,7 @@ def make_saved(task: Task, where: torch.device) -> Saved:
     if task.lists is not None and task.by_key is not None and sparsity is not None:
         lists = BothLists(task.lists.to(where), task.by_key.to(where))
         block_mask = block_mask_of(lists.by_query, sparsity, mask_mod, (p.q_len, p.kv_len))
-        mask_mod = kept(lists.by_query, sparsity, mask_mod, p.kv_len)
+        mask_mod = kept_lanes(lists.by_query, sparsity, mask_mod, p.kv_len)
     with torch.no_grad():
         forward = attention(
             q, k, v, score_mod=score_callable(score),

@@ -14,7 +14,7 @@ from flexattn.errors import FlexAttnError
 from flexattn.measure.failures import failed, is_sticky
 from flexattn.measure.runner import Runner
 from flexattn.measure.timing import Left
-from flexattn.measure.wire import Answer, Begun, Request, Trouble, end_with_parent, receive, send
+from flexattn.measure.wire import Begun, Reply, Request, Trouble, end_with_parent, receive, send
 from flexattn.records.record import Failed
 
 
@@ -26,7 +26,7 @@ def main(handle: int, where: str) -> None:
     pipe: Connection[Any, Any] = Connection(handle)
     try:
         runner = _load(where)
-        send(pipe, Answer(runner.device))
+        send(pipe, Reply(runner.device))
     except Exception as error:
         send(pipe, _trouble(error))
         return
@@ -43,11 +43,11 @@ def main(handle: int, where: str) -> None:
             os._exit(1)
 
 
-def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | Trouble:
     try:
         if request.method == "race":
             return _race(runner, request, pipe)
-        return Answer(getattr(runner, request.method)(*request.args))
+        return Reply(getattr(runner, request.method)(*request.args))
     except Exception as error:
         trouble = _trouble(error)
     # What holds the tensors of a failed run is the exception's traceback, which has ended here.
@@ -55,7 +55,7 @@ def _served(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Ans
     return Trouble(_crashed(trouble.failed) if lost else trouble.failed, lost, error=trouble.error)
 
 
-def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Answer | Trouble:
+def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Reply | Trouble:
     for event in runner.race(*request.args):
         if isinstance(event, Left) and event.failure is not None:
             what = event.failure
@@ -63,7 +63,7 @@ def _race(runner: Runner, request: Request, pipe: Connection[Any, Any]) -> Answe
             if is_sticky(found) or not runner.recover():
                 return Trouble(_crashed(found), lost=True, index=event.index)
         send(pipe, event)
-    return Answer()
+    return Reply()
 
 
 def _trouble(error: Exception) -> Trouble:

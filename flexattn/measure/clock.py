@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 _cuda: Any = torch.cuda  # its streams, events and graphs carry no types
 
 WARMUP_CALLS = 3
@@ -26,10 +26,10 @@ class Clock(Protocol):
     def warm(self) -> None:
         """Work until the device runs at its full clocks, unless it just did."""
 
-    def prepare(self, call: Call) -> Call:
+    def prepare(self, call: TimedCall) -> TimedCall:
         """Warm `call` up and return what is to be timed."""
 
-    def sample(self, call: Call, calls: int) -> float:
+    def sample(self, call: TimedCall, calls: int) -> float:
         """Mean microseconds of `calls` calls."""
 
 
@@ -39,12 +39,12 @@ class CpuClock:
     def warm(self) -> None:
         """As Clock.warm: the host needs none."""
 
-    def prepare(self, call: Call) -> Call:
+    def prepare(self, call: TimedCall) -> TimedCall:
         """As Clock.prepare."""
         call()
         return call
 
-    def sample(self, call: Call, calls: int) -> float:
+    def sample(self, call: TimedCall, calls: int) -> float:
         """As Clock.sample."""
         begin = time.perf_counter_ns()
         for _ in range(calls):
@@ -70,7 +70,7 @@ class CudaClock:
                 max(4 * l2, MIN_FLUSH_BYTES) // 4, dtype=torch.float32, device="cuda"
             )
         self._pool: Any = None
-        self._captured: dict[Call, Call] = {}
+        self._captured: dict[TimedCall, TimedCall] = {}
         self._last = -IDLE_SECONDS
 
     def warm(self) -> None:
@@ -84,7 +84,7 @@ class CudaClock:
             _cuda.synchronize()
         self._last = time.monotonic()
 
-    def prepare(self, call: Call) -> Call:
+    def prepare(self, call: TimedCall) -> TimedCall:
         """As Clock.prepare; a call that was captured before is not captured again."""
         known = self._captured.get(call)
         if known is not None:
@@ -103,11 +103,11 @@ class CudaClock:
             self._pool = _cuda.graph_pool_handle()
         with _cuda.graph(captured, pool=self._pool):
             call()
-        replay: Call = captured.replay
+        replay: TimedCall = captured.replay
         self._captured[call] = replay
         return replay
 
-    def sample(self, call: Call, calls: int) -> float:
+    def sample(self, call: TimedCall, calls: int) -> float:
         """As Clock.sample."""
         pairs = calls if self.buffer is not None else 1
         events = [

@@ -26,7 +26,7 @@ _SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorRow:
     """One measured error beside what it may be."""
 
     name: str
@@ -54,7 +54,7 @@ class Sample:
 class Verdict:
     """What the gate says of one run; `faults` are failures that no budget covers."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ErrorRow, ...]
     faults: tuple[str, ...]
     worst: tuple[Sample, ...]
 
@@ -130,7 +130,7 @@ def badness(verdict: Verdict) -> tuple[int, float]:
 
 
 def _verdict(checks: Iterable[_Check]) -> Verdict:
-    rows: list[Row] = []
+    rows: list[ErrorRow] = []
     faults: list[str] = []
     worst: list[Sample] = []
     for check in checks:
@@ -170,7 +170,7 @@ class _Check:
     empty: Tensor | None
     dtype: torch.dtype
 
-    def measure(self) -> tuple[list[Row], list[str]]:
+    def measure(self) -> tuple[list[ErrorRow], list[str]]:
         count = 0
         largest = squares = 0.0
         errors, references = _Errors(), _Errors()
@@ -224,9 +224,9 @@ class _Check:
             if error > 0
         ]
 
-    def _row(self, kind: str, error: float, reference: float, magnitude: float) -> Row:
+    def _row(self, kind: str, error: float, reference: float, magnitude: float) -> ErrorRow:
         budget = 2 * reference + _ulp(magnitude, self.dtype)
-        return Row(f"{self.name} {kind}", error, budget, reference)
+        return ErrorRow(f"{self.name} {kind}", error, budget, reference)
 
     def _chunks(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
         """(first element, got, oracle, reference, fully masked) of some rows, in float64."""

@@ -45,7 +45,7 @@ def oracle(
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if scores > WHOLE_SCORES or k.numel() + v.numel() > WHOLE_KV:
         if lists is not None and sparsity is not None:
-            mask_mod = kept(lists, sparsity, mask_mod, k.shape[2])
+            mask_mod = kept_lanes(lists, sparsity, mask_mod, k.shape[2])
         return Slices.of(q, k, v, score_mod, mask_mod, scale, sinks).judge_all
     block_mask = None
     if lists is not None and sparsity is not None:
@@ -62,7 +62,7 @@ def oracle(
     return lambda got: judge(got, exact, rounded, out_dtype(q.dtype))
 
 
-def kept(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int) -> MaskMod:
+def kept_lanes(lists: Lists, sparsity: Sparsity, mask_mod: MaskMod | None, kv_len: int) -> MaskMod:
     """Which lanes a kernel attends: full blocks whole, partial ones where mask_mod says so."""
     cols = -(-kv_len // sparsity.kv_block)
     partial = dense_blocks(lists.kv_num, lists.kv_idx, cols)

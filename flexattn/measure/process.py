@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from flexattn.errors import MeasureError
 from flexattn.measure.failures import clipped
-from flexattn.measure.wire import Answer, Request, Trouble, receive, send
+from flexattn.measure.wire import Reply, Request, Trouble, receive, send
 from flexattn.records.record import Failed
 from flexattn.settings import log, worker_environment
 
@@ -132,7 +132,7 @@ class ChildProcess(Spawned):
         while True:
             message = self._receive(patience)
             yield message
-            if isinstance(message, (Answer, Trouble)):
+            if isinstance(message, (Reply, Trouble)):
                 return
 
     def _receive(self, patience: float) -> Any:

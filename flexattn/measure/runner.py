@@ -18,17 +18,17 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.options import Options
 from flexattn.measure.backward import backward_call, judge_of as judge_gradients, make_saved
-from flexattn.measure.clock import Call, Clock, CpuClock, CudaClock
+from flexattn.measure.clock import Clock, CpuClock, CudaClock, TimedCall
 from flexattn.measure.failures import clipped
 from flexattn.measure.gate import Verdict
 from flexattn.measure.inputs import make_inputs, make_sinks, moved
 from flexattn.measure.oracle import oracle
-from flexattn.measure.serving import judge_of, make_batch, plan_call
+from flexattn.measure.serving import make_batch, plan_call, serving_judge
 from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.measure.timing import Event, race
 from flexattn.records.record import Failed, Gated, Policy, kept_error
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import Outputs, prepare
+from flexattn.runtime.launch import Outputs, prepare_launch
 from flexattn.settings import current
 
 
@@ -109,7 +109,7 @@ class DeviceRunner:
 
     def _open_serving(self, task: ServingTask) -> None:
         batch = make_batch(task, self._where)
-        self._judge = judge_of(task, batch)
+        self._judge = serving_judge(task, batch)
 
         def build(config: Any) -> Callable[[], Outputs]:
             return plan_call(task, batch, config, self._where)
@@ -138,7 +138,7 @@ class DeviceRunner:
         self._judge = oracle(q, k, v, task.scale, score, mask, lists, structure.sparsity, sinks)
 
         def build(config: Config) -> Callable[[], Outputs]:
-            launch = prepare(
+            launch = prepare_launch(
                 task.problem,
                 task.device,
                 self._where,
@@ -198,11 +198,11 @@ class DeviceRunner:
 
 
 @dataclass(frozen=True)
-class _Calls(Sequence[Call]):
+class _Calls(Sequence[TimedCall]):
     """The calls of configs, each built when the race comes to it: what breaks then is its own."""
 
     configs: Sequence[Config]
-    build: Callable[[Config], Call]
+    build: Callable[[Config], TimedCall]
 
     def __getitem__(self, index: Any) -> Any:
         return self.build(self.configs[index])

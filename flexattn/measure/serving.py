@@ -19,7 +19,7 @@ from flexattn.reference import Precision, Reference, attention
 from flexattn.runtime.launch import Outputs
 from flexattn.serving.plan import DecodePlan
 from flexattn.serving.request import LAYOUTS, Maxima
-from flexattn.serving.scales import shape_of, spread
+from flexattn.serving.scales import scales_shape, spread_scale
 
 # Requests that the oracle sees, the first and the last among them.
 JUDGED = 4
@@ -54,7 +54,10 @@ class Batch:
                 where = self.table[b, : -(-count // m.page)].long()
             each = cache[where]
             if self.scales and scale is not None:
-                each, scale = each.float() * spread(scale, self.scales, m.layout)[where], None
+                each, scale = (
+                    each.float() * spread_scale(scale, self.scales, m.layout)[where],
+                    None,
+                )
             each = each if m.layout == "HND" else each.transpose(1, 2)  # [pages, Hkv, page, D]
             each = each.transpose(0, 1).flatten(1, 2)[:, :count]
             found.append(each if scale is None else each.float() * scale)
@@ -94,7 +97,7 @@ def make_batch(task: ServingTask, where: torch.device) -> Batch:
         for size in (K_SCALE, V_SCALE)
     )
     if form.scales:
-        sizes = shape_of(form.scales, m.layout, (pages, keys, m.Hkv))
+        sizes = scales_shape(form.scales, m.layout, (pages, keys, m.Hkv))
         k_scale, v_scale = (
             size + torch.rand(sizes, generator=draw, device=where) for size in (K_SCALE, V_SCALE)
         )
@@ -157,7 +160,7 @@ def plan_call(
     return call
 
 
-def judge_of(task: ServingTask, batch: Batch) -> Judge:
+def serving_judge(task: ServingTask, batch: Batch) -> Judge:
     """What holds the rows of some requests to the oracle, which is computed here, once."""
     count = len(task.kv_lens)
     chosen = sorted({0, count - 1, *range(0, count, max(1, count // JUDGED))})

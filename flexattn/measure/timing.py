@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexattn.errors import InputError, MeasureError
-from flexattn.measure.clock import WARMUP_CALLS, Call, Clock, CpuClock, CudaClock
+from flexattn.measure.clock import WARMUP_CALLS, Clock, CpuClock, CudaClock, TimedCall
 from flexattn.records.record import is_time
 
 MAX_CALLS_PER_SAMPLE = 200  # fewer than the driver queues: the host runs ahead of the GPU
-CONFIDENCE = 0.95
+_CONFIDENCE = 0.95
 # Events of a GPU whose clock was set back once give a sample of 0 or below; it is taken again.
 ATTEMPTS = 3
 
@@ -90,7 +90,7 @@ def _ranks_outside(n: int) -> int:
     tail, cut = 0.0, 0
     while cut < n // 2:
         tail += math.comb(n, cut) / 2**n
-        if 2 * tail > 1 - CONFIDENCE:
+        if 2 * tail > 1 - _CONFIDENCE:
             break
         cut += 1
     return max(cut - 1, 0)
@@ -124,7 +124,7 @@ Event = Takes | Took | Left
 
 
 def race(
-    calls: Sequence[Call],
+    calls: Sequence[TimedCall],
     *,
     rounds: int,
     min_ms: float,
@@ -138,7 +138,7 @@ def race(
     samples are no times; the others go on. Nothing runs between a step and the request for the
     next one.
     """
-    running: dict[int, tuple[Call, int]] = {}
+    running: dict[int, tuple[TimedCall, int]] = {}
     clock.warm()
     for index in range(len(calls)):
         yield Takes(index)
@@ -170,7 +170,7 @@ def race(
                 yield Took(index, us, count)
 
 
-def _sample(clock: Clock, call: Call, calls: int) -> float:
+def _sample(clock: Clock, call: TimedCall, calls: int) -> float:
     """Microseconds of a call, taken again where the clock gives what is no time."""
     given: list[float] = []
     while len(given) < ATTEMPTS:
@@ -185,7 +185,7 @@ def _sample(clock: Clock, call: Call, calls: int) -> float:
 
 
 def time_interleaved(
-    candidates: Mapping[str, Call],
+    candidates: Mapping[str, TimedCall],
     *,
     rounds: int,
     min_ms: float,

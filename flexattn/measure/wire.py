@@ -28,7 +28,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """The end of a request that went well; before it, `race` sends its events."""
 
     value: Any = None

@@ -13,7 +13,7 @@ from flexattn.measure.lock import device_lock
 from flexattn.measure.process import ChildProcess, Died
 from flexattn.measure.task import AnyTask
 from flexattn.measure.timing import Left, Takes, Took
-from flexattn.measure.wire import Answer, Begun, Request, Trouble
+from flexattn.measure.wire import Begun, Reply, Request, Trouble
 from flexattn.problem import Problem
 from flexattn.records.record import Failed, Gated
 from flexattn.serving.tuned import ServingProblem
@@ -173,7 +173,7 @@ class Worker(Closing):
 
     def _ask(
         self, where: Callable[[], ChildProcess], request: Request, patience: float
-    ) -> Answer | Trouble:
+    ) -> Reply | Trouble:
         """Once more, in another child, where one dies before it has the request."""
         attempts = 1 + _UNEXPLAINED
         while True:
@@ -181,7 +181,7 @@ class Worker(Closing):
             with device_lock(child.device, alone=False, say=self._say):
                 got = self._exchange(child, request, patience, _Leg(0))
             attempts -= 1
-            if isinstance(got, Answer) or got.begun:
+            if isinstance(got, Reply) or got.begun:
                 return got
             if not attempts:
                 raise self._blamed(got.failed)
@@ -194,12 +194,12 @@ class Worker(Closing):
 
     def _exchange(
         self, child: ChildProcess, request: Request, patience: float, leg: _Leg
-    ) -> Answer | Trouble:
-        last: Answer | Trouble | None = None
+    ) -> Reply | Trouble:
+        last: Reply | Trouble | None = None
         begun = False
         try:
             for message in child.exchange(request, patience):
-                if isinstance(message, (Answer, Trouble)):
+                if isinstance(message, (Reply, Trouble)):
                     last = message
                 elif isinstance(message, Begun):
                     begun = True

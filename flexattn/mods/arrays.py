@@ -89,7 +89,7 @@ def buffer(slot: int, shape: Sequence[int], dtype: str) -> Array:
     return array
 
 
-def literal(values: Sequence[int | float | bool], shape: Sequence[int], dtype: str) -> Array:
+def literal_array(values: Sequence[int | float | bool], shape: Sequence[int], dtype: str) -> Array:
     """A tensor of constants; an index that is not constant selects among all of them."""
     check_unroll(len(values))
     nodes = [const(value, dtype) for value in values]

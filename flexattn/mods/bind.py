@@ -21,7 +21,7 @@ from flexattn.mods.lift import lift, replaceable
 from flexattn.mods.numbers import derived, reaching_divisors
 from flexattn.mods.refusal import Refusal
 from flexattn.mods.simplify import plug, renumber
-from flexattn.mods.site import SIZES, Bound, Layout, Site, Variant, interned
+from flexattn.mods.site import SIZE_ATTRIBUTES, Bound, Site, SiteLayout, Variant, interned
 from flexattn.mods.trace import ARGUMENTS, Trace, check_arity, trace
 from flexattn.mods.witness import Witness, witness
 from flexattn.settings import current
@@ -32,10 +32,9 @@ _SITES = 512
 
 @dataclass(slots=True)
 class Stats:
-    """How often bind() ran a callable to read it, tried to lift scalars, and knew it untraced."""
+    """How often bind() ran a callable to read it, and knew it untraced."""
 
     traces: int = 0
-    lifts: int = 0
     recognised: int = 0
 
 
@@ -98,7 +97,7 @@ def watch(
     found = site.find(identity) if site else None
     if site is None or found is None or found.mod is not bound.mod:
         return None
-    if not SIZES.issuperset(site.asked):  # a witness looks at sizes alone
+    if not SIZE_ATTRIBUTES.issuperset(site.asked):  # a witness looks at sizes alone
         return None
     pairs = zip((*found.tensors, *found.scalars), (*bound.tensors, *bound.scalars), strict=True)
     return witness(fn, identity) if all(one is other for one, other in pairs) else None
@@ -112,7 +111,7 @@ def stats() -> Stats:
 def clear() -> None:
     """Forget every trace, and count anew."""
     _sites.clear()
-    _stats.traces = _stats.lifts = _stats.recognised = 0
+    _stats.traces = _stats.recognised = 0
 
 
 def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
@@ -127,17 +126,17 @@ def record(fn: Callable[..., Any], kind: str, root: Path) -> bool:
         plain = _run(fn, kind, identity)
     if plain.volatile or not identity.trusted:
         return False
-    if set(plain.asked) - SIZES:
+    if set(plain.asked) - SIZE_ATTRIBUTES:
         return False
     site = Site(_layout(identity, frozenset(), plain.asked), tuple(identity.scalars))
     site.layout.add(identity, variant_of(kind, plain))
-    return recorded.write(root, kind, identity, site)
+    return recorded.write_site(root, kind, identity, site)
 
 
 def _recorded(kind: str, identity: Identity, key: tuple[Any, ...]) -> Site | None:
     """What another process learnt of such callables, where a directory of it was named."""
     root = current().binaries
-    site = None if root is None else recorded.read(root, kind, identity)
+    site = None if root is None else recorded.read_site(root, kind, identity)
     if site is not None:
         _stats.recognised += 1
         _sites.put(key, site)
@@ -174,7 +173,7 @@ def _trace_site(
 
 def _chosen(
     site: Site, identity: Identity, result: Trace, arguments: frozenset[int]
-) -> tuple[Layout, Trace]:
+) -> tuple[SiteLayout, Trace]:
     """The layout of a site that a trace belongs to, and the trace as it belongs there."""
     divisors = arguments & reaching_divisors(result.expr)
     asked = tuple(sorted({*site.asked, *result.asked}))
@@ -199,7 +198,6 @@ def _lifted(
     """The trace with as many scalars as arguments as can be, of those that were seen to differ."""
 
     def attempt(chosen: frozenset[int], beside: frozenset[int] = frozenset()) -> Trace | None:
-        _stats.lifts += 1
         found = lift(fn, kind, identity, plain, chosen | beside, site.first)
         if found is None or not beside:
             return found
@@ -255,9 +253,9 @@ def _layout(
     identity: Identity,
     arguments: frozenset[int],
     asked: tuple[str, ...],
-    earlier: Layout | None = None,
-) -> Layout:
-    return Layout.empty(len(identity.scalars), arguments, asked, earlier)
+    earlier: SiteLayout | None = None,
+) -> SiteLayout:
+    return SiteLayout.empty(len(identity.scalars), arguments, asked, earlier)
 
 
 def variant_of(

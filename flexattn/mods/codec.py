@@ -11,10 +11,10 @@ from flexattn.mods.expr import VARS, Buffer, Expr, Mod, Value, fingerprint, walk
 from flexattn.mods.ops import OPS, is_float, is_int
 
 MAX_NODES, MAX_BUFFERS, MAX_RANK = 4096, 64, 16
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-DTYPES = frozenset((*FLOATS, *INTEGERS, "bool"))
-RESULTS = {"score": "float32", "mask": "bool"}
+_DTYPES = frozenset((*_FLOATS, *INTEGERS, "bool"))
+_RESULTS = {"score": "float32", "mask": "bool"}
 
 
 def to_data(mod: Mod) -> dict[str, Any]:
@@ -44,13 +44,13 @@ def from_data(data: Any) -> Mod:
     names = {"kind", "nodes", "buffers", "scalars", "fingerprint"}
     _need(type(data) is dict and data.keys() == names, "a mod", f"it has {sorted(names)}")
     kind = data["kind"]
-    _need(type(kind) is str and kind in RESULTS, "kind", "it is score or mask")
+    _need(type(kind) is str and kind in _RESULTS, "kind", "it is score or mask")
     buffers = tuple(_buffer(each) for each in _list(data["buffers"], MAX_BUFFERS, "buffers"))
     scalars = tuple(_dtype(each) for each in _list(data["scalars"], MAX_BUFFERS, "scalars"))
     nodes: list[Expr] = []
     for each in _list(data["nodes"], MAX_NODES, "nodes"):
         nodes.append(_node(each, nodes, kind, buffers, scalars))
-    _need(bool(nodes) and nodes[-1].dtype == RESULTS[kind], "the last node", "it is the result")
+    _need(bool(nodes) and nodes[-1].dtype == _RESULTS[kind], "the last node", "it is the result")
     expr = nodes[-1]
     digest = fingerprint(kind, expr, buffers, scalars)
     _need(data["fingerprint"] == digest, "fingerprint", "it is that of the expression")
@@ -130,7 +130,7 @@ def _buffer(data: Any) -> Buffer:
 
 
 def _dtype(data: Any) -> str:
-    _need(type(data) is str and data in DTYPES, "a dtype", f"it is one of {sorted(DTYPES)}")
+    _need(type(data) is str and data in _DTYPES, "a dtype", f"it is one of {sorted(_DTYPES)}")
     return str(data)
 
 

@@ -27,7 +27,7 @@ from flexattn.mods.trace import (
     Reader,
     Trace,
     decompositions,
-    single,
+    single_result,
 )
 
 # What Dynamo computes of integers that it does not know yet.
@@ -113,7 +113,7 @@ def read_graph(graph: GraphModule, kind: str, captures: Sequence[Captured | None
             arrays.append(buffer(len(buffers), captured.shape, captured.dtype))
         buffers.append(Buffer(captured.dtype, len(captured.shape)))
     reader = _GraphReader(graph, ())
-    expr = cast(single(reader.read(arrays, exact=False), kind), RESULTS[kind]).at()
+    expr = cast(single_result(reader.read(arrays, exact=False), kind), RESULTS[kind]).at()
     if reader.tensors:
         raise Refusal("holds a tensor that is no input of its graph")
     if reader.sized and not all(each is None or each.fixed for each in captures):

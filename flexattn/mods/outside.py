@@ -60,7 +60,7 @@ def evaluated(
         for arg in args:
             unsure = unsure | arg.unsure
         if node.op == "load":
-            value, outside = read(buffer_of(node, tensors), values)
+            value, outside = read_places(buffer_of(node, tensors), values)
             found[node] = Evaluated(value, unsure | outside)
         elif node.op in ("and", "or") and node.dtype == "bool":
             value = OPS[node.op].function(*values)
@@ -94,7 +94,7 @@ def _settled(args: Sequence[Evaluated], by: bool) -> Tensor:
     return one | other
 
 
-def read(buffer: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def read_places(buffer: Tensor, places: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The elements, 0 where an index is outside, and where that is; negative indices wrap."""
     outside = torch.zeros((), dtype=torch.bool, device=buffer.device)
     inside = []

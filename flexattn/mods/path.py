@@ -16,7 +16,7 @@ from flexattn.errors import FlexAttnError, InputError
 from flexattn.util.near import did_you_mean
 
 
-def load(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
+def load_path(path: str, arguments: Sequence[object] = ()) -> Callable[..., Any]:
     """What the path names; with arguments, what it returns for them. It runs the module's code.
 
     Modules of the current folder are found too. Raises InputError that says what is missing.

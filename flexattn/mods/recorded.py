@@ -17,29 +17,29 @@ from flexattn.mods.digest import digest
 from flexattn.mods.expr import Buffer, Expr, Mod
 from flexattn.mods.identity import Identity
 from flexattn.mods.numbers import Number
-from flexattn.mods.site import Layout, Site, Variant, interned
+from flexattn.mods.site import Site, SiteLayout, Variant, interned
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-SCHEMA = 1
-MAX_BYTES = 2**21
+_SCHEMA = 1
+_MAX_BYTES = 2**21
 MAX_VARIANTS = 64
 _FIELDS = {"schema", "first", "fixed", "arguments", "sized", "variants"}
 _VARIANT = {"constants", "shapes", "mod", "tensors", "scalars"}
 
 
-def read(root: Path, kind: str, identity: Identity) -> Site | None:
+def read_site(root: Path, kind: str, identity: Identity) -> Site | None:
     """What is recorded of callables with this identity; a file that is no record is a miss."""
     path = _path(root, identity)
     try:
-        raw = None if path is None else read_regular(path, MAX_BYTES, trusted=True)
+        raw = None if path is None else read_regular(path, _MAX_BYTES, trusted=True)
         return None if raw is None else _site(unsealed(raw), kind, identity)
     except CacheError as error:
         say_once(f"{path}: not used, the mod is traced: {error.line}")
         return None
 
 
-def write(root: Path, kind: str, identity: Identity, site: Site) -> bool:
+def write_site(root: Path, kind: str, identity: Identity, site: Site) -> bool:
     """Record a site beside the variants that are recorded already.
 
     False where the identity means nothing in another process.
@@ -48,7 +48,7 @@ def write(root: Path, kind: str, identity: Identity, site: Site) -> bool:
     if path is None:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = read(root, kind, identity)
+    old = read_site(root, kind, identity)
     layout = site.layout
     if old and (old.layout.arguments, old.layout.asked) == (layout.arguments, layout.asked):
         for key, variants in layout.variants.items():
@@ -79,7 +79,7 @@ def _told(site: Site) -> dict[str, Any]:
         for variant in variants
     ]
     return {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "first": list(site.first),
         "fixed": sorted(site.fixed),
         "arguments": sorted(layout.arguments),
@@ -91,13 +91,13 @@ def _told(site: Site) -> dict[str, Any]:
 def _site(data: Any, kind: str, identity: Identity) -> Site:
     """The site of such data, if it fits what the callable captures here."""
     _need(type(data) is dict and data.keys() == _FIELDS, f"an object of {sorted(_FIELDS)}")
-    _need(data["schema"] == SCHEMA, f"this version reads schema {SCHEMA}")
+    _need(data["schema"] == _SCHEMA, f"this version reads schema {_SCHEMA}")
     _need(type(data["sized"]) is bool, "sized is true or false")
     scalars = identity.scalars
     first = tuple(_list(data["first"], "first"))
     _need([*map(type, first)] == [*map(type, scalars)], "first has the callable's scalars")
     arguments = frozenset(_indices(data["arguments"], len(scalars)))
-    layout = Layout.empty(len(scalars), arguments, ("shape",) if data["sized"] else ())
+    layout = SiteLayout.empty(len(scalars), arguments, ("shape",) if data["sized"] else ())
     variants = _list(data["variants"], "variants")
     _need(len(variants) <= MAX_VARIANTS, f"at most {MAX_VARIANTS} variants")
     for each in variants:
@@ -129,7 +129,7 @@ def _check_slots(variant: Variant, slots: tuple[int, ...], identity: Identity) -
     _need((buffers, dtypes) == (variant.mod.buffers, variant.mod.scalars), "slots have its dtypes")
 
 
-def _key(data: dict[str, Any], layout: Layout, identity: Identity) -> tuple[Any, ...]:
+def _key(data: dict[str, Any], layout: SiteLayout, identity: Identity) -> tuple[Any, ...]:
     constants = _list(data["constants"], "constants")
     _need(len(constants) == len(layout.constants), "a value for each constant")
     for value, i in zip(constants, layout.constants, strict=True):

@@ -14,7 +14,7 @@ import torch
 
 from flexattn.errors import FlexAttnError, ModError, UnsupportedError
 
-Line = tuple[str, int]
+SourceLine = tuple[str, int]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _FOREIGN = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _HERE + os.sep)
@@ -31,9 +31,11 @@ class Refusal(Exception):
         self.got, self.rule, self.do = got, rule, do
         self.raises = raises
 
-    def error(self, fn: Callable[..., Any], kind: str, line: Line | None = None) -> Exception:
+    def error(
+        self, fn: Callable[..., Any], kind: str, line: SourceLine | None = None
+    ) -> Exception:
         """The exception that a user sees; the line is the definition's where None."""
-        return self.raises(f"{named(fn, kind, line)} {self.got}", self.rule, self.do)
+        return self.raises(f"{named_mod(fn, kind, line)} {self.got}", self.rule, self.do)
 
 
 def unknown(op: object) -> Refusal:
@@ -50,18 +52,18 @@ def unknown(op: object) -> Refusal:
     )
 
 
-def describe(fn: Callable[..., Any]) -> str:
+def _describe(fn: Callable[..., Any]) -> str:
     """A callable's name, for messages."""
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return repr(name)
 
 
-def named(fn: Callable[..., Any], kind: str, line: Line | None = None) -> str:
+def named_mod(fn: Callable[..., Any], kind: str, line: SourceLine | None = None) -> str:
     """A mod's kind, name and line, as messages begin; the line is its definition's where None."""
-    return f"{kind}_mod {describe(fn)} {_place(line or line_of_definition(fn))}".rstrip()
+    return f"{kind}_mod {_describe(fn)} {_place(line or line_of_definition(fn))}".rstrip()
 
 
-def line_of_frame(frame: FrameType | None) -> Line | None:
+def line_of_frame(frame: FrameType | None) -> SourceLine | None:
     """The innermost line of user code among a frame and its callers."""
     while frame is not None:
         if _is_user_file(frame.f_code.co_filename):
@@ -70,13 +72,13 @@ def line_of_frame(frame: FrameType | None) -> Line | None:
     return None
 
 
-def line_of(trace: TracebackType | None) -> Line | None:
+def line_of(trace: TracebackType | None) -> SourceLine | None:
     """The innermost line of user code in a traceback that starts inside this package."""
     lines = [line for line in _lines(trace) if _is_user_file(line[0])]
     return lines[-1] if lines else None
 
 
-def line_of_definition(fn: Callable[..., Any]) -> Line | None:
+def line_of_definition(fn: Callable[..., Any]) -> SourceLine | None:
     """Where a callable is defined, if it is written in Python."""
     inner: Any = fn
     while hasattr(inner, "func"):
@@ -89,14 +91,14 @@ def line_of_definition(fn: Callable[..., Any]) -> Line | None:
     return (code.co_filename, code.co_firstlineno) if code else None
 
 
-def _place(line: Line | None) -> str:
+def _place(line: SourceLine | None) -> str:
     if line is None:
         return ""
     source = linecache.getline(*line).strip()
     return f"({line[0]}:{line[1]}{f': `{source}`' if source else ''}) "
 
 
-def _lines(trace: TracebackType | None) -> Iterator[Line]:
+def _lines(trace: TracebackType | None) -> Iterator[SourceLine]:
     while trace is not None:
         yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
         trace = trace.tb_next

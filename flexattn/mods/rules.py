@@ -18,12 +18,12 @@ from flexattn.mods.ops import OPS
 from flexattn.mods.simplify import make
 
 FLOAT = "float32"
-Place = Literal["row", "column", "row_slope", "diagonal", "rest"]
+_Place = Literal["row", "column", "row_slope", "diagonal", "rest"]
 # Told of each rule that is applied, and to what.
 Note = Callable[[str, Expr], None]
 ONE = const(1.0, FLOAT)
 
-RULES = {
+REWRITES = {
     "mask": "where(c, x, -inf) is a mask c over x",
     "scale": "factors of the score, the softmax scale and log2(e) are one number",
     "reciprocal": "x / c is x * (1 / c)",
@@ -88,7 +88,7 @@ def masked(expr: Expr, reads: Variables) -> tuple[Expr | None, Expr]:
     return kept, expr
 
 
-def reciprocal(divisor: Expr) -> Expr:
+def _reciprocal(divisor: Expr) -> Expr:
     """Rule "reciprocal": 1 / divisor, computed once.
 
     x / c = x * (1 / c) for every c but 0, where both are an infinity or NaN alike, and infinities,
@@ -97,7 +97,7 @@ def reciprocal(divisor: Expr) -> Expr:
     return make("div", FLOAT, (ONE, divisor))
 
 
-def spread(expr: Expr, allowed: frozenset[str], reads: Variables, note: Note) -> list[Term]:
+def spread_terms(expr: Expr, allowed: frozenset[str], reads: Variables, note: Note) -> list[Term]:
     """Rules "scale" and "distribute": expr as a sum of terms, of which only values read the score.
 
     Sums and differences that the score reaches are taken apart. With "scale", a factor or divisor
@@ -141,7 +141,7 @@ def _opened(
                 return [Term(times(factor, y), x)]
     if node.op == "div" and "reciprocal" in allowed and _leaves(node.args[1], reads):
         note("reciprocal", node)
-        return [Term(times(factor, reciprocal(node.args[1])), node.args[0])]
+        return [Term(times(factor, _reciprocal(node.args[1])), node.args[0])]
     return None
 
 
@@ -149,7 +149,7 @@ def _leaves(factor: Expr, reads: Variables) -> bool:
     return not reads(factor) & {"score", "kv_idx"}
 
 
-def place(term: Expr, allowed: frozenset[str], reads: Variables) -> Place:
+def place(term: Expr, allowed: frozenset[str], reads: Variables) -> _Place:
     """Rules "row" and "column", and which other one takes a term that does not read the score.
 
     "row": a term r that reads no key is the same for all scores of a row, and softmax does not see

@@ -12,7 +12,7 @@ from flexattn.mods.expr import Expr, Value, const, walk
 from flexattn.mods.fold import fold
 from flexattn.mods.ops import OPS, is_float, is_int
 
-Rule = Callable[[Expr], Expr | None]
+_Rule = Callable[[Expr], Expr | None]
 
 _SWAPPED = {"gt": "lt", "ge": "le"}
 _NEGATED = {"eq": "ne", "ne": "eq"}
@@ -34,11 +34,6 @@ def make(op: str, dtype: str, args: Iterable[Expr] = (), value: Value = None) ->
     rule = _RULES.get(op)
     rewritten = rule(node) if rule else None
     return node if rewritten is None else rewritten
-
-
-def simplify(expr: Expr) -> Expr:
-    """The canonical form of a whole expression."""
-    return rebuilt(expr, lambda node: None)
 
 
 def plug(expr: Expr, values: Mapping[int, int | float]) -> Expr:
@@ -65,7 +60,7 @@ def renumber(expr: Expr) -> tuple[Expr, tuple[int, ...], tuple[int, ...]]:
     return done[expr], loads, scalars
 
 
-def rebuilt(expr: Expr, replace: Rule) -> Expr:
+def rebuilt(expr: Expr, replace: _Rule) -> Expr:
     """The canonical form with other nodes in the place of some; replace: None for those that stay.
 
     What a node is made of is looked at whether it is replaced or not.
@@ -228,7 +223,7 @@ def _lossless(source: str, target: str) -> bool:
     return source == "float32" and target == "float64"
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, _Rule] = {
     "add": _add,
     "sub": _sub,
     "mul": _mul,

@@ -20,7 +20,7 @@ from flexattn.util.lru import Lru
 MAX_CONSTANT_DIVISORS = 8
 # What a record and a witness tell of captured tensors, beside their dtypes and numbers of
 # dimensions: a trace that asked for more is found by bind alone.
-SIZES = frozenset(("shape",))
+SIZE_ATTRIBUTES = frozenset(("shape",))
 _VARIANTS = 64
 _mods: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
 
@@ -62,7 +62,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SiteLayout:
     """Which scalars of a site are arguments, which belong to a variant's key, and its variants.
 
     asked: attributes of the captured tensors that belong to the key, too, for a trace read them.
@@ -76,7 +76,7 @@ class Layout:
     constants: tuple[int, ...]
     asked: tuple[str, ...]
     variants: Lru[tuple[Any, ...], tuple[Variant, ...]]
-    earlier: Layout | None = None
+    earlier: SiteLayout | None = None
 
     @classmethod
     def empty(
@@ -84,8 +84,8 @@ class Layout:
         count: int,
         arguments: frozenset[int],
         asked: tuple[str, ...],
-        earlier: Layout | None = None,
-    ) -> Layout:
+        earlier: SiteLayout | None = None,
+    ) -> SiteLayout:
         """No variants yet of callables that capture this many scalars."""
         constants = tuple(i for i in range(count) if i not in arguments)
         return cls(arguments, constants, asked, Lru(_VARIANTS), earlier)
@@ -130,10 +130,10 @@ class Site:
     and what was exported. Calls with others are then found in `general`, where it is an argument.
     """
 
-    layout: Layout
+    layout: SiteLayout
     first: tuple[int | float, ...]
     fixed: set[int] = field(default_factory=set)
-    general: Layout | None = None
+    general: SiteLayout | None = None
     divisors: set[tuple[int | float, ...]] = field(default_factory=set)
     exported: int = 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexattn.mods.arrays import Array, Index, broadcast, index, literal, reshape
+from flexattn.mods.arrays import Array, Index, broadcast, index, literal_array, reshape
 from flexattn.mods.expr import Expr, const
 from flexattn.mods.ops import is_float
 from flexattn.mods.pointwise import Operand, cast, pointwise
@@ -200,7 +200,7 @@ def _new_filled(value: int, x: Array, size: Sequence[int], **options: Any) -> Ar
 
 def _arange(*ends: int | float, dtype: torch.dtype | None = None, **_: Any) -> Array:
     values = torch.arange(*ends, dtype=dtype, device="cpu")
-    return literal(values.tolist(), values.shape, _name(values.dtype))
+    return literal_array(values.tolist(), values.shape, _name(values.dtype))
 
 
 def _accumulator(dtype: str) -> str:

@@ -14,12 +14,12 @@ from flexattn.mods.rules import (
 )
 from flexattn.mods.simplify import make, rebuilt
 
-ALL = frozenset(rules.RULES)
+ALL = frozenset(rules.REWRITES)
 SCORE = Expr("var", VARS["score"], (), "score")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AppliedRule:
     """A rule that was applied, and to what."""
 
     rule: str
@@ -46,7 +46,7 @@ class Terms:
     diagonal: Expr | None = None
     rest: Expr | None = None
     keep: Expr | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AppliedRule, ...] = ()
 
     @property
     def linear(self) -> bool:
@@ -94,7 +94,7 @@ class Terms:
         return number.op == "const" and 0 < float(number.value or 0) < math.inf
 
 
-def whole(mod: Mod) -> Terms:
+def _whole(mod: Mod) -> Terms:
     """The score_mod as it is."""
     return Terms(mod.expr)
 
@@ -109,7 +109,7 @@ class _Split:
     def __init__(self, mod: Mod, allowed: frozenset[str]) -> None:
         self.expr, self.allowed = mod.expr, allowed
         self.reads = Variables()
-        self.steps: list[Step] = []
+        self.steps: list[AppliedRule] = []
         self.parts: dict[str, Expr] = {}
 
     def run(self) -> Terms:
@@ -119,7 +119,7 @@ class _Split:
         if keep is not None:
             self._applied("mask", keep)
         scored: list[rules.Term] = []
-        for term in rules.spread(expr, self.allowed, self.reads, self._applied):
+        for term in rules.spread_terms(expr, self.allowed, self.reads, self._applied):
             if "score" in self.reads(term.value):
                 scored.append(term)
             else:
@@ -149,7 +149,7 @@ class _Split:
         self.parts[name] = term if known is None else make("add", rules.FLOAT, (known, term))
 
     def _applied(self, rule: str, to: Expr) -> None:
-        step = Step(rule, pretty(to).replace("\n", "; "))
+        step = AppliedRule(rule, pretty(to).replace("\n", "; "))
         if step not in self.steps:
             self.steps.append(step)
 
@@ -191,7 +191,7 @@ class _Split:
     def _linear(self, node: Expr) -> Expr:
         if "scale" not in self.allowed or "score" not in self.reads(node):
             return node
-        terms = rules.spread(node, self.allowed, self.reads, self._applied)
+        terms = rules.spread_terms(node, self.allowed, self.reads, self._applied)
         found: Expr | None = None
         for term in terms:
             new = rules.times(term.factor, term.value)

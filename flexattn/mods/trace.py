@@ -17,12 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from flexattn.errors import SignatureError, UnsupportedError
-from flexattn.mods.arrays import Array, buffer, literal
+from flexattn.mods.arrays import Array, buffer, literal_array
 from flexattn.mods.asked import Asked, looked_up
 from flexattn.mods.expr import VARS, Expr
 from flexattn.mods.guard import Guard, Indexing, op_name
 from flexattn.mods.pointwise import POINTWISE, cast
-from flexattn.mods.refusal import Line, Refusal, line_of, unknown
+from flexattn.mods.refusal import Refusal, SourceLine, line_of, unknown
 from flexattn.mods.tensorwise import TENSORWISE, reads_sizes
 
 TABLE: dict[str, Callable[..., Any]] = {**POINTWISE, **TENSORWISE}
@@ -78,7 +78,7 @@ def trace(
         with torch.set_grad_enabled(grad), _no_autocast(device), Guard(_known()), modes[-1]:
             return called(*inputs[: len(names)])
 
-    line: Line | None = None
+    line: SourceLine | None = None
     try:
         graph = _graph(run, [*(VARS[name] for name in names), *scalars.values()], device)
         reader = Reader(graph, known)
@@ -89,7 +89,7 @@ def trace(
         except Refusal:
             line = reader.line
             raise
-        expr = cast(single(result, kind), RESULTS[kind]).at()
+        expr = cast(single_result(result, kind), RESULTS[kind]).at()
     except Refusal as refusal:
         line = line or line_of(refusal.__traceback__)
         raise refusal.error(fn, kind, line) from None
@@ -140,7 +140,7 @@ class Reader:
         self.graph = graph
         self.tensors = list(known)
         self.sized = False
-        self.line: Line | None = None
+        self.line: SourceLine | None = None
 
     def read(self, inputs: list[Array], *, exact: bool) -> Any:
         """The graph's result; `exact` compares every dtype with the one that torch found."""
@@ -168,7 +168,7 @@ class Reader:
         tensor = getattr(self.graph, str(node.target))
         dtype = str(tensor.dtype).removeprefix("torch.")
         if all(map(_is_lift, node.users)):
-            return literal(tensor.flatten().tolist(), tensor.shape, dtype)
+            return literal_array(tensor.flatten().tolist(), tensor.shape, dtype)
         slots = [slot for slot, known in enumerate(self.tensors) if known is tensor]
         if not slots:
             slots = [len(self.tensors)]
@@ -215,7 +215,7 @@ def _compare(node: Node, ours: Any) -> None:
         )
 
 
-def single(result: Any, kind: str) -> Array:
+def single_result(result: Any, kind: str) -> Array:
     if isinstance(result, Array) and not result.shape:
         return result
     if isinstance(result, Array):

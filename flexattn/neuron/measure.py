@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flexattn.errors import FlexAttnError, MeasureError
 from flexattn.kernels.nki.source import NkiSource
-from flexattn.kernels.nki.space import Effort
+from flexattn.kernels.nki.space import NkiEffort
 from flexattn.measure.failures import clipped
 from flexattn.measure.inputs import make_inputs
 from flexattn.measure.oracle import Judge, oracle
@@ -30,12 +30,12 @@ from flexattn.measure.task import AnyTask, Task, call_of
 from flexattn.neuron import nrt_bench
 from flexattn.neuron.device_child import Job
 from flexattn.neuron.instance import Instance
-from flexattn.neuron.run import Prepared, path_of, prepare
-from flexattn.neuron.tune import environment_of, rank
+from flexattn.neuron.run import Prepared, nki_path, prepare
+from flexattn.neuron.tune import rank, ranking_environment
 from flexattn.records.key import key_of
 from flexattn.records.record import Failed, Gated, Record, Stage
 from flexattn.settings import neuron_environment, nrtpy_python
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.method import Method
 from flexattn.tune.progress import SILENT, Progress
 from flexattn.tune.subject import Subject
@@ -46,24 +46,24 @@ from flexattn.util.closing import Closing
 BUILD_SECONDS, RACE_SECONDS = 1800.0, 1800.0
 # Of the model's ranking so many are built: a compiler takes minutes for what the model takes
 # milliseconds.
-BEST: dict[Effort, int] = {"quick": 8, "full": 24}
-NOTE = "built by neuronx-cc, gated and timed on the device; the model chose which configs"
+_BEST: dict[NkiEffort, int] = {"quick": 8, "full": 24}
+_NOTE = "built by neuronx-cc, gated and timed on the device; the model chose which configs"
 
 Program = tuple[Path, Path]  # kernel.neff, and its inputs by name
 
 
 def measured(
-    task: Task, here: Instance, method: Method, effort: Effort, progress: Progress = SILENT
+    task: Task, here: Instance, method: Method, effort: NkiEffort, progress: Progress = SILENT
 ) -> Record:
     """The record of a task, measured on this instance: the model's best configs are raced.
 
     Raises MeasureError where no config runs, and whatever the model's ranking raises.
     """
-    ranked = rank(task, effort, best=BEST[effort], progress=progress)
+    ranked = rank(task, effort, best=_BEST[effort], progress=progress)
     subject = Subject(
         key=key_of(task.problem),
         sizes=ranked.sizes,
-        environment=replace(environment_of(task), triton=here.compiler),
+        environment=replace(ranking_environment(task), triton=here.compiler),
         policy=task.policy,
         configs=tuple(trial.config for trial in ranked.trials),
         default=ranked.decision.default,
@@ -73,7 +73,7 @@ def measured(
     with tempfile.TemporaryDirectory() as folder, NeuronMeasurer(Path(folder)) as measurer:
         measurer.start()
         measurer.open(task)
-        chosen = replace(method, all_up_to=len(subject.configs), note=method.note or NOTE)
+        chosen = replace(method, all_up_to=len(subject.configs), note=method.note or _NOTE)
         return tune_subject(subject, measurer, measurer.build, chosen, progress=progress)
 
 
@@ -108,9 +108,9 @@ class NeuronMeasurer(Closing):
         """As Measurer.close."""
         self._task = self._judge = self._inputs = None
 
-    def build(self, configs: Sequence[Any]) -> list[Built]:
+    def build(self, configs: Sequence[Any]) -> list[BuiltConfig]:
         """Nothing is known before the gate builds a config and runs it."""
-        return [Built(config) for config in configs]
+        return [BuiltConfig(config) for config in configs]
 
     def gate(self, config: Any) -> Gated | Failed:
         """As Measurer.gate: compile, run on the device, judge."""
@@ -174,7 +174,7 @@ class NeuronMeasurer(Closing):
             source, values = kernels.pop()
             place = Path(tempfile.mkdtemp(dir=self._folder))
             torch.save(
-                Job(path_of(source), source.text, source.arguments, values), place / "job.pt"
+                Job(nki_path(source), source.text, source.arguments, values), place / "job.pt"
             )
             files = [str(place / name) for name in ("job.pt", "results.pt", "inputs.npz")]
             command = [sys.executable, "-m", "flexattn.neuron.device_child", *files]

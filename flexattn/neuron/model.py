@@ -28,7 +28,7 @@ MOST_TILES, MOST_SECTIONS = 160, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class NkiEstimate:
     """What the model says of one config, in microseconds of one core for the whole problem.
 
     busy: of each engine. sbuf_bytes: of a partition. counts: of the walked sample.
@@ -42,7 +42,7 @@ class Estimate:
     counts: tuple[tuple[str, int], ...]
 
 
-def estimate(task: Task, config: NkiConfig, target: str) -> Estimate:
+def nki_estimate(task: Task, config: NkiConfig, target: str) -> NkiEstimate:
     """The model's estimate for a config; raises as `prepare` does.
 
     One batch and key head stands for all: the first of each.
@@ -65,7 +65,7 @@ def estimate(task: Task, config: NkiConfig, target: str) -> Estimate:
     if prepared.combine is not None:
         total += _combined(prepared).nanoseconds
     units = problem.B * problem.Hkv / 1000
-    return Estimate(
+    return NkiEstimate(
         time=total * units,
         bound=max(times.values()) * units,
         busy=tuple(sorted((name, time * units) for name, time in times.items())),

@@ -29,7 +29,7 @@ from flexattn.runtime.launch import Lists
 
 
 @dataclass(frozen=True)
-class Outputs:
+class NkiOutputs:
     """out [B, Hq, L, Dv]; lse and max_scores [B, Hq, L] where the structure asks for them.
 
     runs: what the interpreter counted of each kernel; empty where something else ran them.
@@ -61,7 +61,7 @@ class Prepared:
         B, Hq, L, D = q.shape
         return q.contiguous().view(B, Hq // heads, heads * L, D)
 
-    def interpret(self, q: Tensor, k: Tensor, v: Tensor, *, numerics: bool = True) -> Outputs:
+    def interpret(self, q: Tensor, k: Tensor, v: Tensor, *, numerics: bool = True) -> NkiOutputs:
         """Run it in the strict interpreter; raises KernelError for a broken rule."""
         core, given = CORES[self.target], self.arguments(q, k, v)
         run = interpret(self.source.text, given, core, numerics=numerics)
@@ -85,7 +85,9 @@ class Prepared:
         partial = torch.empty(*shape, self.problem.structure.head_dim_v)
         return partial, torch.empty(shape), torch.empty(shape)
 
-    def simulate(self, q: Tensor, k: Tensor, v: Tensor, simulate: Callable[..., Any]) -> Outputs:
+    def simulate(
+        self, q: Tensor, k: Tensor, v: Tensor, simulate: Callable[..., Any]
+    ) -> NkiOutputs:
         """Run it in AWS's simulator, `nki.simulate`, for the target its environment names."""
         given = self.arguments(q, k, v)
         results = simulate(_function(self.source))(*given)
@@ -95,7 +97,7 @@ class Prepared:
             results = results if isinstance(results, tuple) else (results,)
         return self.outputs([torch.as_tensor(each) for each in results], ())
 
-    def outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...] = ()) -> Outputs:
+    def outputs(self, results: Sequence[Tensor], runs: tuple[Interpreted, ...] = ()) -> NkiOutputs:
         """What the last kernel gave, in the shapes of attention."""
         names = (self.combine or self.source).results
         problem = self.problem
@@ -105,7 +107,7 @@ class Prepared:
             for name, value in zip(names, results, strict=False)
         }
         empty = torch.empty(0)
-        return Outputs(found.get("out", empty), found.get("lse"), found.get("max_scores"), runs)
+        return NkiOutputs(found.get("out", empty), found.get("lse"), found.get("max_scores"), runs)
 
 
 def _exact(value: float, target: str) -> float:
@@ -118,14 +120,14 @@ def _exact(value: float, target: str) -> float:
     return value
 
 
-def path_of(source: NkiSource) -> Path:
+def nki_path(source: NkiSource) -> Path:
     """The file of a source, beside those of other kernels; it is written if need be."""
     return text_file(f"nki_{source.hash[:24]}.py", source.text)
 
 
 def _function(source: NkiSource) -> Any:
     """The kernel of a source, as the real package decorates it; it looks its text up."""
-    return module_of(path_of(source), source.text).kernel
+    return module_of(nki_path(source), source.text).kernel
 
 
 def prepare(
@@ -146,7 +148,7 @@ def prepare(
     """
     if min(problem.B, problem.Hq, problem.q_len, problem.kv_len) < 1:
         raise UnsupportedError(problem.describe(), "NKI kernels take no empty tensors")
-    found = [] if force else feasible.reasons(config, problem, target)
+    found = [] if force else feasible.target_reasons(config, problem, target)
     if found:
         raise ConfigError(describe(config), "\n        ".join(found))
     source = render_nki(problem, config, target, f"{problem.describe()} for {target}")

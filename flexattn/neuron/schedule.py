@@ -16,12 +16,12 @@ from flexattn.runtime.launch import Lists
 
 Schedule = tuple[tuple[object, ...], ...]
 Run = tuple[int, int, bool]  # first key, last key + 1, whether the mask is needed
-Part = tuple[int, int, int]  # place in the tile, keys, chunk of the section
-Tile = tuple[int, int, bool, tuple[Part, ...]]  # first key, keys, masked, parts
+_Part = tuple[int, int, int]  # place in the tile, keys, chunk of the section
+Tile = tuple[int, int, bool, tuple[_Part, ...]]  # first key, keys, masked, parts
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowTile:
     """One tile of query rows of a head, with the runs of keys that it attends."""
 
     h: int
@@ -34,7 +34,7 @@ def prefill_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) -
     """Sections of (b, key head, slot, first key, chunks, visits): see prefill.py.jinja."""
     found: list[tuple[object, ...]] = []
     for b, g, rows in units(problem, config, lists):
-        found += sections(problem, config, b, g, rows, (0, problem.kv_len), len(found))
+        found += _sections(problem, config, b, g, rows, (0, problem.kv_len), len(found))
     return tuple(found)
 
 
@@ -48,14 +48,14 @@ def decode_schedule(problem: Problem, config: NkiConfig, lists: Lists | None) ->
         for split in range(config.num_splits):
             first = min(split * step, problem.kv_len)
             keys = (first, min(first + step, problem.kv_len))
-            made = sections(problem, config, b, g, rows, keys, len(found))
+            made = _sections(problem, config, b, g, rows, keys, len(found))
             found += [(*section, split) for section in made]
     return tuple(found)
 
 
 def units(
     problem: Problem, config: NkiConfig, lists: Lists | None
-) -> Iterator[tuple[int, int, list[Rows]]]:
+) -> Iterator[tuple[int, int, list[RowTile]]]:
     """The tiles of query rows of each batch and key head.
 
     A head is a query head, or all that are packed into the rows of one tile.
@@ -70,16 +70,16 @@ def units(
             for head in range(g * heads, (g + 1) * heads):
                 for first, count in tiles:
                     position = (head * packed + first // problem.q_len, first % problem.q_len)
-                    rows.append(Rows(head, first, count, known.runs(b, *position)))
+                    rows.append(RowTile(head, first, count, known.runs(b, *position)))
             yield b, g, rows
 
 
-def sections(
+def _sections(
     problem: Problem,
     config: NkiConfig,
     b: int,
     g: int,
-    rows: list[Rows],
+    rows: list[RowTile],
     keys: tuple[int, int],
     done: int,
 ) -> Iterator[tuple[object, ...]]:

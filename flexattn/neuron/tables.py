@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.printer import TABLE_LIMIT
-from flexattn.kernels.nki.tables import Table
+from flexattn.kernels.nki.tables import NkiTable
 from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, Mod, const, walk
@@ -20,7 +20,7 @@ from flexattn.problem import Problem
 MOST_ELEMENTS = 2**26
 
 
-def make_table(table: Table, bound: Bound, problem: Problem, rows: int, target: str) -> Tensor:
+def make_table(table: NkiTable, bound: Bound, problem: Problem, rows: int, target: str) -> Tensor:
     """The values of a table, [B or 1, H or 1, n], n by its kind.
 
     rows: BLOCK_M, over which a relative table repeats. Raises UnsupportedError where it would be

@@ -14,10 +14,10 @@ from flexattn import __version__
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import describe
 from flexattn.kernels.base.environment import template_hash
-from flexattn.kernels.nki.space import Effort
+from flexattn.kernels.nki.space import NkiEffort
 from flexattn.measure.task import Task
 from flexattn.neuron import feasible, model
-from flexattn.neuron.model import estimate
+from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.nki import costs
 from flexattn.problem import Kind
 from flexattn.records.closure import bare
@@ -26,11 +26,11 @@ from flexattn.records.record import SCHEMA, Decision, Environment, Failed, Recor
 from flexattn.records.renderers import rendering
 from flexattn.tune.progress import SILENT, Progress
 
-NOTE = "ranked by a model of the engines, not measured: flexattn/neuron/model.py"
+_NOTE = "ranked by a model of the engines, not measured: flexattn/neuron/model.py"
 
 
 def rank(
-    task: Task, effort: Effort = "quick", *, best: int = 64, progress: Progress = SILENT
+    task: Task, effort: NkiEffort = "quick", *, best: int = 64, progress: Progress = SILENT
 ) -> Record:
     """Order the configs that fit the task's device by the model; no device is needed or used.
 
@@ -39,13 +39,13 @@ def rank(
     whatever the default's estimate raises: UnsupportedError for what the target cannot express.
     """
     target, begin = task.device.name, time.monotonic()
-    found = feasible.survey(task.problem, target, effort)
+    found = feasible.target_survey(task.problem, target, effort)
     trials: list[Trial] = []
     least: float | None = None
     progress.stage("rank", len(found.configs))
     for config in found.configs:
         try:
-            guess = estimate(task, config, target)
+            guess = nki_estimate(task, config, target)
         except FlexAttnError as error:
             if not trials:
                 raise
@@ -66,7 +66,7 @@ def rank(
     why = f"least of {len(trials) - fallen} estimates for {target}; {speedup:.3f} of the default's"
     return Record(
         key=key_of(task.problem),
-        environment=environment_of(task),
+        environment=ranking_environment(task),
         policy=task.policy,
         provenance="model",
         sizes=(task.problem.B, task.problem.q_len, task.problem.kv_len),
@@ -77,11 +77,11 @@ def rank(
         made=datetime.now(timezone.utc).date().isoformat(),
         tool=f"flexattn {__version__}",
         title=task.title,
-        note=NOTE,
+        note=_NOTE,
     )
 
 
-def environment_of(task: Task) -> Environment:
+def ranking_environment(task: Task) -> Environment:
     """Where a ranking holds: the templates, the model's sources and the target."""
     device = task.device
     return Environment(

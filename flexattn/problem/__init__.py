@@ -19,7 +19,6 @@ from flexattn.problem.problem import (
     Structure,
     Tanh,
     captures_of,
-    fingerprint,
     make_problem,
     out_dtype,
 )

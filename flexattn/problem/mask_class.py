@@ -36,7 +36,7 @@ def mask_class(mask: BlockMask) -> str:
         return found
     if not _readable(mask.kv_num_blocks):
         return UNKNOWN
-    found, runs = look(query_lists(mask), -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
+    found, runs = look_at_lists(query_lists(mask), -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
     keep_class(mask, found)
     if runs is not None:
         keep_runs(mask, runs)
@@ -69,7 +69,7 @@ def keeps_all(mask: BlockMask) -> bool:
     return mask.kv_num_blocks.tolist() == [[[1]]] and mask.kv_indices.tolist() == [[[[0]]]]
 
 
-def look(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str, Tensor | None]:
+def look_at_lists(lists: tuple[Tensor | None, ...], kv_blocks: int) -> tuple[str, Tensor | None]:
     """The class of lists of blocks, and their runs where the blocks of each row join up.
 
     lists: counts [..., rows], indices [..., rows, width], as of `query_lists`. One read back.

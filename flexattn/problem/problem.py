@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -280,17 +279,6 @@ def make_problem(
     )
     s = shape
     return Problem(structure, s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, mask_class, broadcast_kv)
-
-
-def fingerprint(structure: Structure) -> str:
-    """A sha256 of the structure, equal in every process: names files and, later, cache entries."""
-    # What is seldom changed is told only then: names that were given before it existed stay.
-    parts = [
-        f"{name}={stable(value)}"
-        for name, field in Structure.__dataclass_fields__.items()
-        if (value := getattr(structure, name)) != field.default
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def stable(value: object) -> str:

@@ -20,22 +20,22 @@ from flexattn.mods import Bound
 from flexattn.mods.captured import capture_name
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.outside import Evaluated, buffer_of, evaluated, unproven
-from flexattn.mods.refusal import named
+from flexattn.mods.refusal import named_mod
 from flexattn.mods.simplify import plug
 from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import Descales, descaled
 
-Mod = Callable[..., Any]
-Sizes = tuple[int, int, int, int]
+_Mod = Callable[..., Any]
+_Sizes = tuple[int, int, int, int]
 Lanes = tuple[Tensor, Tensor, Tensor, Tensor]
-Kept = Callable[[Lanes], Tensor]
+_Kept = Callable[[Lanes], Tensor]
 
 _NAMES = ("b", "h", "q_idx", "kv_idx")
 # Positions that are looked at together.
 _CHUNK = 2**22
 
 
-def check_mask_reads(fn: Mod, bound: Bound, sizes: Sizes, device: torch.device) -> None:
+def check_mask_reads(fn: _Mod, bound: Bound, sizes: _Sizes, device: torch.device) -> None:
     """That a mask_mod reads inside its tensors at all positions of B, H, q_len, kv_len.
 
     It may read outside where it is False whatever stands there. Raises CaptureError.
@@ -48,7 +48,7 @@ def check_reads(
     k: Tensor,
     scale: float,
     descales: Descales,
-    score_mod: Mod | None,
+    score_mod: _Mod | None,
     score: Bound | None,
     block_mask: BlockMask | None,
     mask: Bound | None,
@@ -77,13 +77,13 @@ def check_reads(
 class _Reader:
     """A mod with what it captures, its numbers being constants of the expression."""
 
-    fn: Mod
+    fn: _Mod
     kind: str
     expr: Expr
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, fn: Mod, bound: Bound) -> _Reader:
+    def of(cls, fn: _Mod, bound: Bound) -> _Reader:
         expr = plug(bound.mod.expr, dict(enumerate(bound.scalars)))
         return cls(fn, bound.mod.kind, expr, bound.tensors)
 
@@ -172,9 +172,9 @@ class _Check:
     """One mod at all positions; kept: those where it counts, None for all."""
 
     reader: _Reader
-    sizes: Sizes
+    sizes: _Sizes
     device: torch.device
-    kept: Kept | None = None
+    kept: _Kept | None = None
     scores: _Scores | None = None
 
     @torch.no_grad()
@@ -199,8 +199,8 @@ class _Check:
 
     def _seen(
         self,
-        sizes: Sizes,
-        kept: Kept | None,
+        sizes: _Sizes,
+        kept: _Kept | None,
         scores: _Scores | None,
         roots: Sequence[Expr],
         loads: Sequence[Expr],
@@ -218,7 +218,7 @@ class _Check:
                 each.add(found[load.args[dim]].value, counts, size, [int(x[0]) for x in lanes])
         return seen
 
-    def _counts(self, found: dict[Expr, Evaluated], lanes: Lanes, kept: Kept | None) -> Tensor:
+    def _counts(self, found: dict[Expr, Evaluated], lanes: Lanes, kept: _Kept | None) -> Tensor:
         """The positions, bool [b, h, m, n], at which a read outside would be seen."""
         counts = torch.ones((), dtype=torch.bool, device=self.device)
         if kept is not None:
@@ -236,7 +236,7 @@ class _Check:
         name = f"{capture_name(self.reader.fn, tensor) or 'a captured tensor'}, {about},"
         place = ", ".join(f"{x}={at}" for x, at in zip(_NAMES, seen.first, strict=True))
         return CaptureError(
-            f"{named(self.reader.fn, self.reader.kind)} reads {name} "
+            f"{named_mod(self.reader.fn, self.reader.kind)} reads {name} "
             f"from {seen.low} to {seen.high} in dimension {dim}, which has {size} elements",
             f"an index is from {-size} to {size - 1} wherever the mask keeps the score, or asks "
             f"the tensor whether to; at {place} it is {seen.index}",
@@ -244,7 +244,7 @@ class _Check:
         )
 
 
-def _only(sizes: Sizes, names: set[str]) -> Sizes:
+def _only(sizes: _Sizes, names: set[str]) -> _Sizes:
     b, h, m, n = (size if name in names else 1 for name, size in zip(_NAMES, sizes, strict=True))
     return b, h, m, n
 

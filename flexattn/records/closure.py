@@ -60,7 +60,7 @@ def _begins(found: re.Match[str]) -> bool:
     return not found.string[found.string.rfind("\n", 0, start) + 1 : start].strip()
 
 
-def path_of(module: str) -> Path | None:
+def module_path(module: str) -> Path | None:
     """The file of a module of this package, by its dotted name; None where there is none."""
     place = _PACKAGE.joinpath(*module.split(".")[1:])
     if (file := place.with_suffix(".py")).is_file():
@@ -87,7 +87,7 @@ def closure(roots: Iterable[str], stop: Collection[str] = ()) -> dict[str, str]:
 @lru_cache(maxsize=512)
 def _read(module: str) -> tuple[str, frozenset[str]]:
     """A module's bare source, and the modules that define what it imports."""
-    path = path_of(module)
+    path = module_path(module)
     assert path is not None, f"{module} is no module of this package"
     source = bare(path.read_text(encoding="utf-8"))
     homes = {home(*each) for each in imports_of(source)}
@@ -97,10 +97,10 @@ def _read(module: str) -> tuple[str, frozenset[str]]:
 @lru_cache(maxsize=1024)
 def home(module: str, name: str) -> str:
     """The module that defines a name which is imported from `module`."""
-    path = path_of(module)
+    path = module_path(module)
     if not name or path is None or path.name != "__init__.py":
         return module
-    if path_of(f"{module}.{name}") is not None:
+    if module_path(f"{module}.{name}") is not None:
         return f"{module}.{name}"
     for source, passed in imports_of(bare(path.read_text(encoding="utf-8"))):
         if passed == name:

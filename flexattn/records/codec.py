@@ -24,12 +24,12 @@ from flexattn.kernels.base.config import Config
 from flexattn.kernels.choose.registry import backend_of, config_class, config_names, is_config
 from flexattn.records.key import Key, Sizes
 from flexattn.records.record import SCHEMA, Answer, Environment, Record, Trial, is_time
-from flexattn.records.trials import compact, lines, whole
+from flexattn.records.trials import compact, lines, whole_trials
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MAX_BYTES = 8 * 2**20
-MAX_TEXT, MAX_INT = 4096, 2**48
+_MAX_TEXT, MAX_INT = 4096, 2**48
 # Entries of a list, by the field's name.
 MAX_ITEMS = {"trials": 4096, "screening": 16384, "finals": 16384}
 MAX_OTHER_ITEMS = 1024
@@ -86,7 +86,7 @@ def decode_record(raw: bytes) -> Record:
     """A whole record, its trials too; raises CacheError for anything that is none."""
     data = _object(_parse(_checked(raw) + b"\n}"), "record")
     tail = {name: data.pop(name, None) for name in (*TAIL, "trials")}
-    tail["trials"] = whole(tail["trials"], data.get("config"))
+    tail["trials"] = whole_trials(tail["trials"], data.get("config"))
     answer = _answer(data)
     found = {name: decode(_hints(Record)[name], each, name) for name, each in tail.items()}
     given = {field.name: getattr(answer, field.name) for field in fields(answer)}
@@ -235,8 +235,8 @@ def _time(data: Any) -> float:
 
 
 def _text(data: Any) -> str:
-    if type(data) is not str or len(data) > MAX_TEXT:
-        raise CacheError(" is no such text", f"it is text of at most {MAX_TEXT} characters")
+    if type(data) is not str or len(data) > _MAX_TEXT:
+        raise CacheError(" is no such text", f"it is text of at most {_MAX_TEXT} characters")
     return data
 
 

@@ -27,7 +27,7 @@ from flexattn.records.store import REAL, Store, generation
 from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
 
-How = Literal["hit", "hint", "nearest"]
+_How = Literal["hit", "hint", "nearest"]
 
 # Steps of two, over batch and lengths together, beyond which a winner says little.
 MAX_DISTANCE = 4.0
@@ -36,7 +36,7 @@ MAX_TRIED = 8
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-class Layer(NamedTuple):
+class RecordLayer(NamedTuple):
     """One place where records are looked for, as people call it."""
 
     name: str
@@ -52,8 +52,8 @@ class Stored:
     """
 
     answer: Answer
-    how: How
-    layer: Layer
+    how: _How
+    layer: RecordLayer
     folder: str
     differing: tuple[str, ...]
     distance: float
@@ -69,7 +69,7 @@ class Found:
     """The tuned config of a problem: how it fits, where it comes from in words, and its file."""
 
     config: Config
-    how: How
+    how: _How
     origin: str
     stored: Stored
 
@@ -97,23 +97,23 @@ def configs_folder() -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def layers(device: Device) -> tuple[Layer, ...]:
+def layers(device: Device) -> tuple[RecordLayer, ...]:
     """The places where records for a device are looked for, the first one first."""
     settings = current()
     return _layers(settings.cache, settings.cache_dir, device.name)
 
 
 @lru_cache(maxsize=64)
-def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[Layer, ...]:
-    found = [Layer("FLEXATTN_CACHE", Store(root)) for root in explicit]
+def _layers(explicit: tuple[Path, ...], cache_dir: Path, device: str) -> tuple[RecordLayer, ...]:
+    found = [RecordLayer("FLEXATTN_CACHE", Store(root)) for root in explicit]
     users = cache_dir / "records"
     if is_closed(users):
         say_once(f"{users} is not looked at: this user may not read it")
     else:
-        found.append(Layer("user", Store(users)))
+        found.append(RecordLayer("user", Store(users)))
     shipped = configs_folder()
     if shipped is not None:
-        found.append(Layer("shipped", Store(shipped / slug(device))))
+        found.append(RecordLayer("shipped", Store(shipped / slug(device))))
     return tuple(found)
 
 
@@ -139,7 +139,9 @@ def find(problem: Problem, device: Device) -> Found | None:
     return Found(config, stored.how, origin(stored, key.sizes), stored)
 
 
-def _first(problem: Problem, key: Key, device: Device, places: tuple[Layer, ...]) -> Stored | None:
+def _first(
+    problem: Problem, key: Key, device: Device, places: tuple[RecordLayer, ...]
+) -> Stored | None:
     here = environment(problem.structure.kind, device)
     for stored in ranked(key, here, places):
         found = infeasible(stored, problem.structure, device)
@@ -154,7 +156,7 @@ def infeasible(stored: Stored, structure: Structure, device: Device) -> list[str
     return reasons(stored.answer.config, structure, device)
 
 
-def ranked(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[Stored]:
+def ranked(key: Key, here: Environment, places: tuple[RecordLayer, ...]) -> Iterator[Stored]:
     """Records that may serve a key, the best first: hits, hints, then neighbours by distance.
 
     Replays, which only a root marked for them holds, never do.
@@ -172,7 +174,7 @@ def ranked(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[S
     yield from _neighbours(key, here, places)
 
 
-def _neighbours(key: Key, here: Environment, places: tuple[Layer, ...]) -> Iterator[Stored]:
+def _neighbours(key: Key, here: Environment, places: tuple[RecordLayer, ...]) -> Iterator[Stored]:
     family = key.family()
     found = [
         (away, folder != here.folder, position, sizes, folder)
@@ -187,14 +189,14 @@ def _neighbours(key: Key, here: Environment, places: tuple[Layer, ...]) -> Itera
 
 
 def _stored(
-    layer: Layer, where: Environment | str, there: Key, key: Key, here: Environment
+    layer: RecordLayer, where: Environment | str, there: Key, key: Key, here: Environment
 ) -> Iterator[Stored]:
     answer = layer.store.answer(where, there)
     if answer is None or answer.provenance not in REAL:
         return
     environment = answer.environment
     differing = () if environment is here else environment.differing(here)
-    how: How = "nearest" if there != key else "hint" if differing else "hit"
+    how: _How = "nearest" if there != key else "hint" if differing else "hit"
     away = 0.0 if there is key else distance(there.sizes, key.sizes)
     yield Stored(answer, how, layer, environment.folder, differing, away)
 

@@ -30,26 +30,26 @@ class Renderer:
     templates: tuple[str, ...]
 
 
-HELPERS = "base/helpers.jinja"
+_HELPERS = "base/helpers.jinja"
 RENDERERS: dict[str, Renderer] = {
     "prefill": Renderer(
         ("kernels.triton.source", "kernels.decay_skip.source"),
         (
-            HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
+            _HELPERS, "triton/prefill.py.jinja", "decay_skip/norms.py.jinja",
             "decay_skip/window.py.jinja",
         ),
     ),
     "decode": Renderer(
-        ("kernels.triton.source",), (HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
+        ("kernels.triton.source",), (_HELPERS, "triton/decode.py.jinja", "triton/combine.py.jinja")
     ),
     "backward": Renderer(
         ("kernels.triton_backward.source",),
-        (HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja"),
+        (_HELPERS, "triton_backward/backward.py.jinja", "triton_backward/delta.py.jinja"),
     ),
     "serving": Renderer(
         ("kernels.paged_decode.source",),
         (
-            HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
+            _HELPERS, "paged_decode/program.py.jinja", "paged_decode/combine.py.jinja",
             "paged_decode/warp.py.jinja", "paged_decode/mla.py.jinja",
         ),
     ),

@@ -29,7 +29,7 @@ from flexattn.records.record import SCHEMA, Answer, Environment, Record, slug
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular
 
-T = TypeVar("T", Answer, Record)
+_T = TypeVar("_T", Answer, Record)
 
 # A root with this file takes replays alone; the others take what was timed on a device.
 REPLAY_MARK = "REPLAY"
@@ -82,8 +82,8 @@ class Store:
         return self._sound(environment, key, lambda raw: decode_answer(raw, key, where))
 
     def _sound(
-        self, environment: Environment | str, key: Key, decode: Callable[[bytes], T]
-    ) -> T | None:
+        self, environment: Environment | str, key: Key, decode: Callable[[bytes], _T]
+    ) -> _T | None:
         names = self._names(environment, key)
         path = os.path.join(self._texts[0], *names)
         try:
@@ -95,7 +95,7 @@ class Store:
             say_once(f"not used, as if it were not there: {error.line}")
             return None
 
-    def _load(self, path: str | Path, folder: str, decode: Callable[[bytes], T]) -> T | None:
+    def _load(self, path: str | Path, folder: str, decode: Callable[[bytes], _T]) -> _T | None:
         """The record of a file, None without the file; raises CacheError for any other file."""
         raw = read_regular(path, MAX_BYTES)
         if raw is None:
@@ -150,7 +150,7 @@ class Store:
         """As `entries`, without trials: for lists and comparisons of thousands."""
         return self._each(decode_answer)
 
-    def _each(self, decode: Callable[[bytes], T]) -> Iterator[tuple[Path, T | CacheError]]:
+    def _each(self, decode: Callable[[bytes], _T]) -> Iterator[tuple[Path, _T | CacheError]]:
         for path in self.paths():
             try:
                 found = self._load(path, path.parts[-3], decode)

@@ -17,7 +17,7 @@ from typing import Any
 from flexattn.records.record import Trial
 
 # The parts of a trial that repeat, with the field that names their kind.
-KINDS = {"config": "type", "gate": "name"}
+_KINDS = {"config": "type", "gate": "name"}
 # A part with more fields is no config and no gate, and copies of it could fill the memory.
 _MOST = 64
 _DEFAULTS = {field.name: field.default for field in fields(Trial)}
@@ -40,7 +40,7 @@ def compact(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
-def whole(rows: Any, config: Any = None) -> Any:
+def whole_trials(rows: Any, config: Any = None) -> Any:
     """The lines as parsed, as an object with all its fields for each trial.
 
     What is no such line stays as it is: whoever decodes it says what is wrong. config: as above.
@@ -62,13 +62,13 @@ def _row(trial: Trial, encode: Callable[[Any], Any], first: dict[str, Any]) -> l
     values = [getattr(trial, name) for name in _DEFAULTS]
     told = max(at for at, name in enumerate(_DEFAULTS, 1) if values[at - 1] != _DEFAULTS[name])
     return [
-        _differing(name, encode(value), first) if name in KINDS and value else encode(value)
+        _differing(name, encode(value), first) if name in _KINDS and value else encode(value)
         for name, value in zip(_DEFAULTS, values[:told], strict=False)
     ]
 
 
 def _differing(part: str, data: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
-    kind = KINDS[part]
+    kind = _KINDS[part]
     named, base = _first(data[kind], part, data, first)
     if base is data:
         return data
@@ -86,7 +86,7 @@ def _named(columns: list[Any], row: Any) -> Any:
 def _filled(row: Any, first: dict[str, Any]) -> Any:
     if type(row) is not dict:
         return row
-    for part, kind in KINDS.items():
+    for part, kind in _KINDS.items():
         data = row.get(part)
         if type(data) is not dict or len(data) > _MOST:
             continue

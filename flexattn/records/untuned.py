@@ -44,7 +44,7 @@ from flexattn.settings import current, log, say_once
 from flexattn.util.files import read_regular
 from flexattn.util.lru import Lru
 
-MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
+_MAX_FILE, MAX_LINE = 4 * 2**20, 2**18
 MAX_NOTED = 1000
 MAX_ELEMENTS = 2**32
 # Blocks of a mask that is rebuilt, which takes some twenty bytes of memory for each.
@@ -58,7 +58,7 @@ _noted: Lru[tuple[Key, str], bool] = Lru(MAX_NOTED)
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class UntunedMod:
     """A mod and what it captured: dtype and shape of each tensor, in the order of its buffers."""
 
     mod: Mod
@@ -75,8 +75,8 @@ class Untuned:
     device: str
     how: str
     made: str
-    score: Captured | None
-    mask: Captured | None
+    score: UntunedMod | None
+    mask: UntunedMod | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +145,18 @@ def note(
         path.parent.mkdir(parents=True, exist_ok=True)
         if len(line) > MAX_LINE:
             log.debug("not listed, %d bytes are too many: %s", len(line), problem.describe())
-        elif not append_line(path, line, MAX_FILE):
+        elif not append_line(path, line, _MAX_FILE):
             say_once(f"{path} is full, nothing is listed any more: tune what it has and remove it")
     except (OSError, ValueError) as error:
         say_once(f"{untuned_path()} cannot be written: {error}")
 
 
-def read(path: Path) -> list[Untuned]:
+def read_untuned(path: Path) -> list[Untuned]:
     """The problems of a list, each key once, the first one met; lines that are none are said.
 
     Raises CacheError where the file is no plain file.
     """
-    raw = read_regular(path, 2 * MAX_FILE) or b""
+    raw = read_regular(path, 2 * _MAX_FILE) or b""
     found: dict[tuple[Key, str], Untuned] = {}
     for number, line in enumerate(raw.splitlines(), 1):
         try:
@@ -186,7 +186,7 @@ def drop(key: Key, device: str) -> None:
         return key_of(each.problem) == key
 
     try:
-        drop_lines(path, listed, 2 * MAX_FILE)
+        drop_lines(path, listed, 2 * _MAX_FILE)
     except FileNotFoundError:
         return
     except (OSError, CacheError) as error:
@@ -274,11 +274,11 @@ def _check_sizes(line: _Line) -> None:
         raise CacheError(f"{blocks} blocks", f"a mask of at most {MAX_BLOCKS} is rebuilt")
 
 
-def _captures(captured: Captured | None) -> Captures | None:
+def _captures(captured: UntunedMod | None) -> Captures | None:
     return None if captured is None else Captures(captured.mod, captured.contiguous)
 
 
-def _decoded(data: Any, kind: str) -> Captured | None:
+def _decoded(data: Any, kind: str) -> UntunedMod | None:
     if data is None:
         return None
     if type(data) is not dict or data.keys() != {"mod", "tensors", "contiguous", "scalars"}:
@@ -294,13 +294,13 @@ def _decoded(data: Any, kind: str) -> Captured | None:
     small = all(math.prod(shape) <= MAX_ELEMENTS for _, shape in tensors)
     if not (fits and plain and small and len(contiguous) == len(buffers)):
         raise CacheError(f"what {kind} captures", "it is what the mod's slots ask for")
-    return Captured(mod, tensors, contiguous, scalars)  # type: ignore[arg-type]
+    return UntunedMod(mod, tensors, contiguous, scalars)  # type: ignore[arg-type]
 
 
 _NUMBERS = (int, float, bool)
 
 
-def bound_of(captured: Captured) -> Bound:
+def bound_of(captured: UntunedMod) -> Bound:
     """The mod with made-up tensors of the shapes it captured: small floats, zeros for the rest.
 
     Zeros are in the range of whatever they index, and lie in no mask's way but their own.

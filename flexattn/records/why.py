@@ -32,7 +32,7 @@ from flexattn.settings import current
 # Records of other families that are compared; a fleet's cache may hold tens of thousands.
 MAX_COMPARED = 20000
 # Of the closest, all of a kind on a device.
-SHOWN = 3
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Passed:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class ConfigExplanation:
     """What dispatch takes for a problem, and why nothing better.
 
     how: "hit", "hint", "nearest", "default", or "off" where FLEXATTN_MODE says so. expected: the
@@ -88,7 +88,7 @@ class Explanation:
     broken: tuple[tuple[Path, str], ...]
 
 
-def why(problem: Problem, device: Device) -> Explanation:
+def why(problem: Problem, device: Device) -> ConfigExplanation:
     """Explain a problem's config; reads every record of the device, so it takes its time."""
     key, here = key_of(problem), environment(problem.structure.kind, device)
     places = layers(device)
@@ -113,9 +113,9 @@ def why(problem: Problem, device: Device) -> Explanation:
     closest.sort(key=lambda each: (each.path != taken, *_weight(each, key), str(each.path)))
     told = [
         replace(each, untaken=_untaken(each, key, served, refused.get(each.path, ()), off))
-        for each in closest[:SHOWN]
+        for each in closest[:_SHOWN]
     ]
-    return Explanation(
+    return ConfigExplanation(
         problem=problem.describe(),
         key=key,
         environment=here,

@@ -11,14 +11,14 @@ from torch import Tensor
 from flexattn.problem.dropout import Dropout
 
 # What passes BigCrush with the fewest rounds (Salmon et al., SC11); FlashAttention takes as many.
-ROUNDS = 7
+_ROUNDS = 7
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def philox4x32(
-    counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = ROUNDS
+    counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = _ROUNDS
 ) -> tuple[Tensor, ...]:
     """Four random words for four words of counter and two of key.
 
@@ -40,7 +40,7 @@ def _product(word: Tensor, place: int) -> tuple[Tensor, Tensor]:
     return product >> 32 & _WORD, product & _WORD
 
 
-def kept(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
+def kept_weights(dropout: Dropout, lanes: tuple[Tensor, ...], heads: int) -> Tensor:
     """Of each weight whether it is kept, bool [b, h, m, n].
 
     lanes: batches, query heads, rows and keys, int64 of one dimension each. heads: query heads.

@@ -24,7 +24,7 @@ from flexattn.problem.dense_blocks import dense_blocks, spread
 from flexattn.problem.descales import NO_DESCALES, Descales, descaled
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.sinks import add_sinks
-from flexattn.reference.dropout import kept as kept_weights
+from flexattn.reference.dropout import kept_weights
 from flexattn.reference.rounding import Precision, Rounding
 from flexattn.reference.saved import saved_softmax
 

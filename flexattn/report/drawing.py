@@ -23,6 +23,7 @@ COLORS: dict[Role, str] = {
 RIVALS: tuple[Role, ...] = ("r0", "r1", "r2", "r3", "oth")
 # A scale is logarithmic once the largest value is this many times the least.
 LOG_SPAN = 4.0
+_TICKS = 5
 # Pixels of a letter of a label, about.
 LETTER = 6.0
 
@@ -73,17 +74,17 @@ class Label:
     turned: bool = False
 
 
-Shape: TypeAlias = Line | Dots | Box | Label
+DrawnShape: TypeAlias = Line | Dots | Box | Label
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Drawing:
     """Shapes on width x height pixels, the words for who cannot see them, and a caption."""
 
     name: str
     width: float
     height: float
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DrawnShape, ...]
     alt: str
     caption: str
 
@@ -112,8 +113,8 @@ class Scale:
         share = (value - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Round values on the scale, at most so many."""
+    def ticks(self) -> list[float]:
+        """Round values on the scale, at most five."""
         if not self.high > self.low:
             return [self.low]
         if self.log:
@@ -121,41 +122,41 @@ class Scale:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [sub * 10.0**power for power in powers for sub in subs]
         else:
-            step = _step((self.high - self.low) / most)
+            step = _step((self.high - self.low) / _TICKS)
             first = math.ceil(self.low / step - 1e-9)
             found = [step * (first + i) for i in range(int((self.high - self.low) / step) + 2)]
         inside = [t for t in found if self.low * (1 - 1e-9) <= t <= self.high * (1 + 1e-9)]
-        return inside[:: -(-len(inside) // most)] if inside else [self.low]
+        return inside[:: -(-len(inside) // _TICKS)] if inside else [self.low]
 
 
-def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[Shape]:
+def axis_x(scale: Scale, top: float, bottom: float, title: str) -> list[DrawnShape]:
     """Grid lines of a horizontal scale from top to bottom, ticks and a title below."""
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     for tick in scale.ticks():
         x = scale.at(tick)
         shapes += [Line(((x, top), (x, bottom)), "faint")]
-        shapes += [Label(x, bottom + 13, number(tick), anchor="middle")]
+        shapes += [Label(x, bottom + 13, three_figures(tick), anchor="middle")]
     middle = (scale.start + scale.end) / 2
     return [*shapes, Label(middle, bottom + 28, title, anchor="middle")]
 
 
-def axis_y(scale: Scale, left: float, right: float, title: str) -> list[Shape]:
+def axis_y(scale: Scale, left: float, right: float, title: str) -> list[DrawnShape]:
     """Grid lines of a vertical scale from left to right, ticks beside it and a title on top."""
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     for tick in scale.ticks():
         y = scale.at(tick)
         shapes += [Line(((left, y), (right, y)), "faint")]
-        shapes += [Label(left - 4, y + 4, number(tick), anchor="end")]
+        shapes += [Label(left - 4, y + 4, three_figures(tick), anchor="end")]
     return [*shapes, Label(0, scale.end - 8, title)] if title else shapes
 
 
-def clipped(text: str, length: int) -> str:
+def clipped_label(text: str, length: int) -> str:
     """Text of a record as a label of at most so many characters; control characters escaped."""
     shown = one_line(text)
     return shown if len(shown) <= length else shown[: length - 1] + "…"
 
 
-def number(value: float) -> str:
+def three_figures(value: float) -> str:
     """Three figures, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -13,26 +13,26 @@ from flexattn.report.drawing import (
     LETTER,
     Box,
     Dots,
+    Drawing,
+    DrawnShape,
     Label,
     Line,
-    Picture,
     Role,
     Scale,
-    Shape,
     axis_x,
     axis_y,
-    clipped,
-    number,
+    clipped_label,
+    three_figures,
 )
 from flexattn.report.importance import Importance
 from flexattn.report.limits import limits_of
 from flexattn.report.roofline import reach, tf32, work
 
-WIDTH = 340.0
+_WIDTH = 340.0
 # Panels of a row in the picture of axes, the height of one, and what labels take below it.
-COLUMNS, PANEL, GAP = 3, 78.0, 52.0
+_COLUMNS, PANEL, GAP = 3, 78.0, 52.0
 # Letters of a line of the width, about.
-LETTERS = 54
+_LETTERS = 54
 
 
 class Mark(NamedTuple):
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     word: str
 
 
-def pictures(record: Record, mattered: Importance, name: str) -> tuple[Picture, ...]:
+def pictures(record: Record, mattered: Importance, name: str) -> tuple[Drawing, ...]:
     """All that can be drawn of a record; `name` begins the pictures' names."""
     if not numbers.timed(record):
         return ()
@@ -60,16 +60,16 @@ def pictures(record: Record, mattered: Importance, name: str) -> tuple[Picture, 
     return tuple(made)
 
 
-def map_of(record: Record, seen: numbers.Landscape, name: str) -> Picture:
+def map_of(record: Record, seen: numbers.Landscape, name: str) -> Drawing:
     """Heat map of the best median over two axes, the default's and the winner's cells framed."""
     best = min(us for row in seen.best for us in row if us is not None)
     worst = max(us for row in seen.best for us in row if us is not None) / best
     rows, columns = ([numbers.label(v) for v in axis] for axis in (seen.rows, seen.columns))
     left = 8 + LETTER * max(map(len, rows))
-    width, height = (WIDTH - left) / len(columns), 34.0
+    width, height = (_WIDTH - left) / len(columns), 34.0
     turned = max(map(len, columns)) * LETTER > width
     top = 20.0
-    shapes: list[Shape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
+    shapes: list[DrawnShape] = [Label(0, 12, f"{seen.row_axis} by {seen.column_axis}")]
     bottom = top + height * len(rows)
     for i, row in enumerate(seen.best):
         y = top + i * height
@@ -92,38 +92,38 @@ def map_of(record: Record, seen: numbers.Landscape, name: str) -> Picture:
     deep = 20 + turned * LETTER * max(map(len, columns))
     caption = (
         f"The best median over all other numbers, in µs and as a multiple of the best "
-        f"({number(best)} µs). Blue frame: the winner's cell; orange: the static default's."
+        f"({three_figures(best)} µs). Blue frame: the winner's cell; orange: the static default's."
     )
     alt = (
         f"Heat map over {seen.row_axis} ({', '.join(rows)}) and {seen.column_axis} "
-        f"({', '.join(columns)}): the best cell takes {number(best)} microseconds, the worst "
-        f"{worst:.2f} times that."
+        f"({', '.join(columns)}): the best cell takes {three_figures(best)} microseconds, "
+        f"the worst {worst:.2f} times that."
     )
-    return Picture(name, WIDTH, bottom + deep, tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, bottom + deep, tuple(shapes), alt, caption)
 
 
 def _cell(
     x: float, y: float, size: tuple[float, float], us: float | None, best: float, worst: float
-) -> list[Shape]:
+) -> list[DrawnShape]:
     width, height = size
     middle = x + width / 2
     if us is None:
         return [Label(middle, y + height / 2 + 4, "–", "oth", "middle")]
     heat = 1 - 0.9 * (us / best - 1) / max(worst - 1, 0.05)
     ink: Role = "card" if heat > 0.55 else "ink"
-    lines = [number(us), f"×{us / best:.2f}"] if width >= 34 else [number(us)]
+    lines = [three_figures(us), f"×{us / best:.2f}"] if width >= 34 else [three_figures(us)]
     first = y + height / 2 + (-2 if len(lines) == 2 else 4)
     box = Box(x + 1, y + 1, width - 2, height - 2, "heat", heat)
     return [box, *(Label(middle, first + 13 * n, t, ink, "middle") for n, t in enumerate(lines))]
 
 
-def ranking(record: Record, name: str) -> Picture:
+def ranking(record: Record, name: str) -> Drawing:
     """Every timed config by its median, with a bar between the quartiles."""
     times = numbers.timed(record)
     y = Scale(min(t.low for t in times), max(t.high for t in times), 165, 30)
-    x = Scale(0, max(len(times) - 1, 1), 50, WIDTH - 10)
+    x = Scale(0, max(len(times) - 1, 1), 50, _WIDTH - 10)
     places = {each.trial: (x.at(rank), y.at(each.us)) for rank, each in enumerate(times)}
-    shapes: list[Shape] = axis_y(y, 42, WIDTH, "µs a call, configs from the fastest on")
+    shapes: list[DrawnShape] = axis_y(y, 42, _WIDTH, "µs a call, configs from the fastest on")
     for rank, each in enumerate(times):
         shapes.append(Line(((x.at(rank), y.at(each.low)), (x.at(rank), y.at(each.high))), "oth"))
     shapes.append(Dots(tuple(places.values()), "oth"))
@@ -131,23 +131,23 @@ def ranking(record: Record, name: str) -> Picture:
     for mark in _marks(record):
         if mark.trial in places:
             shapes.append(Dots((places[mark.trial],), mark.role, 11, mark.mark))
-            told = f"{mark.word}: {numbers.short(record.trials[mark.trial].config)}"
-            lines.append((mark, clipped(told, LETTERS)))
+            told = f"{mark.word}: {numbers.short_config(record.trials[mark.trial].config)}"
+            lines.append((mark, clipped_label(told, _LETTERS)))
     shapes += _legend(lines, 185)
     caption = "Each dot is a config: the median of its rounds, with a bar between the quartiles."
     alt = (
-        f"{len(times)} configs from {number(times[0].us)} to {number(times[-1].us)} "
+        f"{len(times)} configs from {three_figures(times[0].us)} to {three_figures(times[-1].us)} "
         "microseconds, the fastest first."
     )
-    return Picture(name, WIDTH, 180 + 16 * len(lines), tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, 180 + 16 * len(lines), tuple(shapes), alt, caption)
 
 
-def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
+def what_mattered(record: Record, mattered: Importance, name: str) -> Drawing:
     """Optuna's importances, where there are any, over the times at each value of each axis."""
     found, times = numbers.effects(record), numbers.comparable(record)
     best = times[0].us
     top = 0.0
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     if mattered.shares:
         shapes.append(Label(0, 12, "importance, %"))
         for line, (axis, share) in enumerate(mattered.shares, 1):
@@ -158,15 +158,15 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
                 Label(132 + 170 * share, base, f"{100 * share:.0f}"),
             ]
         top = 26.0 + 16 * len(mattered.shares)
-    across = (WIDTH - 34) / COLUMNS
+    across = (_WIDTH - 34) / _COLUMNS
     span = max(times[-1].us / best, 1.02)
     for place, effect in enumerate(found):
-        left = 34 + across * (place % COLUMNS)
-        high = top + 14 + (PANEL + GAP) * (place // COLUMNS)
+        left = 34 + across * (place % _COLUMNS)
+        high = top + 14 + (PANEL + GAP) * (place // _COLUMNS)
         y = Scale(1.0, span, high + PANEL, high + 6)
-        if place % COLUMNS == 0:
-            shapes += axis_y(y, 30, WIDTH, "")
-        title = clipped(effect.axis, int(across / LETTER))
+        if place % _COLUMNS == 0:
+            shapes += axis_y(y, 30, _WIDTH, "")
+        title = clipped_label(effect.axis, int(across / LETTER))
         shapes.append(Label(left + across / 2, high - 1, title, "ink", "middle"))
         values = [value for value, _, _ in effect.values]
         x = Scale(0, max(len(values) - 1, 1), left + 14, left + across - 10)
@@ -174,7 +174,7 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
         dots = [(at[numbers.on_axis(t.config, effect.axis)], y.at(t.us / best)) for t in times]
         lowest = tuple((at[value], y.at(us / best)) for value, us, _ in effect.values)
         shapes += [Dots(tuple(dots), "oth", 3.5), Line(lowest, "win"), Dots(lowest, "win", 5)]
-        told = [clipped(numbers.label(value), 7) for value in values]
+        told = [clipped_label(numbers.label(value), 7) for value in values]
         turned = len("".join(told)) * LETTER > across - 20
         anchor: Literal["end", "middle"] = "end" if turned else "middle"
         for value, text in zip(values, told, strict=True):
@@ -186,11 +186,11 @@ def what_mattered(record: Record, mattered: Importance, name: str) -> Picture:
     ) + " Importance is Optuna's PED-ANOVA: what sets the best quarter apart." * bool(top)
     shares = ", ".join(f"{axis} {share:.0%}" for axis, share in mattered.shares)
     alt = f"Importance of the numbers: {shares or 'not computed'}. Cost of the worst: {costs}."
-    height = top + 14 + (PANEL + GAP) * -(-len(found) // COLUMNS)
-    return Picture(name, WIDTH, height, tuple(shapes), alt, caption)
+    height = top + 14 + (PANEL + GAP) * -(-len(found) // _COLUMNS)
+    return Drawing(name, _WIDTH, height, tuple(shapes), alt, caption)
 
 
-def roofline(record: Record, name: str) -> Picture:
+def roofline(record: Record, name: str) -> Drawing:
     """Every config under the device's roof, at the FLOP per byte that the problem has."""
     limits = limits_of(record.environment.device)
     assert limits is not None
@@ -200,12 +200,12 @@ def roofline(record: Record, name: str) -> Picture:
     ends = (min(done.intensity, ridge) / 8, max(done.intensity, ridge) * 8)
     rates = {each.trial: reach(record, each.us) for each in times}
     floor = min(min(rate.tflops for rate in rates.values()) / 2, ends[0] * limits.bandwidth)
-    x, y = Scale(*ends, 42, WIDTH - 8), Scale(floor, peak * 2, 165, 30)
+    x, y = Scale(*ends, 42, _WIDTH - 8), Scale(floor, peak * 2, 165, 30)
     roof = ((ends[0], ends[0] * limits.bandwidth), (ridge, peak), (ends[1], peak))
     told = f"{limits.bandwidth:g} TB/s, then {peak:g} TFLOP/s"
     points = {trial: (x.at(done.intensity), y.at(rate.tflops)) for trial, rate in rates.items()}
     shapes = [
-        *axis_y(y, 42, WIDTH, f"TFLOP/s, under a roof of {told}"),
+        *axis_y(y, 42, _WIDTH, f"TFLOP/s, under a roof of {told}"),
         *axis_x(x, 30, 165, "FLOP a byte"),
         Line(tuple((x.at(a), y.at(b)) for a, b in roof), "ink", 1.6),
         Dots(tuple(points.values()), "oth"),
@@ -218,14 +218,15 @@ def roofline(record: Record, name: str) -> Picture:
     shapes += _legend(lines, 213)
     got = reach(record, times[0].us)
     caption = (
-        f"At {number(done.intensity)} FLOP a byte the limit is {_BOUND[got.bound or 'compute']}. "
+        f"At {three_figures(done.intensity)} FLOP a byte the limit is "
+        f"{_BOUND[got.bound or 'compute']}. "
         "Work counts kept pairs; q, k, v and out move once." + _DENSITY[done.density]
     )
     alt = (
         f"Roofline of {record.environment.device}: {told}. The fastest config reaches "
         f"{got.tflops:.3g} TFLOP/s and {got.bandwidth:.3g} TB/s."
     )
-    return Picture(name, WIDTH, 208 + 16 * len(lines), tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, 208 + 16 * len(lines), tuple(shapes), alt, caption)
 
 
 _DENSITY = {
@@ -236,8 +237,8 @@ _DENSITY = {
 _BOUND = {"compute": "arithmetic", "memory": "memory bandwidth"}
 
 
-def _legend(lines: list[tuple[Mark, str]], top: float) -> list[Shape]:
-    shapes: list[Shape] = []
+def _legend(lines: list[tuple[Mark, str]], top: float) -> list[DrawnShape]:
+    shapes: list[DrawnShape] = []
     for place, (mark, text) in enumerate(lines):
         y = top + 16 * place
         shapes += [Dots(((6, y - 4),), mark.role, 9, mark.mark), Label(16, y, text)]

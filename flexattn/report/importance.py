@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexattn.records.record import Record
-from flexattn.report.numbers import Timed, axes, comparable, on_axis
+from flexattn.report.numbers import Timed, comparable, config_axes, on_axis
 
 # PED-ANOVA sets the best quarter beside all. A smaller group would be a handful of configs, which
 # agree in much by chance; with fewer configs than this, so would the quarter.
-BEST, FEWEST = 0.25, 16
+_BEST, FEWEST = 0.25, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def importance(record: Record) -> Importance:
     It asks which axes set the best quarter of the configs apart from the rest, so it is about the
     winners and not about how bad the worst are. Empty without Optuna or with too few configs.
     """
-    times, names = comparable(record), axes(record)
+    times, names = comparable(record), config_axes(record)
     if len(names) < 2 or len(times) < FEWEST:
         return Importance(
             (),
@@ -65,7 +65,7 @@ def _shares(times: tuple[Timed, ...], names: tuple[str, ...]) -> dict[str, float
             )
             for each in times
         ])  # fmt: skip
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=BEST)
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_BEST)
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
     finally:
         optuna.logging.set_verbosity(before)

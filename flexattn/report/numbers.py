@@ -11,7 +11,7 @@ from flexattn.kernels.base.config import Config
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 from flexattn.records.record import Record, Trial
 
-Value = int | str  # of one field of a config; switches are False and True
+_Value = int | str  # of one field of a config; switches are False and True
 
 # The plane of the landscape: the first pair of axes that both vary, else the first two that do.
 PLANES = (("BLOCK_M", "BLOCK_N"), ("BLOCK_N", "num_splits"))
@@ -42,8 +42,8 @@ class Landscape:
 
     row_axis: str
     column_axis: str
-    rows: tuple[Value, ...]
-    columns: tuple[Value, ...]
+    rows: tuple[_Value, ...]
+    columns: tuple[_Value, ...]
     best: tuple[tuple[float | None, ...], ...]
 
 
@@ -56,7 +56,7 @@ class Effect:
     """
 
     axis: str
-    values: tuple[tuple[Value, float, int], ...]
+    values: tuple[tuple[_Value, float, int], ...]
     cost: float
 
 
@@ -90,26 +90,26 @@ def comparable(record: Record) -> tuple[Timed, ...]:
     return tuple(each for each in timed(record) if type(each.config) is kind)
 
 
-def axes(record: Record) -> tuple[str, ...]:
+def config_axes(record: Record) -> tuple[str, ...]:
     """The numbers in which comparable configs differ, in the config's order."""
     configs = [each.config for each in comparable(record)]
     names = [field.name for field in fields(record.config)]
     return tuple(n for n in names if len({on_axis(c, n) for c in configs}) > 1)
 
 
-def on_axis(config: Config, axis: str) -> Value:
+def on_axis(config: Config, axis: str) -> _Value:
     """A config's value."""
-    value: Value = getattr(config, axis)
+    value: _Value = getattr(config, axis)
     return value
 
 
 def landscape(record: Record) -> Landscape | None:
     """The space seen from above along its two main axes; None where fewer than two vary."""
-    varying = axes(record)
+    varying = config_axes(record)
     if len(varying) < 2:
         return None
     plane = next((p for p in PLANES if set(p) <= set(varying)), varying[:2])
-    best: dict[tuple[Value, Value], float] = {}
+    best: dict[tuple[_Value, _Value], float] = {}
     for each in reversed(comparable(record)):  # the fastest comes last and stays
         best[on_axis(each.config, plane[0]), on_axis(each.config, plane[1])] = each.us
     rows, columns = _ordered(row for row, _ in best), _ordered(column for _, column in best)
@@ -126,8 +126,8 @@ def effects(record: Record) -> tuple[Effect, ...]:
     """The axes that vary, the dearest first."""
     found = []
     times = comparable(record)
-    for axis in axes(record):
-        by_value: dict[Value, list[float]] = {}
+    for axis in config_axes(record):
+        by_value: dict[_Value, list[float]] = {}
         for each in times:
             by_value.setdefault(on_axis(each.config, axis), []).append(each.us)
         found_values = _ordered(by_value)
@@ -155,7 +155,7 @@ def gain(record: Record) -> Ratio:
     return Ratio(math.nan, math.nan, math.nan, 0)
 
 
-def reasons(record: Record) -> tuple[Reason, ...]:
+def untimed_reasons(record: Record) -> tuple[Reason, ...]:
     """Why configs have no time: those not built by a rule or for want of time, then the others."""
     rejected = [
         Reason("not built", name, count) for name, count in sorted(record.rejected, key=_by_count)
@@ -172,7 +172,7 @@ def reasons(record: Record) -> tuple[Reason, ...]:
     return (*rejected, *rest)
 
 
-def short(config: Config) -> str:
+def short_config(config: Config) -> str:
     """A config in a table's cell: `128x64 w4 s2`, then what differs from a field's own default."""
     text = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
     for field in fields(config):
@@ -183,7 +183,7 @@ def short(config: Config) -> str:
     return text
 
 
-def label(value: Value) -> str:
+def label(value: _Value) -> str:
     """An axis' value in words: switches are on or off, and an empty one is none."""
     return ("off", "on")[value] if isinstance(value, bool) else str(value) or "none"
 
@@ -208,14 +208,14 @@ def _stage(record: Record, trial: Trial) -> tuple[str, str] | None:
 
 
 def _example(trial: Trial) -> str:
-    text = short(trial.config)
+    text = short_config(trial.config)
     if trial.failed is not None and trial.failed.message:
         first = trial.failed.message.strip().splitlines()[0]
         text += f": {first[:160]}"
     return text
 
 
-def _ordered(values: Iterable[Value]) -> tuple[Value, ...]:
+def _ordered(values: Iterable[_Value]) -> tuple[_Value, ...]:
     """Each value once; numbers by size, words by the alphabet."""
     return tuple(sorted(set(values), key=lambda value: (isinstance(value, str), value)))
 

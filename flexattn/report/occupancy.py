@@ -30,7 +30,7 @@ class Occupancy:
     limit: str
 
 
-def device_of(name: str, arch: str) -> Device | None:
+def recorded_device(name: str, arch: str) -> Device | None:
     """The device behind a record's environment: by name, else the first of its arch."""
     if name in KNOWN:
         return KNOWN[name]

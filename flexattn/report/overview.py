@@ -9,24 +9,24 @@ from flexattn.report.drawing import (
     RIVALS,
     Box,
     Dots,
+    Drawing,
+    DrawnShape,
     Label,
     Line,
-    Picture,
     Scale,
-    Shape,
     axis_x,
-    clipped,
+    clipped_label,
 )
-from flexattn.report.rivals import Bench
+from flexattn.report.rivals import BenchResults
 from flexattn.report.summary import Summary
 
-WIDTH, ROW = 360.0, 30.0
+_WIDTH, ROW = 360.0, 30.0
 # Letters of a line of the width, about.
-LETTERS = 58
+_LETTERS = 58
 BAR = (70.0, 12.0)
 
 
-def bar(summary: Summary, most: float) -> Picture | None:
+def bar(summary: Summary, most: float) -> Drawing | None:
     """A winner's speedup with its 95 % interval, from 1 to `most`; None for the default's."""
     if not summary.changed or summary.speedup is None:
         return None
@@ -43,10 +43,10 @@ def bar(summary: Summary, most: float) -> Picture | None:
         Line(((low, middle), (high, middle)), "ink"),
     )
     alt = f"{summary.speedup:.3f}, between {summary.low:.3f} and {summary.high:.3f}"
-    return Picture("speedup", width, height, shapes, alt, "")
+    return Drawing("speedup", width, height, shapes, alt, "")
 
 
-def beside(bench: Bench, name: str) -> Picture | None:
+def rivals_beside(bench: BenchResults, name: str) -> Drawing | None:
     """Each rival's time over ours, every row of the bench a line; right of 1, ours is faster."""
     rows = [row for row in bench.rows if any(_known(r.ratio.value) for r in row.rivals)]
     if not rows:
@@ -54,18 +54,18 @@ def beside(bench: Bench, name: str) -> Picture | None:
     names = bench.rivals
     roles = {rival: RIVALS[min(place, len(RIVALS) - 1)] for place, rival in enumerate(names)}
     known = [r.ratio.value for row in rows for r in row.rivals if _known(r.ratio.value)]
-    scale = Scale(min(*known, 0.9), max(*known, 1.1), 8, WIDTH - 8)
+    scale = Scale(min(*known, 0.9), max(*known, 1.1), 8, _WIDTH - 8)
     top = 8.0 + 16 * len(names)
     bottom = top + ROW * len(rows) + 6
-    shapes: list[Shape] = []
+    shapes: list[DrawnShape] = []
     for place, rival in enumerate(names):
         shapes += [Dots(((6, 10 + 16 * place),), roles[rival], 8)]
-        shapes += [Label(16, 14 + 16 * place, clipped(rival, LETTERS))]
+        shapes += [Label(16, 14 + 16 * place, clipped_label(rival, _LETTERS))]
     shapes += axis_x(scale, top, bottom, "rival's time / ours")
     shapes.append(Line(((scale.at(1), top), (scale.at(1), bottom)), "ink"))
     for place, row in enumerate(rows):
         y = top + ROW * place + 14
-        name = clipped(row.name, LETTERS)
+        name = clipped_label(row.name, _LETTERS)
         shapes += [Box(0, y - 10, LETTER * len(name), 13, "card"), Label(0, y, name, "ink")]
         for each in row.rivals:
             if _known(each.ratio.value):
@@ -78,7 +78,7 @@ def beside(bench: Bench, name: str) -> Picture | None:
         f"{len(rows)} rows of the bench {bench.name}: rivals' time over ours, from "
         f"{min(known):.2f} to {max(known):.2f}."
     )
-    return Picture(name, WIDTH, bottom + 34, tuple(shapes), alt, caption)
+    return Drawing(name, _WIDTH, bottom + 34, tuple(shapes), alt, caption)
 
 
 def _counted(shown: int, there: int) -> str:

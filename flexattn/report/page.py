@@ -19,11 +19,11 @@ from markupsafe import Markup
 from flexattn.errors import InputError
 from flexattn.kernels.base.environment import templates_folder
 from flexattn.records.record import Record, slug
-from flexattn.report.drawing import Picture, number
+from flexattn.report.drawing import Drawing, three_figures
 from flexattn.report.figures import pictures
-from flexattn.report.overview import bar, beside
+from flexattn.report.overview import bar, rivals_beside
 from flexattn.report.png import png
-from flexattn.report.rivals import Bench, geometric_mean
+from flexattn.report.rivals import BenchResults, geometric_mean
 from flexattn.report.summary import Summary, summarize
 from flexattn.report.svg import svg
 from flexattn.util.printable import printable
@@ -32,12 +32,12 @@ PAGE = "index.html"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PageEntry:
     """One problem on the page: what is said of it, and its pictures."""
 
     anchor: str
     summary: Summary
-    pictures: tuple[Picture, ...]
+    pictures: tuple[Drawing, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Model:
 
     name: str
     anchor: str
-    entries: tuple[Entry, ...]
+    entries: tuple[PageEntry, ...]
     mean: float | None
     best: float | None
 
@@ -65,10 +65,10 @@ class Written:
     summaries: tuple[Summary, ...]
 
 
-def write(
+def write_page(
     records: Sequence[Record],
     out: Path,
-    benches: Sequence[Bench] = (),
+    benches: Sequence[BenchResults] = (),
     *,
     as_png: bool = False,
     say: Callable[[str], None] = lambda title: None,
@@ -88,7 +88,7 @@ def write(
     for place, record in enumerate(records, 1):
         entries.append(_entry(place, record, tuple(benches)))
         say(entries[-1].summary.title)
-    rivals = tuple((bench, beside(bench, slug(bench.name))) for bench in benches)
+    rivals = tuple((bench, rivals_beside(bench, slug(bench.name))) for bench in benches)
     text = html(entries, rivals)
     out.mkdir(parents=True, exist_ok=True)
     page = out / PAGE
@@ -102,7 +102,9 @@ def write(
     return Written(page, tuple(files), tuple(entry.summary for entry in entries))
 
 
-def html(entries: Sequence[Entry], rivals: Sequence[tuple[Bench, Picture | None]] = ()) -> str:
+def html(
+    entries: Sequence[PageEntry], rivals: Sequence[tuple[BenchResults, Drawing | None]] = ()
+) -> str:
     """The page as text. Every value is escaped; nothing is fetched and no other script runs."""
     environment = _environment()
     script = environment.get_template("report/script.js.jinja").render()
@@ -121,10 +123,10 @@ def html(entries: Sequence[Entry], rivals: Sequence[tuple[Bench, Picture | None]
     )
 
 
-def models(entries: Sequence[Entry]) -> tuple[Model, ...]:
+def models(entries: Sequence[PageEntry]) -> tuple[Model, ...]:
     """The entries by model, in the order of their names; within one as they came."""
 
-    def name(entry: Entry) -> str:
+    def name(entry: PageEntry) -> str:
         return entry.summary.model
 
     found: list[Model] = []
@@ -137,10 +139,10 @@ def models(entries: Sequence[Entry]) -> tuple[Model, ...]:
     return tuple(found)
 
 
-def _entry(place: int, record: Record, benches: tuple[Bench, ...]) -> Entry:
+def _entry(place: int, record: Record, benches: tuple[BenchResults, ...]) -> PageEntry:
     summary = summarize(record, benches)
     name = f"{place:02d}-{slug(summary.title)}"
-    return Entry(f"p{place}", summary, pictures(record, summary.importance, name))
+    return PageEntry(f"p{place}", summary, pictures(record, summary.importance, name))
 
 
 @lru_cache(maxsize=1)
@@ -154,7 +156,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["us"] = lambda us: "–" if us is None or math.isnan(us) else number(us)
+    environment.filters["us"] = lambda us: (
+        "–" if us is None or math.isnan(us) else three_figures(us)
+    )
     environment.filters["ratio"] = lambda x: "–" if x is None or math.isnan(x) else f"{x:.3f}"
     environment.filters["percent"] = lambda x: "–" if x is None else f"{100 * x:.3g} %"
     environment.filters["kib"] = lambda x: "–" if x is None else f"{x / 1024:.3g}"

@@ -5,25 +5,25 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from flexattn.report.drawing import COLORS, Box, Dots, Label, Line, Picture
+from flexattn.report.drawing import COLORS, Box, Dots, Drawing, Label, Line
 from flexattn.util.printable import one_line
 
 # Pixels of an inch on the page, and of the file: sharp on dense screens too.
-SHOWN, DPI = 100, 200
+_SHOWN, DPI = 100, 200
 # Points of a pixel of the page.
-_POINT = 72 / SHOWN
+_POINT = 72 / _SHOWN
 _MARKS = {"dot": "o", "diamond": "D", "star": "*"}
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 
 
-def png(picture: Picture) -> bytes:
+def png(picture: Drawing) -> bytes:
     """The picture as a PNG, equal bytes for equal pictures."""
     import matplotlib
     from matplotlib.figure import Figure
 
     # A `$` in a title is a character, not the start of a formula.
     with matplotlib.rc_context({"text.parse_math": False}):
-        size = picture.width / SHOWN, picture.height / SHOWN
+        size = picture.width / _SHOWN, picture.height / _SHOWN
         figure = Figure(figsize=size, dpi=DPI, facecolor=COLORS["card"])
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))

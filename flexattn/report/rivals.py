@@ -12,7 +12,7 @@ from typing import Any
 from flexattn.errors import InputError
 from flexattn.measure.timing import Ratio, Samples, paired_ratio
 
-SCHEMA, OURS = 1, "flexattn"
+_SCHEMA, _OURS = 1, "flexattn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RivalRow:
     """One row of a bench: our median in microseconds, NaN where ours has none, and the rivals'."""
 
     name: str
@@ -38,24 +38,24 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class BenchResults:
     """What one bench measured: its name, the machine in words, its rows."""
 
     name: str
     machine: str
-    rows: tuple[Row, ...]
+    rows: tuple[RivalRow, ...]
 
     @property
     def rivals(self) -> tuple[str, ...]:
         """Every rival's name once, in the order of the rows."""
         return tuple(dict.fromkeys(rival.name for row in self.rows for rival in row.rivals))
 
-    def row(self, title: str) -> Row | None:
+    def row(self, title: str) -> RivalRow | None:
         """The row of a problem of this title, however its words are joined."""
         return next((row for row in self.rows if _plain(row.name) == _plain(title)), None)
 
 
-def read(path: Path) -> Bench:
+def read_bench(path: Path) -> BenchResults:
     """What `python -m bench.…` or `flexattn bench --json` wrote; else raises InputError."""
     try:
         data = json.loads(path.read_text())
@@ -65,24 +65,24 @@ def read(path: Path) -> Bench:
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path} is no bench's result: {type(error).__name__}: {error}",
-            f"it is JSON of schema {SCHEMA}, or what `flexattn bench --json` prints",
+            f"it is JSON of schema {_SCHEMA}, or what `flexattn bench --json` prints",
         ) from error
 
 
-def _from_project(data: dict[str, Any]) -> Bench:
+def _from_project(data: dict[str, Any]) -> BenchResults:
     """All samples of every row, as the scripts of bench/ save them."""
-    if data["schema"] != SCHEMA:
+    if data["schema"] != _SCHEMA:
         raise ValueError(f"schema {data['schema']!r}")
     machine = ", ".join(f"{name} {value}" for name, value in data["environments"][0].items())
-    return Bench(str(data["bench"]), machine, tuple(_row(row) for row in data["rows"]))
+    return BenchResults(str(data["bench"]), machine, tuple(_row(row) for row in data["rows"]))
 
 
-def _from_verb(data: dict[str, Any]) -> Bench:
+def _from_verb(data: dict[str, Any]) -> BenchResults:
     """Medians and paired ratios of every row, as the verb prints them."""
-    return Bench("tuned workloads", str(data["device"]), tuple(map(_told, data["rows"])))
+    return BenchResults("tuned workloads", str(data["device"]), tuple(map(_told, data["rows"])))
 
 
-def geometric_mean(bench: Bench, rival: str) -> float:
+def geometric_mean(bench: BenchResults, rival: str) -> float:
     """Geometric mean of a rival's time over ours; NaN where no row has both."""
     ratios = [
         each.ratio.value
@@ -93,29 +93,29 @@ def geometric_mean(bench: Bench, rival: str) -> float:
     return statistics.geometric_mean(ratios) if ratios else math.nan
 
 
-def _row(data: dict[str, Any]) -> Row:
+def _row(data: dict[str, Any]) -> RivalRow:
     samples = {
         str(name): Samples(tuple(float(us) for us in each["us"]))
         for name, each in data["samples"].items()
         if each["us"] and _green(data, name)
     }
-    ours = samples.pop(OURS, Samples())
+    ours = samples.pop(_OURS, Samples())
     rivals = tuple(Rival(name, each.median, _ratio(each, ours)) for name, each in samples.items())
-    return Row(str(data["name"]), ours.median, rivals)
+    return RivalRow(str(data["name"]), ours.median, rivals)
 
 
-def _told(data: dict[str, Any]) -> Row:
+def _told(data: dict[str, Any]) -> RivalRow:
     us, ratios = (
         {str(name): float(value) for name, value in data[field].items() if value is not None}
         for field in ("us", "ratio")
     )
-    ours = us.pop(OURS, math.nan) if data["passed"] else math.nan
+    ours = us.pop(_OURS, math.nan) if data["passed"] else math.nan
     rivals = tuple(
         Rival(name, each, _plain_ratio(math.nan if math.isnan(ours) else ratios.get(name)))
         for name, each in us.items()
-        if name != OURS
+        if name != _OURS
     )
-    return Row(str(data["title"]), ours, rivals)
+    return RivalRow(str(data["title"]), ours, rivals)
 
 
 def _plain_ratio(value: float | None) -> Ratio:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from flexattn.kernels.paged_decode.config import ITEMSIZE as SERVED
+from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE as SERVED
 from flexattn.problem import ITEMSIZE
 from flexattn.records.key import Key
 from flexattn.records.record import Record

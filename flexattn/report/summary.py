@@ -16,12 +16,12 @@ from flexattn.report.numbers import (
     effects,
     gain,
     landscape,
-    reasons,
-    short,
+    short_config,
     timed,
+    untimed_reasons,
 )
-from flexattn.report.occupancy import device_of, occupancy
-from flexattn.report.rivals import Bench, Row
+from flexattn.report.occupancy import occupancy, recorded_device
+from flexattn.report.rivals import BenchResults, RivalRow
 from flexattn.report.roofline import Density, Reach, reach, work
 
 
@@ -93,10 +93,10 @@ class Summary:
         return (self.title.split() or [self.title])[0]
 
 
-def summarize(record: Record, benches: tuple[Bench, ...] = ()) -> Summary:
+def summarize(record: Record, benches: tuple[BenchResults, ...] = ()) -> Summary:
     """Everything the page says about a record, but for the pictures."""
     decision, done = record.decision, work(record)
-    ratio, untimed, mattered = gain(record), reasons(record), importance(record)
+    ratio, untimed, mattered = gain(record), untimed_reasons(record), importance(record)
     known = not math.isnan(ratio.value)
     return Summary(
         title=record.title or record.key.digest(),
@@ -158,7 +158,7 @@ def _missing(record: Record, known: bool, unranked: str) -> Iterator[str]:
         yield "The compiler's registers and shared memory were not recorded."
 
 
-def sizes(key: Key, measured: tuple[int, int, int]) -> str:
+def _sizes(key: Key, measured: tuple[int, int, int]) -> str:
     """Heads, sizes and head dimension in one line, the sizes as they were measured."""
     B, q_len, kv_len = measured
     dims = str(key.head_dim_qk)
@@ -169,7 +169,7 @@ def sizes(key: Key, measured: tuple[int, int, int]) -> str:
 
 def _problem(record: Record) -> str:
     key = record.key
-    parts = [f"{key.kind} {key.dtype} {sizes(key, record.sizes)}"]
+    parts = [f"{key.kind} {key.dtype} {_sizes(key, record.sizes)}"]
     parts += ["score_mod"] * bool(key.score) + ["mask_mod"] * bool(key.mask)
     if key.blocks:
         parts.append(f"blocks {key.blocks}")
@@ -184,10 +184,10 @@ def _side(record: Record, index: int) -> Side:
     trial = record.trials[index]
     found = next((each for each in timed(record) if each.trial == index), None)
     built = bool(trial.registers)
-    device = device_of(record.environment.device, record.environment.arch)
+    device = recorded_device(record.environment.device, record.environment.arch)
     held = None if device is None else occupancy(trial, device)
     return Side(
-        config=short(trial.config),
+        config=short_config(trial.config),
         us=found.us if found else None,
         low=found.low if found else None,
         high=found.high if found else None,
@@ -207,13 +207,13 @@ def _gate(trial: Trial) -> tuple[float | None, float | None]:
     return (trial.gate.error, trial.gate.budget) if trial.gate else (None, None)
 
 
-def _best_torch(record: Record, benches: tuple[Bench, ...]) -> tuple[str, float] | None:
+def _best_torch(record: Record, benches: tuple[BenchResults, ...]) -> tuple[str, float] | None:
     """torch's own best on the bench's row of this title, with its time over ours."""
     rows = [bench.row(record.title) for bench in benches if record.title]
     found: list[tuple[str, float]] = [
         (rival.name, rival.ratio.value)
         for row in rows
-        if isinstance(row, Row)
+        if isinstance(row, RivalRow)
         for rival in row.rivals
         if rival.name.startswith("torch") and not math.isnan(rival.ratio.value)
     ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from html import escape
 
-from flexattn.report.drawing import COLORS, Box, Dots, Label, Line, Picture, Point, Shape
+from flexattn.report.drawing import COLORS, Box, Dots, Drawing, DrawnShape, Label, Line, Point
 from flexattn.util.printable import one_line
 
 
-def svg(picture: Picture) -> str:
+def svg(picture: Drawing) -> str:
     """The picture as an <svg> element; every text of it is escaped."""
     width, height = _short(picture.width), _short(picture.height)
     shapes = "".join(map(_shape, picture.shapes))
@@ -18,7 +18,7 @@ def svg(picture: Picture) -> str:
     )
 
 
-def standalone(picture: Picture, under: str = "") -> str:
+def standalone(picture: Drawing, under: str = "") -> str:
     """As `svg`, as a file of its own, which has its colors; white behind, for pages that are dark.
 
     under: more of SVG, below the shapes.
@@ -34,7 +34,7 @@ def standalone(picture: Picture, under: str = "") -> str:
     )
 
 
-def _shape(shape: Shape) -> str:
+def _shape(shape: DrawnShape) -> str:
     if isinstance(shape, Label):
         return _label(shape)
     if isinstance(shape, Box):

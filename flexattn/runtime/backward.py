@@ -28,7 +28,7 @@ from flexattn.runtime.build import Launcher, builder
 from flexattn.runtime.dispatch import Choice, Dispatcher
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import (
-    Box,
+    DescriptorBox,
     box_of,
     dense_box,
     input_strides,
@@ -213,7 +213,7 @@ def prepare_backward(
     boxes |= {f"{name}_TILES": box for name, box in boxes.items()}
     boxes |= {"DO": box_of(dout), "DO_TILES": box_of(dout)}
     boxes |= {
-        name: Box(tuple(x.shape), steps)
+        name: DescriptorBox(tuple(x.shape), steps)
         for name, x, steps in zip(_RESULTS, inputs, (dq, dk, dv), strict=True)
     }
     around = family.around(problem, config, target)

@@ -24,7 +24,7 @@ from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-SCHEMA = 1
+_SCHEMA = 1
 MAX_CODE, MAX_DESCRIPTION = 64 * 2**20, 2**16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ELF = b"\x7fELF"
@@ -79,7 +79,7 @@ class Binaries:
             each.parent.mkdir(parents=True, exist_ok=True)
         publish(code, binary.code)
         described = Described(
-            SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
+            _SCHEMA, source.hash, binary.arch, digest, len(binary.code), binary.name,
             binary.shared, binary.num_warps, binary.parameters, binary.maps, triton,
         )  # fmt: skip
         publish(path, sealed(asdict(described)))
@@ -90,7 +90,7 @@ class Binaries:
 
     def _binary(self, described: Described, source: Source, device: Device) -> Binary:
         d = described
-        _need(d.schema == SCHEMA, f"schema {d.schema}", f"this version reads schema {SCHEMA}")
+        _need(d.schema == _SCHEMA, f"schema {d.schema}", f"this version reads schema {_SCHEMA}")
         _need(d.source == source.hash, "another source", "the name of the file is the source's")
         _need(d.arch == device.arch, f"for {d.arch}", f"it is for this device, {device.arch}")
         _need(1 <= d.num_warps <= 32, f"{d.num_warps} warps", "a block has 1 to 32")

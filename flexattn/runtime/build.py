@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from flexattn.device import Device
 from flexattn.errors import BuildError, FlexAttnError
-from flexattn.kernels.base.binding import Binding, bind
+from flexattn.kernels.base.binding import Binding, bind_arguments
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.ptx.assembler import ptx_version
 from flexattn.kernels.ptx.hook import compiled_by
@@ -74,9 +74,9 @@ class Kernel:
 
         fixed: their values by name. given: the names of what each call passes, in order. boxes:
         how each tensor that is read through a descriptor lies in memory, by name. spare: names
-        that this kernel may lack. Raises ArgumentError; see flexattn.kernels.base.binding.bind.
+        that this kernel may lack. Raises ArgumentError, as bind_arguments does.
         """
-        bound = bind(self.source.arguments, fixed, given, boxes, spare)
+        bound = bind_arguments(self.source.arguments, fixed, given, boxes, spare)
         if self.binary is not None:
             return CudaLaunch(self.binary, bound, self.index, programs)
         return TritonLaunch(self.compiled, programs, bound, self.index)
@@ -146,7 +146,7 @@ def path_of(source: Source) -> Path:
     return text_file(f"kernel_{source.hash[:24]}.py", source.text)
 
 
-def load(source: Source) -> Any:
+def _load(source: Source) -> Any:
     """The function of a source that is launched, as triton.jit made it of the rendered text.
 
     Raises RenderAnew for a text that was read.
@@ -197,7 +197,7 @@ def _compiled(source: Source, device: Device) -> Any:
         ):
             return with_triton_cache(
                 triton.compile,
-                _syntax(source)(load(source), _signature(source), {}, attrs),
+                _syntax(source)(_load(source), _signature(source), {}, attrs),
                 target=target,
                 options={
                     "num_warps": source.num_warps,
@@ -311,7 +311,7 @@ class Builder:
         if current().debug >= 4:
             log.debug("%s\n%s", path_of(source), source.text)
         if index < 0:
-            return Kernel(source, load(source), index)
+            return Kernel(source, _load(source), index)
         found = self._load(source, device, index)
         if found is None and source.stored:
             raise RenderAnew(source.hash)

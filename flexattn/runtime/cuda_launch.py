@@ -140,14 +140,14 @@ class CudaLaunch:
         config.grid[:], config.block[:] = (self._programs, 1, 1), (self._threads, 1, 1)
         config.shared = self._shared
         start = ctypes.addressof(config), self._function, ctypes.addressof(frame.params), None
-        frame.start = tuple(map(cuda_driver.pointer, start))
+        frame.start = tuple(map(cuda_driver.address_argument, start))
         return frame
 
     def _encode(self, frame: Frame, which: int, address: int) -> None:
         """Describe a tensor to the copy engine."""
         box, tensor_map = self._boxes[which], self._maps[which]
         types = [each for each in self._types if each[0] == "t"]
-        status = cuda_driver.encode(
+        status = cuda_driver.encode_descriptor(
             frame.maps[which], types[which].split("<")[1].split("[")[0], address,
             box.shape, box.strides, tensor_map.block, tensor_map.swizzle,
         )  # fmt: skip
@@ -180,4 +180,4 @@ def _packer(types: Iterable[str]) -> struct.Struct:
 def loaded(binary: Binary, index: int) -> int:
     """Load a binary onto a GPU, once; returns its CUfunction."""
     threads = 32 * binary.num_warps
-    return cuda_driver.load(binary.code, binary.name, binary.shared, threads, index)
+    return cuda_driver.load_function(binary.code, binary.name, binary.shared, threads, index)

@@ -27,7 +27,7 @@ from flexattn.runtime.source_store import Sources
 from flexattn.settings import current, log
 from flexattn.util.lru import Lru
 
-How = Literal["hit", "hint", "nearest", "default", "forced"]
+_How = Literal["hit", "hint", "nearest", "default", "forced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Choice:
     problem: Problem
     device: Device
     config: Config
-    how: How
+    how: _How
     origin: str
     source: Source
     combine: Source | None
@@ -60,7 +60,7 @@ class Candidate:
     problem: Problem
     device: Device
     config: Config
-    how: How
+    how: _How
     origin: str
     measured: bool = False
     stored: bool = False

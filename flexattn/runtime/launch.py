@@ -88,7 +88,7 @@ class Lists(NamedTuple):
         )
 
 
-class Box(NamedTuple):
+class DescriptorBox(NamedTuple):
     """What a tensor descriptor of q, k or v needs beside the address."""
 
     shape: tuple[int, ...]
@@ -232,7 +232,7 @@ def raw_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
-def prepare(
+def prepare_launch(
     problem: Problem,
     target: Device,
     device: torch.device,
@@ -282,7 +282,12 @@ def prepare(
     values = box_of(v)
     if structure.fp8:
         values = dense_box(v.shape if transpose_v is None else transpose_v.shape)
-    boxes = {"Q": box_of(q), "K": box_of(k), "V": values, "OUT": Box(out_shape, out_strides)}
+    boxes = {
+        "Q": box_of(q),
+        "K": box_of(k),
+        "V": values,
+        "OUT": DescriptorBox(out_shape, out_strides),
+    }
     names = {each.name: each for each in choice.source.arguments}
     boxes = {name: box for name, box in boxes.items() if names[name].described}
     combine, rows = None, problem.B * problem.Hq * problem.q_len
@@ -354,15 +359,15 @@ def dense_strides(like: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, .
 _known_strides = lru_cache(maxsize=4096)(dense_strides)
 
 
-def dense_box(shape: tuple[int, ...]) -> Box:
+def dense_box(shape: tuple[int, ...]) -> DescriptorBox:
     """Of what lies contiguous: scratch memory, and fp8's V in bfloat16 or with keys innermost."""
     _, heads, rows, width = shape
-    return Box(tuple(shape), (heads * rows * width, rows * width, width, 1))
+    return DescriptorBox(tuple(shape), (heads * rows * width, rows * width, width, 1))
 
 
-def box_of(tensor: Tensor) -> Box:
+def box_of(tensor: Tensor) -> DescriptorBox:
     """A descriptor's strides are above 0 and whole 16 bytes, also where they are never stepped."""
     span = max(size * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span += -span % (16 // tensor.element_size())
     b, h, n, _ = strides("", "bhnd", tensor).values()
-    return Box(tuple(tensor.shape), (b or span, h or span, n or span, 1))
+    return DescriptorBox(tuple(tensor.shape), (b or span, h or span, n or span, 1))

@@ -28,7 +28,7 @@ from flexattn.records.renderers import source_hash
 from flexattn.settings import say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 
-SCHEMA = 2
+_SCHEMA = 2
 HEADER = "# from a directory of exported kernels\n"
 MAX_INDEX, MAX_SOURCE = 2**18, 2**22
 
@@ -73,7 +73,7 @@ class Sources:
             if raw is None:
                 return None
             index: _Index = decode(_Index, unsealed(raw), "sources")
-            if (index.schema, index.key) != (SCHEMA, key):
+            if (index.schema, index.key) != (_SCHEMA, key):
                 raise CacheError("another schema or key", "the name of the file is the key")
             return tuple(self._source(each) for each in index.sources)
         except CacheError as error:
@@ -90,7 +90,7 @@ class Sources:
         names = [field.name for field in fields(_Rendered)]
         told = tuple(_Rendered(*(getattr(each, name) for name in names)) for each in sources)
         key = _key(structure, config, device)
-        publish(self._path(f"{key}.json"), sealed(asdict(_Index(SCHEMA, key, told))))
+        publish(self._path(f"{key}.json"), sealed(asdict(_Index(_SCHEMA, key, told))))
 
     def _path(self, name: str) -> Path:
         return self._root / "sources" / name

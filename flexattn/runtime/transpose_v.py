@@ -10,7 +10,7 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.source import Source
-from flexattn.kernels.hopper.transpose_v import BLOCK_N, KEYS
+from flexattn.kernels.hopper.transpose_v import PERMUTED_KEYS, TRANSPOSED_KEYS
 from flexattn.runtime.build import Launcher, builder
 
 
@@ -29,8 +29,8 @@ class TransposeV:
     def of(cls, source: Source, v: Tensor, target: Device, index: int) -> TransposeV:
         """For tensors like v on the GPU with this index, or in the interpreter (-1)."""
         B, heads, kv_len, head_dim = v.shape
-        width = -(-kv_len // KEYS) * KEYS
-        tiles = -(-width // BLOCK_N)
+        width = -(-kv_len // PERMUTED_KEYS) * PERMUTED_KEYS
+        tiles = -(-width // TRANSPOSED_KEYS)
         fixed = strides("stride_v", "bhn", v)
         fixed |= {"heads": heads, "kv_len": kv_len, "width": width, "num_tiles": tiles}
         kernel = builder().kernel(source, target, index)

@@ -13,7 +13,7 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.kernels.cache_append.form import AppendForm
 from flexattn.kernels.cache_append.source import append_programs, render_append
 from flexattn.runtime.build import Launcher, builder
-from flexattn.serving.append_checks import Append, admitted, form_of, inspect
+from flexattn.serving.append_checks import Append, admitted, append_form, inspect_append
 from flexattn.serving.cache import KVCache, halves
 from flexattn.serving.launching import launch_here
 from flexattn.serving.request import LAYOUTS
@@ -74,7 +74,7 @@ class AppendPlan:
             whole("heads", heads), D, 0 if shared_kv else Dv, whole("page_size", page_size),
             layout, dtype, kv_dtype or dtype, slots,
         )  # fmt: skip
-        self.form: AppendForm = form_of(self.append, scaled, rope, ragged)
+        self.form: AppendForm = append_form(self.append, scaled, rope, ragged)
         self.device = usable(device)
         if self.device.type == "cpu" and not current().interpret:
             raise UnsupportedError(
@@ -145,7 +145,7 @@ class AppendPlan:
                 self._ready.clear()
             self._ready[key] = launcher
         if current().check:
-            inspect(self.append, given)
+            inspect_append(self.append, given)
         if launcher is None:
             return
         launch_here(launcher, self._gpu, tuple(given.values()))

@@ -23,7 +23,7 @@ from flexattn.serving.admission import devices, gradients, numbers
 from flexattn.serving.cache import KVCache, halves
 from flexattn.serving.request import KV_DTYPES, LAYOUTS
 from flexattn.serving.rope import Rope
-from flexattn.serving.scales import Scaled, asked, steps_by_axis
+from flexattn.serving.scales import Scaled, asked_scales, steps_by_axis
 
 _SLOTS: dict[torch.dtype, Slots] = {torch.int64: "int64", torch.int32: "int32"}
 # Arguments of `run` by the names that the kernel has for them.
@@ -72,9 +72,9 @@ class Append:
                 )
 
 
-def form_of(a: Append, scaled: Scaled, rope: Rope | None, ragged: bool) -> AppendForm:
+def append_form(a: Append, scaled: Scaled, rope: Rope | None, ragged: bool) -> AppendForm:
     """The form of kernel; raises InputError for what no kernel stores."""
-    said = asked(scaled, a.page)
+    said = asked_scales(scaled, a.page)
     scales: CacheScales = "tensor" if said.scaled else said.scales
     eight = KV_DTYPES.get(a.kv_dtype, "") in EIGHT_BITS
     rules = (
@@ -160,7 +160,7 @@ def admitted(
     return found
 
 
-def inspect(a: Append, given: Mapping[str, Tensor | None]) -> None:
+def inspect_append(a: Append, given: Mapping[str, Tensor | None]) -> None:
     """Checked mode: raise InputError for slots and pages that the kernel leaves out.
 
     What is left out on purpose is no fault: negative slots, and tokens before a request's first

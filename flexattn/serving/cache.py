@@ -23,7 +23,7 @@ class Cache(NamedTuple):
     keys: int
 
 
-def split(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tensor]:
+def split_cache(kv_cache: KVCache, maxima: Maxima, shared: bool) -> tuple[Tensor, Tensor]:
     """K and V of a cache: a pair, one tensor [pages, 2, ...], or MLA's one that is both."""
     if isinstance(kv_cache, tuple):
         return kv_cache
@@ -45,7 +45,7 @@ def halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return kv_cache.select(1, 0), kv_cache.select(1, 1)
 
 
-def describe(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: int) -> Cache:
+def describe_cache(k: Tensor, v: Tensor, maxima: Maxima, aligned: bool, tile: int) -> Cache:
     """The cache's steps; raises InputError for one that does not fit the plan.
 
     tile: keys of a tile of the plan's kernel.

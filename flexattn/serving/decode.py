@@ -103,7 +103,7 @@ def flex_decode(
     key = (
         q.dtype, q.device, q.shape[-2:], 1 if total_q else _above(q.shape[1]), total_q,
         _above(seq_lens.shape[0]), _above(kv_len), k.dtype, k.shape[heads_at], page, layout,
-        head_dim_v, shared, *[identity(each) for each in bound], sinks is None,
+        head_dim_v, shared, *[live_identity(each) for each in bound], sinks is None,
         scaled, scale, return_lse, stream, batch_invariant,
     )  # fmt: skip
     # A graph may outlive a kept plan; one that is made while it captures is filled by its replays.
@@ -157,7 +157,7 @@ def _above(size: int) -> int:
     return rounded(max(1, size))
 
 
-def identity(bound: Bound | None) -> object:
+def live_identity(bound: Bound | None) -> object:
     """Equal where a mod is the same and reads the same tensors, while these live."""
     if bound is None:
         return None

@@ -17,7 +17,7 @@ from flexattn.kernels.paged_decode.source import (
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.runtime.build import Kernel, builder
 from flexattn.runtime.fallback.chain import Attempt, serve
 from flexattn.runtime.fallback.environment import COMPILER_FIELDS
@@ -129,7 +129,7 @@ def _candidates(
 ) -> Iterator[_Candidate]:
     """What to try in turn: the caller's config alone, or a record's, then the static defaults."""
     if config is not None:
-        found = reasons(config, form, target)
+        found = serving_reasons(config, form, target)
         if found:
             raise ConfigError(f"{config}", "; ".join(found), "leave config None for the default")
         yield _Candidate(form, target, config, "config=", True, "config=")

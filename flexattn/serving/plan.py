@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.device import usable
 from flexattn.errors import InputError, InputTypeError
 from flexattn.kernels.base.arguments import captured_values
-from flexattn.kernels.paged_decode.awaiting import EMPTY
+from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.invariant import part_slots
 from flexattn.kernels.paged_decode.source import tied
@@ -22,12 +22,12 @@ from flexattn.problem.checks import check_scale
 from flexattn.runtime.build import Launcher
 from flexattn.runtime.launch import box_of
 from flexattn.serving import admission
-from flexattn.serving.cache import KVCache, check_box, describe, split
+from flexattn.serving.cache import KVCache, check_box, describe_cache, split_cache
 from flexattn.serving.checked import inspect
 from flexattn.serving.kernels import Kernels, build
 from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
-from flexattn.serving.scales import Scaled, asked, steps
+from flexattn.serving.scales import Scaled, asked_scales, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
 from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
@@ -146,7 +146,8 @@ class DecodePlan:
             _readable(bound, self.device)
         self.scale = check_scale(scale, D)
         self.form = form_of(
-            self.maxima, self._score, self._mask, **asked(scaled, self.maxima.page)._asdict(),
+            self.maxima, self._score, self._mask,
+            **asked_scales(scaled, self.maxima.page)._asdict(),
             shared_kv=shared_kv, sinks=sinks, lse=lse, prefix=prefix, offset=offset,
             positive_scale=self.scale > 0, batch_invariant=batch_invariant,
         )  # fmt: skip
@@ -160,7 +161,7 @@ class DecodePlan:
         )  # fmt: skip
         words = workspace(self.form, self.config, self._kernels.target, self._slots)
         # Nobody has left a part yet; who awaits one leaves its words so again.
-        empty = torch.full((words,), EMPTY, dtype=torch.int32, device=where)
+        empty = torch.full((words,), UNWRITTEN, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
         # Each merge leaves its counter at zero, for the launch that comes next.
         self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
@@ -216,7 +217,7 @@ class DecodePlan:
             k, v = (
                 kv_cache
                 if isinstance(kv_cache, tuple)
-                else split(kv_cache, self.maxima, self.form.shared_kv)
+                else split_cache(kv_cache, self.maxima, self.form.shared_kv)
             )
             cache, batch = self._cache, self._batch
             if cache.first() is not k or cache.second() is not v:
@@ -311,7 +312,7 @@ class DecodePlan:
         m, form = self.maxima, self.form
         cu_seqlens = more["cu_seqlens_q"]
         admission.gradients({"query": q, "K": k, "V": v, "sinks": more["sinks"]})
-        cache = describe(k, v, m, form.aligned, self.config.BLOCK_N)
+        cache = describe_cache(k, v, m, form.aligned, self.config.BLOCK_N)
         requests = admission.requests(m, seq_lens, cu_seqlens, form.prefix)
         q_rows, spaced = admission.rows(m, q, requests, form)
         keys = admission.keys(m, table, cache, 1 if form.prefix else requests)
@@ -360,14 +361,14 @@ class DecodePlan:
         return _Ready(attend, combine, out, lse, keys, cache.pages)
 
 
-def _fits(got: Tensor, wanted: Tensor) -> bool:
+def _fits(got: object, wanted: Tensor) -> bool:
     if not isinstance(got, Tensor):
         return False
     same = got.shape == wanted.shape and got.dtype == wanted.dtype and got.device == wanted.device
     return same and got.is_contiguous() and got.data_ptr() % 16 == 0
 
 
-def _misfit(name: str, got: Tensor, wanted: Tensor) -> InputError:
+def _misfit(name: str, got: object, wanted: Tensor) -> InputError:
     if not isinstance(got, Tensor):
         return InputTypeError(f"{name} is a {type(got).__name__}", "it is a torch.Tensor")
     return InputError(

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.kernels.paged_decode.config import ITEMSIZE, Scales, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import (
+    SERVING_ITEMSIZE,
+    Scales,
+    ServingConfig,
+    ServingForm,
+)
 from flexattn.kernels.paged_decode.invariant import SPLIT_KEYS
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, MAX_HEADS, MAX_LENGTH, captures_of
@@ -84,11 +89,13 @@ class Maxima:
             (self.dtype in DTYPES, f"dtype is one of {', '.join(map(str, DTYPES))}"),
             (
                 self.kv_dtype == self.dtype
-                or (self.kv_dtype in KV_DTYPES and ITEMSIZE[KV_DTYPES[self.kv_dtype]] == 1),
+                or (
+                    self.kv_dtype in KV_DTYPES and SERVING_ITEMSIZE[KV_DTYPES[self.kv_dtype]] == 1
+                ),
                 "the cache has q's dtype, float8_e4m3fn or float8_e5m2",
             ),
             (
-                ITEMSIZE.get(KV_DTYPES.get(self.kv_dtype, ""), 0) > 1
+                SERVING_ITEMSIZE.get(KV_DTYPES.get(self.kv_dtype, ""), 0) > 1
                 or self.dtype != torch.float32,
                 "a cache of 8 bits serves queries of 16 bits",
             ),

@@ -24,14 +24,14 @@ _FINE: dict[str, Scales] = {
 }
 
 
-class Asked(NamedTuple):
+class AskedScales(NamedTuple):
     """scaled: one scale of the cache or one for each head; scales: what else has its own."""
 
     scaled: bool
     scales: Scales
 
 
-def asked(scaled: object, page: int) -> Asked:
+def asked_scales(scaled: object, page: int) -> AskedScales:
     """What a plan was told of scales; raises InputError for what is none of the choices."""
     if isinstance(scaled, str):
         if scaled not in _COARSE and scaled not in _FINE:
@@ -45,14 +45,14 @@ def asked(scaled: object, page: int) -> Asked:
                 "a cache without pages has no scale for each",
                 'pass scaled="token" or "token_head", or a page_size',
             )
-        return Asked(scaled in _COARSE, _FINE.get(scaled, ""))
+        return AskedScales(scaled in _COARSE, _FINE.get(scaled, ""))
     if not isinstance(scaled, (bool, int)):
         raise InputTypeError(
             f"scaled is a {type(scaled).__name__}",
             f"it says of what the cache has a scale: True, or one of {', '.join(_FINE)}",
             "give the tensors to run()" if isinstance(scaled, Tensor) else "",
         )
-    return Asked(bool(scaled), "")
+    return AskedScales(bool(scaled), "")
 
 
 def steps(
@@ -77,12 +77,12 @@ def axes_of(scales: CacheScales, layout: str) -> str:
     return AXES[scales] if layout == "NHD" else AXES[scales].replace("nh", "hn")
 
 
-def shape_of(scales: CacheScales, layout: str, sizes: tuple[int, int, int]) -> tuple[int, ...]:
+def scales_shape(scales: CacheScales, layout: str, sizes: tuple[int, int, int]) -> tuple[int, ...]:
     """The shape of scales. sizes: pages, keys of one, heads."""
     return tuple(dict(zip("pnh", sizes, strict=True))[axis] for axis in axes_of(scales, layout))
 
 
-def spread(scale: Tensor, scales: CacheScales, layout: str) -> Tensor:
+def spread_scale(scale: Tensor, scales: CacheScales, layout: str) -> Tensor:
     """Scales of pages, tokens and heads as they multiply a cache of four dimensions."""
     for at, axis in enumerate("pnh" if layout == "NHD" else "phn"):
         if axis not in AXES[scales]:
@@ -100,7 +100,7 @@ def steps_by_axis(
     """
     heads = sizes[2]
     axes = axes_of(scales, layout)
-    shape = shape_of(scales, layout, sizes)
+    shape = scales_shape(scales, layout, sizes)
     for name, each in named.items():
         right = tuple(each.shape) == shape
         if scales == "tensor":

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-Mod = Callable[..., Any]
+_Mod = Callable[..., Any]
 
 
-def from_first(first: Tensor, mask_mod: Mod | None) -> Mod:
+def from_first(first: Tensor, mask_mod: _Mod | None) -> _Mod:
     """A mask of the keys from first[b] on, which bounds the loop over a request's keys."""
 
     def later(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
@@ -44,7 +44,7 @@ class Places:
         return request, (self.lens[request] - self.q_len).clamp(min=0) + query % self.q_len
 
 
-def placed_score(places: Places, score_mod: Mod) -> Mod:
+def placed_score(places: Places, score_mod: _Mod) -> _Mod:
     """A score_mod of requests and positions, for that launch."""
 
     def score(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
@@ -54,7 +54,7 @@ def placed_score(places: Places, score_mod: Mod) -> Mod:
     return score
 
 
-def placed_mask(places: Places, mask_mod: Mod) -> Mod:
+def placed_mask(places: Places, mask_mod: _Mod) -> _Mod:
     """A mask_mod of requests and positions, for that launch."""
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from flexattn.device import Device
 from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.records.environment import environment
 from flexattn.records.key import Key, Sizes, mod_name, rounded
 from flexattn.records.layers import Stored, layers, origin, ranked
@@ -140,7 +140,7 @@ def tuned(form: ServingForm, maxima: Maxima, device: Device, lengths: str = "") 
         for stored in ranked(key, here, places):
             if not _holds_rows(stored, form, height):
                 continue
-            broken = reasons(_config(stored), form, device)
+            broken = serving_reasons(_config(stored), form, device)
             if not broken:
                 found.append((stored, key))
                 break

@@ -32,7 +32,7 @@ DEADLINE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltConfig:
     """What the compiler made of a config, or why it made nothing of it.
 
     registers, stack, shared_memory: of a thread, of a thread in bytes, of a block in bytes.
@@ -65,7 +65,7 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildOrder:
     """What a building process receives: sources as text, for a device that need not be there."""
 
     config: Any
@@ -81,7 +81,7 @@ class Order:
         return self.source.hash, companion, self.device.arch
 
 
-Compiled: TypeAlias = tuple[Resources, str, float] | Failed
+_Compiled: TypeAlias = tuple[Resources, str, float] | Failed
 
 
 def build_all(
@@ -91,10 +91,10 @@ def build_all(
     jobs: int = 0,
     *,
     deadline: float = DEADLINE,
-    say: Callable[[Built], None] = lambda built: None,
-    work: Callable[[Order], Compiled] | None = None,
+    say: Callable[[BuiltConfig], None] = lambda built: None,
+    work: Callable[[BuildOrder], _Compiled] | None = None,
     pool: Runs | None = None,
-) -> list[Built]:
+) -> list[BuiltConfig]:
     """Compile configs in processes of their own; the results in the order of the configs.
 
     jobs: 0 for one process a core. say: called with each result as it comes. work: what a process
@@ -111,9 +111,9 @@ def build_task(
     task: AnyTask,
     configs: Sequence[Config],
     *,
-    say: Callable[[Built], None] = lambda built: None,
+    say: Callable[[BuiltConfig], None] = lambda built: None,
     pool: Runs | None = None,
-) -> list[Built]:
+) -> list[BuiltConfig]:
     """As build_all, of a task of any kind."""
     problem = task.problem
     if isinstance(problem, ServingProblem):
@@ -124,16 +124,16 @@ def build_task(
 
 
 def _build(
-    wanted: Iterable[Order],
+    wanted: Iterable[BuildOrder],
     matrix: bool,
     jobs: int,
     deadline: float,
-    say: Callable[[Built], None],
-    work: Callable[[Order], Compiled] | None,
+    say: Callable[[BuiltConfig], None],
+    work: Callable[[BuildOrder], _Compiled] | None,
     pool: Runs | None,
-) -> list[Built]:
+) -> list[BuiltConfig]:
     """matrix: whether the kernels multiply by matrix instructions."""
-    orders: list[Order] = []
+    orders: list[BuildOrder] = []
     configs: list[Config] = []
     places: dict[Hashable, list[int]] = {}
     for index, order in enumerate(wanted):
@@ -141,7 +141,7 @@ def _build(
         if order.name not in places:
             orders.append(order)
         places.setdefault(order.name, []).append(index)
-    found: list[Built] = [Built(config) for config in configs]
+    found: list[BuiltConfig] = [BuiltConfig(config) for config in configs]
     own = pool or Pool(work or compile_one, min(jobs or default_jobs(), len(orders)), deadline)
     try:
         for number, result in own.run(orders):
@@ -158,24 +158,26 @@ def _build(
     return found
 
 
-def orders_for(problem: Problem, configs: Sequence[Config], device: Device) -> Iterator[Order]:
+def orders_for(
+    problem: Problem, configs: Sequence[Config], device: Device
+) -> Iterator[BuildOrder]:
     """What a building process is told of each config."""
     structure, title = problem.structure, f"{problem.describe()} for {device.arch}"
     for config in configs:
         family = family_of(config)
         source = family.render(structure, config, device, title)
         combine = family.combine(structure, device)
-        yield Order(config, source, combine, device, current().cache_dir)
+        yield BuildOrder(config, source, combine, device, current().cache_dir)
 
 
-def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[Order]:
+def orders_of(task: AnyTask, configs: Sequence[Config]) -> Iterator[BuildOrder]:
     """As orders_for, of a task of any kind."""
     problem, device = task.problem, task.device
     if not isinstance(problem, ServingProblem):
         yield from orders_for(problem, configs, device)
         return
     for config, source, combine in serving_sources(problem.form, configs, device):
-        yield Order(config, source, combine, device, current().cache_dir)
+        yield BuildOrder(config, source, combine, device, current().cache_dir)
 
 
 def compilers(jobs: int = 0) -> Pool:
@@ -183,7 +185,7 @@ def compilers(jobs: int = 0) -> Pool:
     return Pool(compile_one, jobs or default_jobs(), DEADLINE)
 
 
-def compile_one(order: Order) -> Compiled:
+def compile_one(order: BuildOrder) -> _Compiled:
     """One kernel, and decode's second one, in this process: its resources, code hash, seconds.
 
     What is refused for good is infeasible, and remembered: neither a tuner nor a call compiles it
@@ -233,7 +235,7 @@ def unfit(taken: Resources, matrix: bool, device: Device) -> Failed | None:
     return None
 
 
-def twins(found: Sequence[Built]) -> list[int | None]:
+def twins(found: Sequence[BuiltConfig]) -> list[int | None]:
     """For each config, the earlier one that a device cannot tell from it; None for the first.
 
     The same machine code, launched in the same way. Configs that failed have no twin.
@@ -247,14 +249,14 @@ def twins(found: Sequence[Built]) -> list[int | None]:
     return same
 
 
-def _built(config: Config, result: Any, matrix: bool, device: Device) -> Built:
+def _built(config: Config, result: Any, matrix: bool, device: Device) -> BuiltConfig:
     if isinstance(result, Lost):
         stage = "build" if result.how == "raised" else result.how
-        return Built(config, failed=Failed(stage, result.error, result.message))
+        return BuiltConfig(config, failed=Failed(stage, result.error, result.message))
     if isinstance(result, Failed):
-        return Built(config, failed=result)
+        return BuiltConfig(config, failed=result)
     taken, digest, seconds = result
-    return Built(
+    return BuiltConfig(
         config,
         registers=taken.registers,
         spills=taken.spills,

@@ -21,17 +21,17 @@ from flexattn.records.store import Store
 from flexattn.tune.task_locks import TaskLocks
 
 Status = Literal["tuned", "kept", "failed"]
-Tune = Callable[[AnyTask], Record]
+TuneTask = Callable[[AnyTask], Record]
 Where = Callable[[AnyTask], Environment]
 Landed = Callable[[Record], None]
-Lost = Callable[[int, DeviceError], None]
+_Lost = Callable[[int, DeviceError], None]
 
 # Seconds between two looks at problems that other tuners measure.
-POLL_S = 0.3
+_POLL_S = 0.3
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningOutcome:
     """What became of one problem. kept: the store had its record already."""
 
     title: str
@@ -57,15 +57,15 @@ def pending(
 def campaign(
     tasks: Sequence[AnyTask],
     store: Store,
-    tuners: Sequence[Tune],
+    tuners: Sequence[TuneTask],
     again: bool = False,
     where: Where = environment_of,
     landed: Landed = lambda record: None,
-    lost: Lost = lambda tuner, error: None,
+    lost: _Lost = lambda tuner, error: None,
     until: float = math.inf,
     locks: TaskLocks | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Iterator[Outcome]:
+) -> Iterator[TuningOutcome]:
     """Tune the tasks, one at a time on each tuner; a record is published when its problem is done.
 
     A task that raises a FlexAttnError or an OSError has failed and the others go on. A tuner that
@@ -86,7 +86,7 @@ def campaign(
         if known is None:
             todo.append(task)
         else:
-            yield Outcome(task.title, key_of(task.problem), "kept", known)
+            yield TuningOutcome(task.title, key_of(task.problem), "kept", known)
 
     waiting = _Waiting(todo, store, where, locks, begin if again else None, say)
     try:
@@ -95,7 +95,7 @@ def campaign(
         waiting.close()
 
 
-def _outcome(task: AnyTask, store: Store, tune: Tune, landed: Landed) -> Outcome:
+def _outcome(task: AnyTask, store: Store, tune: TuneTask, landed: Landed) -> TuningOutcome:
     key, begin = key_of(task.problem), time.monotonic()
     try:
         record = tune(task)
@@ -103,13 +103,15 @@ def _outcome(task: AnyTask, store: Store, tune: Tune, landed: Landed) -> Outcome
     except DeviceError:  # no fault of the task
         raise
     except (FlexAttnError, OSError) as error:  # a disk that refuses the record, too
-        return Outcome(task.title, key, "failed", None, time.monotonic() - begin, str(error))
+        return TuningOutcome(task.title, key, "failed", None, time.monotonic() - begin, str(error))
     landed(record)
     seconds = time.monotonic() - begin
     if not written:
         kept = store.answer(record.environment, key)
-        return Outcome(task.title, key, "kept", kept, seconds, "it was measured on a real mask")
-    return Outcome(task.title, key, "tuned", record.answer, seconds)
+        return TuningOutcome(
+            task.title, key, "kept", kept, seconds, "it was measured on a real mask"
+        )
+    return TuningOutcome(task.title, key, "tuned", record.answer, seconds)
 
 
 def _replaces(new: Record, old: Record) -> bool:
@@ -182,15 +184,15 @@ class _Waiting:
 def _side_by_side(
     waiting: _Waiting,
     store: Store,
-    tuners: Sequence[Tune],
+    tuners: Sequence[TuneTask],
     landed: Landed,
-    lost: Lost,
+    lost: _Lost,
     until: float,
-) -> Iterator[Outcome]:
+) -> Iterator[TuningOutcome]:
     """Each tuner has the next task when it is free; in threads, since processes do the work."""
     idle = deque(range(len(tuners)))
     busy: dict[int, AnyTask] = {}
-    done: queue.SimpleQueue[tuple[int, Outcome | BaseException]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, TuningOutcome | BaseException]] = queue.SimpleQueue()
     errors: list[DeviceError] = []
 
     def work(number: int, task: AnyTask) -> None:
@@ -208,7 +210,7 @@ def _side_by_side(
                 break
             task, answer = taken
             if answer is not None:
-                yield Outcome(task.title, key_of(task.problem), "kept", answer)
+                yield TuningOutcome(task.title, key_of(task.problem), "kept", answer)
                 continue
             number = idle.popleft()
             busy[number] = task
@@ -220,7 +222,7 @@ def _side_by_side(
         if not busy and not blocked:
             break
         try:
-            number, found = done.get(timeout=POLL_S if blocked else None)
+            number, found = done.get(timeout=_POLL_S if blocked else None)
         except queue.Empty:
             continue
         task = busy.pop(number)
@@ -236,7 +238,7 @@ def _side_by_side(
             yield found
     for task in waiting.tasks:
         message = f"not tuned, no device is left: {errors[-1]}"
-        yield Outcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
+        yield TuningOutcome(task.title, key_of(task.problem), "failed", None, 0.0, message)
 
 
 def _stored(task: AnyTask, store: Store, where: Where) -> Answer | None:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from flexattn.kernels.base.config import Config, describe
 from flexattn.measure.protocol import Measurer
 from flexattn.records.record import Decision, Failed, Trial
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, SCREENING_MS, Method
 from flexattn.tune.progress import Progress
-from flexattn.tune.race import race, screen
+from flexattn.tune.race import race_trials, screen
 from flexattn.tune.subject import Subject
 from flexattn.tune.trial_table import TrialTable
 
-Build = Callable[[Sequence[Config]], Iterable[Built]]
+BuildConfigs = Callable[[Sequence[Config]], Iterable[BuiltConfig]]
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Evaluator:
 
     subject: Subject
     measurer: Measurer
-    builder: Build
+    builder: BuildConfigs
     method: Method
     progress: Progress
 
@@ -62,7 +62,7 @@ class Evaluator:
             self._note(index, found.get(self.table[index].config))
         self._uncounted += time.monotonic() - begin
 
-    def _note(self, index: int, built: Built | None) -> None:
+    def _note(self, index: int, built: BuiltConfig | None) -> None:
         if built is None:
             self.table.fail(index, Failed("build", "Missing", "the builder gave no answer"))
             return
@@ -166,7 +166,7 @@ class Evaluator:
         """Race the finalists: the trials that were tried, the decision, how many were not."""
         method, policy = self.method, self.subject.policy
         self.progress.stage("race", policy.rounds)
-        race(
+        race_trials(
             self.measurer, self.table, policy.rounds, policy.min_ms,
             method.margin, method.confidence,
             expired=lambda: self.left() <= 0,

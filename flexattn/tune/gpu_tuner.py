@@ -17,7 +17,7 @@ from flexattn.records.key import Sizes, key_of
 from flexattn.records.layers import layers, ranked, transferred
 from flexattn.records.record import Record
 from flexattn.serving.tuned import ServingProblem
-from flexattn.tune.builds import Built, build_task, orders_of
+from flexattn.tune.builds import BuiltConfig, build_task, orders_of
 from flexattn.tune.campaign import environment_of
 from flexattn.tune.compile_queue import CompileQueue, Runs
 from flexattn.tune.method import Method
@@ -66,7 +66,7 @@ def build_ahead(tasks: Sequence[AnyTask], method: Method, compile_queue: Compile
     threading.Thread(target=context.run, args=(order,), daemon=True).start()
 
 
-class Lane(Progress, Protocol):
+class ProblemProgress(Progress, Protocol):
     """Progress that is told which problem it is about."""
 
     def problem(self, title: str) -> None:
@@ -87,7 +87,7 @@ class GpuTuner(Closing):
         method: Method,
         compilers: Runs,
         journals: Path | None,
-        progress: Lane,
+        progress: ProblemProgress,
         gpu: int = 0,
         storage: str | None = None,
         again_since: float | None = None,
@@ -106,9 +106,9 @@ class GpuTuner(Closing):
         """One problem's record. Raises MeasureError where nothing can be timed."""
         self._progress.problem(task.title)
 
-        def build(configs: Sequence[Config]) -> list[Built]:
+        def build(configs: Sequence[Config]) -> list[BuiltConfig]:
             if task.device.backend == "interpreter":
-                return [Built(config) for config in configs]
+                return [BuiltConfig(config) for config in configs]
             return build_task(
                 task,
                 configs,

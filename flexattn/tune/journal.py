@@ -30,7 +30,7 @@ class Entry:
     code: str
 
 
-class Study(Protocol):
+class JournalKey(Protocol):
     """What tells one journal from another: a Subject has it, and so has the Record of one."""
 
     @property
@@ -49,7 +49,7 @@ class Journal:
     provenance: of the record; a mask and captures that were made up are not the user's.
     """
 
-    def __init__(self, folder: Path, of: Study, provenance: Provenance = "measured") -> None:
+    def __init__(self, folder: Path, of: JournalKey, provenance: Provenance = "measured") -> None:
         # All that must be equal for samples to be of one study; which configs there are may grow.
         same = (of.key, tuple(of.sizes), of.environment, of.policy, provenance)
         self.path = folder / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:32]}.jsonl"

@@ -22,9 +22,12 @@ from flexattn.util.closing import Closing
 
 # Seconds that a new process may take to import what its work needs, beside the task's own.
 STARTUP = 120.0
-_SERVE = "import sys; from flexattn.tune.pool import serve; serve(int(sys.argv[1]), sys.argv[2])"
+_SERVE = (
+    "import sys; from flexattn.tune.pool import serve_tasks; "
+    "serve_tasks(int(sys.argv[1]), sys.argv[2])"
+)
 
-Work = Callable[[Any], Any]
+_Work = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Pool(Closing):
 
     def __init__(
         self,
-        work: Work,
+        work: _Work,
         jobs: int,
         deadline: float,
         environment: Callable[[], dict[str, str]] = compiler_environment,
@@ -158,7 +161,7 @@ def default_jobs() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def serve(handle: int, where: str) -> None:
+def serve_tasks(handle: int, where: str) -> None:
     """A process's life: a result for each task from the pipe with this handle, until it closes.
 
     where: "package.module:function", the work.
@@ -168,14 +171,14 @@ def serve(handle: int, where: str) -> None:
     # Where times are taken meanwhile, the process that takes them comes first.
     os.nice(10)
     module, _, name = where.partition(":")
-    work: Work = getattr(importlib.import_module(module), name)
+    work: _Work = getattr(importlib.import_module(module), name)
     with contextlib.suppress(EOFError, OSError):
         send(pipe, (True, None))
         while True:
             send(pipe, (False, _done(work, receive(pipe))))
 
 
-def _done(work: Work, task: Any) -> Any:
+def _done(work: _Work, task: Any) -> Any:
     try:
         return work(task)
     except Exception as error:  # whatever it was, the parent must hear of it

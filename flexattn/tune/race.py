@@ -59,7 +59,7 @@ def looks(rounds: int) -> list[int]:
     return [FIRST_LOOK + (rounds - FIRST_LOOK) * step // steps for step in range(LOOKS)]
 
 
-def race(
+def race_trials(
     measurer: Measurer,
     table: TrialTable,
     rounds: int,

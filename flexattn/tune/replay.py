@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from flexattn.kernels.base.config import Config
 from flexattn.measure.task import AnyTask
 from flexattn.records.record import Failed, Gated, Trial
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.studies import Study
 
 # What a study does not know of a config that was never gated.
@@ -45,7 +45,7 @@ class ReplayMeasurer:
     def close(self) -> None:
         """Nothing is held."""
 
-    def build(self, configs: Sequence[Config]) -> list[Built]:
+    def build(self, configs: Sequence[Config]) -> list[BuiltConfig]:
         """What the study keeps of each build; twins have one code."""
         return [self._built(config) for config in configs]
 
@@ -91,13 +91,13 @@ class ReplayMeasurer:
             return Trial(config, failed=Failed("run", "Untimed", "the study did not time it"))
         return trial
 
-    def _built(self, config: Config) -> Built:
+    def _built(self, config: Config) -> BuiltConfig:
         trial = self._trials.get(config, Trial(config))
         place, twin = self._place.get(config, -1), trial.same_code_as
         failed = trial.failed
         if failed is not None and failed.stage not in ("infeasible", "build", "resources"):
             failed = None
-        return Built(
+        return BuiltConfig(
             config,
             registers=trial.registers,
             spills=trial.spills,

@@ -13,18 +13,18 @@ from flexattn.kernels.base.family import Effort
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.paged_decode.family import PAGED_DECODE
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons, serving_space
 from flexattn.measure.task import ServingTask
 from flexattn.mods import Bound
 from flexattn.problem import DTYPES, Shape
 from flexattn.records.record import Policy
 from flexattn.serving.request import KV_DTYPES, Maxima, form_of
-from flexattn.serving.scales import asked
+from flexattn.serving.scales import asked_scales
 from flexattn.serving.tuned import Lengths, ServingProblem, batch_lengths
 
 # Configs of the quick effort: the default and those beside it on one axis, the nearest first.
-QUICK = 32
-LEFT_OUT = "left out by quick"
+_QUICK = 32
+_LEFT_OUT = "left out by quick"
 
 
 def serving_configs(
@@ -34,7 +34,7 @@ def serving_configs(
 
     quick: 32 near the defaults. full and exhaustive: all that can run. seeds that can run join.
     """
-    every = space(problem.form, device)
+    every = serving_space(problem.form, device)
     chosen: Sequence[ServingConfig] = every
     if effort == "quick":
         first = every[0]
@@ -42,12 +42,12 @@ def serving_configs(
         # The other kind of kernel is far on many axes: where it starts is raced too.
         defaults = serving_candidates(problem.form, device)
         others = [each for each in defaults if each.template != first.template][:1]
-        chosen = [*near[: QUICK - len(others)], *others]
+        chosen = [*near[: _QUICK - len(others)], *others]
     fitting = (
-        each for each in seeds if not reasons(each, problem.form, device)
+        each for each in seeds if not serving_reasons(each, problem.form, device)
     )  # fmt: skip
     left = len(every) - len(chosen)
-    return tuple(dict.fromkeys((*chosen, *fitting))), ((LEFT_OUT, left),) * (left > 0)
+    return tuple(dict.fromkeys((*chosen, *fitting))), ((_LEFT_OUT, left),) * (left > 0)
 
 
 def _distance(first: ServingConfig, other: ServingConfig) -> tuple[int, float]:
@@ -114,7 +114,7 @@ def serving_task(
         maxima = replace(maxima, q_len=1)
     maxima.check()
     form = form_of(
-        maxima, score, mask, **asked(scaled or kv.itemsize == 1, page)._asdict(),
+        maxima, score, mask, **asked_scales(scaled or kv.itemsize == 1, page)._asdict(),
         shared_kv=shared_kv, sinks=sinks, positive_scale=scale > 0,
         batch_invariant=batch_invariant,
     )  # fmt: skip

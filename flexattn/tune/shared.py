@@ -18,7 +18,7 @@ from flexattn.measure.task import AnyTask
 from flexattn.records.codec import decode, decode_record, encode, encode_record
 from flexattn.records.record import Record, slug
 from flexattn.tune.campaign import environment_of
-from flexattn.tune.evaluator import Build, Evaluator
+from flexattn.tune.evaluator import BuildConfigs, Evaluator
 from flexattn.tune.journal import Entry
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
@@ -29,7 +29,7 @@ from flexattn.tune.tuner import USUAL, record_of
 
 # Points that one worker holds at once: as many as a race beside the default makes good use of.
 HELD = 4
-POLL_S = 0.3
+_POLL_S = 0.3
 # Proposals that may be known or cannot be, before any free point is taken instead.
 PROPOSALS = 4
 PULSE = Pulse()
@@ -40,7 +40,7 @@ ENDED, FINISHED = "ended", "finished"
 def tune_shared(
     task: AnyTask,
     measurer: Measurer,
-    build: Build,
+    build: BuildConfigs,
     url: str,
     method: Method = USUAL,
     *,
@@ -146,7 +146,7 @@ class Shared:
                 record = self._race()
                 if record is not None:
                     return record
-            time.sleep(POLL_S * (0.5 + self._draw.random()))
+            time.sleep(_POLL_S * (0.5 + self._draw.random()))
 
     def _ask(self, count: int) -> tuple[list[Held], bool]:
         """Points to measure; without any, whether others still measure some."""

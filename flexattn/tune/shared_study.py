@@ -18,7 +18,7 @@ from flexattn.settings import log
 from flexattn.tune.search import tell_cost
 from flexattn.tune.study_locks import StudyLocks
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # What a worker leaves with a trial: its result, as text.
 RESULT = "result"
@@ -290,7 +290,9 @@ class SharedStudy:
             patient(lambda: optuna.storages.fail_stale_trials(self._study))
 
 
-def patient(action: Callable[[], T], tries: int = 8, besides: type[Exception] = TimeoutError) -> T:
+def patient(
+    action: Callable[[], _T], tries: int = 8, besides: type[Exception] = TimeoutError
+) -> _T:
     """Do it again where a database was busy, for a few seconds; the last error goes through."""
     import optuna
     import sqlalchemy

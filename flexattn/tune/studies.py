@@ -11,10 +11,10 @@ from flexattn.errors import CacheError
 from flexattn.records.codec import decode, encode
 from flexattn.records.key import Key
 from flexattn.records.record import SCHEMA, Environment, Policy, Trial
-from flexattn.records.trials import lines, whole
+from flexattn.records.trials import lines, whole_trials
 from flexattn.tune.subject import Subject
 
-MAX_BYTES = 32 * 2**20
+_MAX_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def save(study: Study, path: Path) -> None:
     partial.replace(path)
 
 
-def load(path: Path) -> Study:
+def load_study(path: Path) -> Study:
     """Read a study; raises CacheError for anything that is none."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CacheError(f"{path}: too large", f"a study has at most {MAX_BYTES} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise CacheError(f"{path}: too large", f"a study has at most {_MAX_BYTES} bytes")
         return loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CacheError(f"{path}: {error}", "a study is a readable file") from error
@@ -79,7 +79,7 @@ def loads(text: str) -> Study:
     try:
         data = json.loads(text)
         if type(data) is dict and "trials" in data:
-            data["trials"] = whole(data["trials"])
+            data["trials"] = whole_trials(data["trials"])
     except (ValueError, RecursionError) as error:
         raise CacheError(f"no JSON: {str(error)[:200]}") from None
     study: Study = decode(Study, data, "study")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-TABLE = "flexattn_claims"
+_TABLE = "flexattn_claims"
 
 
 class StudyLocks:
@@ -18,7 +18,7 @@ class StudyLocks:
 
         self._engine, self._study = engine, study
         self._table = sql.Table(
-            TABLE,
+            _TABLE,
             sql.MetaData(),
             sql.Column("study", sql.String(128), primary_key=True),
             sql.Column("point", sql.Integer, primary_key=True, autoincrement=False),

@@ -17,7 +17,7 @@ from flexattn.measure.task import AnyTask, ServingTask, Task
 from flexattn.mods import Bound, bind
 from flexattn.mods.bind import clear
 from flexattn.mods.expr import walk
-from flexattn.mods.path import load, role_of
+from flexattn.mods.path import load_path, role_of
 from flexattn.problem import FP8, checks, kind_for, make_problem
 from flexattn.problem.learned import slots_of
 from flexattn.problem.mask_class import mask_class
@@ -27,7 +27,7 @@ from flexattn.runtime.launch import Lists
 from flexattn.tune.serving import serving_task
 from flexattn.tune.workload import ModPath, Row, policy_for
 
-T = TypeVar("T", bound=AnyTask)
+_T = TypeVar("_T", bound=AnyTask)
 
 
 def tasks(
@@ -59,9 +59,9 @@ def plan_task(row: Row, device: Device) -> ServingTask:
     )  # fmt: skip
 
 
-def distinct(found: Iterable[T]) -> tuple[list[T], list[tuple[T, T]]]:
+def distinct(found: Iterable[_T]) -> tuple[list[_T], list[tuple[_T, _T]]]:
     """The first task of each key, and the others, each with the one that stands for it."""
-    first: dict[Key, T] = {}
+    first: dict[Key, _T] = {}
     others = []
     for task in found:
         kept = first.setdefault(key_of(task.problem), task)
@@ -157,7 +157,7 @@ def _block_mask(
 def _made(mod: ModPath | None, role: str, row: Row) -> Callable[..., Any] | None:
     if mod is None:
         return None
-    found = load(mod.path, _filled(mod.args, row))
+    found = load_path(mod.path, _filled(mod.args, row))
     hint = "name the factory's arguments: { mod = …, args = […] }"
     if (is_role := role_of(mod.path, found, hint)) != role:
         raise InputError(f"{row.title}: {role} = {mod.path!r}", f"it is a {is_role}_mod")

@@ -15,7 +15,7 @@ from flexattn.measure.protocol import Measurer
 from flexattn.measure.task import AnyTask
 from flexattn.records.record import Decision, Record, Trial
 from flexattn.tune.campaign import environment_of
-from flexattn.tune.evaluator import Build, Evaluator
+from flexattn.tune.evaluator import BuildConfigs, Evaluator
 from flexattn.tune.journal import Journal
 from flexattn.tune.method import FOR_SCREENING, Method
 from flexattn.tune.progress import SILENT, Progress
@@ -29,7 +29,7 @@ USUAL = Method()
 def tune(
     task: AnyTask,
     measurer: Measurer,
-    build: Build,
+    build: BuildConfigs,
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),
@@ -56,7 +56,7 @@ def tune(
 def tune_subject(
     subject: Subject,
     measurer: Measurer,
-    build: Build,
+    build: BuildConfigs,
     method: Method = USUAL,
     *,
     seeds: Sequence[Config] = (),

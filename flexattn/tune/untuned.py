@@ -16,7 +16,7 @@ from flexattn.device import Device
 from flexattn.measure.task import Task
 from flexattn.problem import Sparsity
 from flexattn.problem.mask_class import mask_class, representative
-from flexattn.records.untuned import Untuned, bound_of, read
+from flexattn.records.untuned import Untuned, bound_of, read_untuned
 from flexattn.runtime.key_lists import BothLists
 from flexattn.runtime.launch import Lists
 from flexattn.tune.workload import policy_for
@@ -30,7 +30,7 @@ def untuned_tasks(path: Path, device: Device) -> list[Task]:
     The tensors that mods captured are made up in the shapes they had, and the mask's lists are
     those of a typical mask of its class.
     """
-    return [_task(each, device) for each in read(path) if each.device == device.name]
+    return [_task(each, device) for each in read_untuned(path) if each.device == device.name]
 
 
 def _task(untuned: Untuned, device: Device) -> Task:

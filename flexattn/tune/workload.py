@@ -52,15 +52,15 @@ from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
-SHARED = (
+_SHARED = (
     "dtype", "score", "mask", "sinks", "block_size", *OF_PLANS, "scale", "policy", "backward",
 )  # fmt: skip
 TOP = ("title", "models", "note", "dtype", "layers")
-LAYER = ("name", "heads", "head_dim", *SHARED, "calls")
-CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *SHARED)
+LAYER = ("name", "heads", "head_dim", *_SHARED, "calls")
+CALL = ("name", "kind", "batch", "q_len", "kv_len", "mixes", *_SHARED)
 FP8_NAMES = frozenset(FP8.values())
 POLICY = ("graph", "cold_l2", "rounds", "min_ms")
-SIZES = ("B", "Hq", "Hkv", "q_len", "kv_len")
+_SIZES = ("B", "Hq", "Hkv", "q_len", "kv_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ModPath:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRow:
     """What a row says of a DecodePlan's cache and batches; see flexattn.serving.
 
     page: keys of a page, 0 for a contiguous cache. kv_dtype: "" for the queries' dtype.
@@ -106,7 +106,7 @@ class Row:
     scale: float | None
     policy: tuple[tuple[str, float], ...]
     sinks: bool = False
-    served: Served | None = None
+    served: ServedRow | None = None
     lse: bool = False
 
 
@@ -132,10 +132,10 @@ def policy_for(
 
 def read(path: Path) -> Workload:
     """A workload file; raises InputError that names the file, the table and the key."""
-    return parse(read_file(path), path.stem, str(path))
+    return parse_workload(read_file(path), path.stem, str(path))
 
 
-def parse(data: Mapping[str, Any], name: str, where: str) -> Workload:
+def parse_workload(data: Mapping[str, Any], name: str, where: str) -> Workload:
     """The workload in a mapping; `where` begins every error."""
     top = Table(data, where, TOP)
     rows = []
@@ -195,7 +195,7 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
             yield replace(row, title=f"{row.title} backward", kind="backward", lse=False)
 
 
-def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
+def _served(call: Table, said: Callable[[str], Table]) -> list[ServedRow | None]:
     """The caches and batches of a call's plans; [None] for a call of flex_attention."""
     pages = said("page_size").numbers("page_size", 0)
     if call.text("kind") != "serving" and not any(pages):
@@ -214,12 +214,12 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[Served | None]:
     shared = said("shared_kv").flag("shared_kv") or False
     invariant = said("batch_invariant").flag("batch_invariant") or False
     return [
-        Served(page, name, kv_dtype, shared, invariant, scaled)  # type: ignore[arg-type]
+        ServedRow(page, name, kv_dtype, shared, invariant, scaled)  # type: ignore[arg-type]
         for page, name in product(pages or (0,), names)
     ]
 
 
-def _told(served: Served | None, plans: Sequence[Served | None]) -> str:
+def _told(served: ServedRow | None, plans: Sequence[ServedRow | None]) -> str:
     """What tells a plan's row from the others of its call."""
     if served is None or len(plans) == 1:
         return ""
@@ -271,8 +271,8 @@ def _mod(table: Table, role: str) -> ModPath | None:
     if not re.fullmatch(r"[\w.]+:[\w.]+", value):
         raise table.wrong(role, 'a mod is named "package.module:function"')
     for arg in args:
-        if isinstance(arg, str) and arg.startswith("$") and arg[1:] not in SIZES:
-            raise table.wrong(role, f"sizes are {', '.join('$' + each for each in SIZES)}")
+        if isinstance(arg, str) and arg.startswith("$") and arg[1:] not in _SIZES:
+            raise table.wrong(role, f"sizes are {', '.join('$' + each for each in _SIZES)}")
     return ModPath(value, tuple(_frozen(arg) for arg in args))
 
 

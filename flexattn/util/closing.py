@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TypeVar
 
-T = TypeVar("T", bound="Closing")
+_T = TypeVar("_T", bound="Closing")
 
 
 class Closing:
     """A context manager that is closed when its block ends, however it ends."""
 
-    def __enter__(self: T) -> T:
+    def __enter__(self: _T) -> _T:
         return self
 
     def __exit__(

@@ -7,20 +7,20 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
-V = TypeVar("V")
+_V = TypeVar("_V")
 
 
-class Lru(Generic[K, V]):
+class Lru(Generic[K, _V]):
     """Holds at most `size` items."""
 
     __slots__ = ("_items", "_lock", "_size")
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._items: OrderedDict[K, V] = OrderedDict()
+        self._items: OrderedDict[K, _V] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: K) -> V | None:
+    def get(self, key: K) -> _V | None:
         """The value, which counts as used now; None if there is none."""
         value = self._items.get(key)
         # While there is plenty of room nobody needs to know the order, and reads take no lock.
@@ -30,7 +30,7 @@ class Lru(Generic[K, V]):
                     self._items.move_to_end(key)
         return value
 
-    def put(self, key: K, value: V) -> None:
+    def put(self, key: K, value: _V) -> None:
         """Store a value, at the cost of the one least recently used."""
         with self._lock:
             self._items[key] = value
@@ -45,7 +45,7 @@ class Lru(Generic[K, V]):
         """
         self._items.pop(key, None)
 
-    def items(self) -> list[tuple[K, V]]:
+    def items(self) -> list[tuple[K, _V]]:
         """All that is held now, the least recently used first."""
         with self._lock:
             return list(self._items.items())

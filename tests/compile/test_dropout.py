@@ -16,7 +16,7 @@ from flexattn.device import named
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.options import parse
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.dropout import kept
+from flexattn.reference.dropout import kept_weights
 from flexattn.runtime.resources import resources
 from flexattn.settings import override
 from tests.families import render
@@ -128,7 +128,7 @@ def stored(wanted, needed, kernel, starts, num_warps, tmp_path):
 def mask(rows, keys):
     """The reference's, int64 of the rows and keys."""
     lanes = (torch.tensor([0]), torch.tensor([HEAD]), rows, keys)
-    return kept(DROPOUT._replace(seed=torch.tensor([SEED])), lanes, 64)[0, 0].long()
+    return kept_weights(DROPOUT._replace(seed=torch.tensor([SEED])), lanes, 64)[0, 0].long()
 
 
 @pytest.mark.oldest

@@ -20,7 +20,12 @@ from flexattn.kernels.paged_decode.source import (
     render_serving,
     render_serving_combine,
 )
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space, workspace
+from flexattn.kernels.paged_decode.space import (
+    serving_candidates,
+    serving_reasons,
+    serving_space,
+    workspace,
+)
 from flexattn.mods import bind
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
@@ -120,8 +125,8 @@ MLA = {
 def test_mla(name):
     """Products go on beside each other, and none waits for a register in the loop over tiles."""
     wanted = form(**{"D": (576, 512), "page": 64, "shared_kv": True, **MLA[name]})
-    config = next(mla.space())
-    assert not reasons(config, wanted, DEVICE)
+    config = next(mla.mla_space())
+    assert not serving_reasons(config, wanted, DEVICE)
     source = render_serving(wanted, config, DEVICE, name)
     compiled = compile_source(source, DEVICE)
     taken = resources(compiled, DEVICE)
@@ -142,7 +147,7 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     config = AWAITED[name]
     about = {"B": 1} if name == "round" else {"q_len": config.BLOCK_M // 4, "sinks": True}
     wanted = form(**about)
-    assert not reasons(config, wanted, DEVICE)
+    assert not serving_reasons(config, wanted, DEVICE)
     compiled = compile_source(render_serving(wanted, config, DEVICE, name), DEVICE)
     ptx = compiled.asm["ptx"]
     assert resources(compiled, DEVICE).loop_spills == 0
@@ -269,8 +274,8 @@ def test_a_warp_widens_its_eight_bits_in_registers(kind, D, Dv):
     """Two numbers an instruction, each once; what is read is 16 bytes wide, of short V rows 8."""
     config = ServingConfig(8, 128, 4, 1, 2, 1, "await", "heads")
     wanted = form(kv=EIGHT_BITS[kind], scaled=True, D=(D, Dv))
-    assert not reasons(config, wanted, DEVICE)
-    assert config in space(wanted, DEVICE)
+    assert not serving_reasons(config, wanted, DEVICE)
+    assert config in serving_space(wanted, DEVICE)
     compiled = compile_source(render_serving(wanted, config, DEVICE, kind), DEVICE)
     ptx = compiled.asm["ptx"]
     assert ptx.count(f"cvt.rn.f16x2.{kind}x2") == config.keys_per_warp * (D + Dv) // 64
@@ -290,11 +295,11 @@ def test_no_config_of_eight_bits_that_may_run_spills(numbers):
     config = ServingConfig(*numbers, "await", "heads")
     wanted = form(kv=EIGHT_BITS["e4m3"], scaled=True)
     compiled = compile_source(render_serving(wanted, config, DEVICE, "test"), DEVICE)
-    assert not reasons(config, wanted, DEVICE)
+    assert not serving_reasons(config, wanted, DEVICE)
     assert resources(compiled, DEVICE).spills == 0
     for per_sm, own in ((3, 32), (2, 64)):
         other = replace(config, num_warps=4, BLOCK_M=8, BLOCK_N=4 * own, per_sm=per_sm)
-        assert any("registers hold" in each for each in reasons(other, wanted, DEVICE))
+        assert any("registers hold" in each for each in serving_reasons(other, wanted, DEVICE))
 
 
 def test_the_kernels_that_merge():
@@ -358,14 +363,18 @@ def test_a_prefix_alone_has_other_defaults():
 
 def test_the_space_starts_with_the_default_and_names_its_workspace():
     wanted = form()
-    found = space(wanted, DEVICE)
+    found = serving_space(wanted, DEVICE)
     assert found[0] == next(serving_candidates(wanted, DEVICE)) and len(set(found)) == len(found)
     assert workspace(wanted, found[0], DEVICE) == 2 * 132 * 8 * 129
     assert {each.warp_private for each in found} == {False, True}
     assert all(each.split_policy != "round" for each in found), (
         "tiles of many requests do not go round"
     )
-    assert {each.split_policy for each in space(form(B=1), DEVICE)} == {"even", "round", "heads"}
+    assert {each.split_policy for each in serving_space(form(B=1), DEVICE)} == {
+        "even",
+        "round",
+        "heads",
+    }
 
 
 INVARIANT = {

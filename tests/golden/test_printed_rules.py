@@ -24,16 +24,16 @@ from flexattn.kernels.stated.printer import text
 from flexattn.kernels.triton import printed
 
 PRINTED = {
-    "triton": (printed, inequalities, inequalities.TRITON),
-    "hopper": (printed_gluon, gluon, gluon.HOPPER),
+    "triton": (printed, inequalities, inequalities.TRITON_STATEMENT),
+    "hopper": (printed_gluon, gluon, gluon.HOPPER_STATEMENT),
     "hopper backward": (
         printed_hopper_backward,
         hopper_backward,
-        hopper_backward.HOPPER_BACKWARD,
+        hopper_backward.HOPPER_BACKWARD_STATEMENT,
     ),
-    "programs": (printed_serving, serving, serving.PROGRAMS),
-    "warps": (printed_serving_warps, serving_warps, serving_warps.WARPS),
-    "nki": (printed_nki, nki, nki.NKI),
+    "programs": (printed_serving, serving, serving.PROGRAMS_STATEMENT),
+    "warps": (printed_serving_warps, serving_warps, serving_warps.WARPS_STATEMENT),
+    "nki": (printed_nki, nki, nki.NKI_STATEMENT),
 }
 
 

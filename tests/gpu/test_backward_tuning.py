@@ -15,7 +15,7 @@ from flexattn.tune.builds import build_task
 from flexattn.tune.method import Method
 from flexattn.tune.tasks import task_from
 from flexattn.tune.tuner import tune
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 from tests.support import inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -26,7 +26,7 @@ def test_a_call_with_gradients_is_served_by_what_was_tuned_for_it(learned, tmp_p
     device, where = detect(torch.device("cuda")), torch.device("cuda")
     layer = {"heads": [8, 2], "head_dim": 64, "policy": {"rounds": 8, "min_ms": 0.5}}
     layer["calls"] = [{"mixes": [[2, 1111, 1111]], "backward": True}]
-    row = parse({"layers": [layer]}, "x", "x").rows[1]
+    row = parse_workload({"layers": [layer]}, "x", "x").rows[1]
     table = torch.randn(8, 2300, device="cuda").requires_grad_()
     score_mod = relative_bias(table, 1150) if learned else None
     task = task_from(row, score_mod, flexattn.catalogue.causal, device, where)
@@ -57,7 +57,7 @@ def test_three_heads_stand_for_a_large_shape():
     device = detect(torch.device("cuda"))
     layer = {"heads": [16, 4], "head_dim": 128, "mask": "flexattn.catalogue:causal"}
     layer["calls"] = [{"mixes": [[2, 4096, 4096]], "backward": True}]
-    row = parse({"layers": [layer]}, "x", "x").rows[1]
+    row = parse_workload({"layers": [layer]}, "x", "x").rows[1]
     from flexattn.kernels.choose.defaults import default
     from flexattn.tune.tasks import task_of
 

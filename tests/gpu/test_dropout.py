@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn.catalogue import causal, softcap
-from flexattn.reference.dropout import kept
+from flexattn.reference.dropout import kept_weights
 from tests.gradients import SEED, assert_gradients, drawn
 from tests.support import DTYPES, assert_judged, block_mask, inputs, run, sinks
 
@@ -32,7 +32,7 @@ def test_the_mask_itself(options, mask_mod):
     q, k, _ = inputs(2, 4, 2, 333, 256, 128, dtype=torch.bfloat16, device="cuda")
     dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k)
     lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 256))
-    wanted = kept(dropout, lanes, 4)
+    wanted = kept_weights(dropout, lanes, 4)
     if mask_mod is not None:
         wanted &= lanes[3] <= lanes[2][:, None]
     for first in (0, 128):
@@ -68,7 +68,7 @@ def test_the_mask_of_a_backward(options, mask_mod, D):
     q, k, v = (x.requires_grad_() for x in given)
     dropout, mask = drawn(0.3, "cuda"), block_mask(mask_mod, q, k, 128)
     lanes = tuple(torch.arange(n, device="cuda") for n in (2, 4, 333, 401))
-    wanted = kept(dropout, lanes, 4)
+    wanted = kept_weights(dropout, lanes, 4)
     if mask_mod is not None:
         wanted &= lanes[3] <= lanes[2][:, None]
     torch.manual_seed(SEED)

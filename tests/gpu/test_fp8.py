@@ -17,7 +17,7 @@ from flexattn.problem.descales import Descales
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 from tests.support import assert_judged, block_mask, heads_inside, inputs, run, sinks
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -190,7 +190,7 @@ def planned(q, k, v, config, given, max_scores=True, **call):
     made = plan(
         make_call(q, k, v, score_mod, mask, scale, True, False, None, aux, logits, *given.values())
     )
-    launch = prepare(
+    launch = prepare_launch(
         made.launch.problem, made.launch.choice.device, q.device, dispatcher(),
         Options(exact=config), q, k, v, made.lists, Descales(*given.values()),
     )  # fmt: skip

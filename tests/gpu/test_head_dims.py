@@ -16,7 +16,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.hopper.space import boxes
 from flexattn.reference import Reference
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 from tests import support
 from tests.support import assert_judged, block_mask, heads_inside, inputs, run
 
@@ -132,7 +132,7 @@ def test_every_box(D):
             config = replace(start, v_box=v_box, **numbers)
             if reasons(config, structure, device):
                 continue
-            launch = prepare(
+            launch = prepare_launch(
                 made.launch.problem, device, q.device, dispatcher(), Options(exact=config),
                 q, k, v, made.lists,
             )  # fmt: skip

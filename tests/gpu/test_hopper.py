@@ -19,7 +19,7 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.reference import Reference
 from flexattn.runtime.build import builder
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 from tests import support
 from tests.cases import CASES
 from tests.support import (
@@ -77,7 +77,7 @@ def prepared(q, k, v, score_mod=None, mask=None):
 def run_with(made, config):
     """The same call with a config of one's own."""
     call, launch = made.call, made.launch
-    launch = prepare(
+    launch = prepare_launch(
         launch.problem, launch.choice.device, call.q.device, dispatcher(), Options(exact=config),
         call.q, call.k, call.v, made.lists,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flexattn
 from flexattn.catalogue import causal, softcap
-from flexattn.reference.dropout import kept
+from flexattn.reference.dropout import kept_weights
 from tests.gradients import SEED, assert_gradients, drawn
 from tests.support import DTYPES, PREFILL, assert_judged, block_mask, inputs, run, sinks
 
@@ -32,7 +32,7 @@ def test_tiles_drop_the_same_weights(M, N, block):
     v = torch.eye(53).expand(2, 1, 53, 53).contiguous()
     mask = block_mask(lambda b, h, q, k: k <= q + 20, q, k, block)
     dropout = drawn(0.4, "cpu")
-    wanted = kept(dropout, tuple(torch.arange(n) for n in (2, 2, 37, 53)), 2)
+    wanted = kept_weights(dropout, tuple(torch.arange(n) for n in (2, 2, 37, 53)), 2)
     torch.manual_seed(SEED)
     tile = {**PREFILL, "BLOCK_M": M, "BLOCK_N": N}
     got = run(q, k, v, block_mask=mask, dropout_p=0.4, kernel_options=tile)

@@ -13,7 +13,7 @@ from flexattn.kernels.choose.options import Options
 from flexattn.kernels.triton.config import ORDERS
 from flexattn.reference import Reference
 from flexattn.runtime.dispatch import dispatcher
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 from tests.support import KINDS, assert_judged, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -26,7 +26,7 @@ def check(q, k, v, kind, score_mod=None, mask=None, **fields):
         usual = plan(make_call(q, k, v, score_mod, mask, None, True, False, KINDS[kind], aux))
         launch, call = usual.launch, usual.call
         config = replace(launch.choice.config, **fields)
-        changed = prepare(
+        changed = prepare_launch(
             launch.problem, launch.choice.device, q.device, dispatcher(), Options(exact=config),
             q, k, v, usual.lists,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.catalogue import alibi, relative_bias, softcap, t5_bias
-from flexattn.mods.rules import RULES
+from flexattn.mods.rules import REWRITES
 from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +150,7 @@ def test_with_and_without_the_rules(off, name, dtype, kind):
     assert_accurate(q, k, v, kernel_options=options, score_mod=MODS[name]())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", REWRITES)
 def test_each_rule_can_be_switched_off_alone(rule):
     bias = torch.linspace(-1, 1, 128)
     q, k, v = inputs(dtype=torch.float16)

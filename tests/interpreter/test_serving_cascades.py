@@ -1,8 +1,7 @@
 """Cascades: requests that share a prefix, in two passes and one launch that joins them."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,31 +13,12 @@ from flexattn.errors import BuildError
 from flexattn.serving import CascadePlan, ServingConfig
 from flexattn.settings import override
 from tests.launches import launches_of
-from tests.serving import Batch, assert_right, batch, poisoned_cache, poisoned_pages, quantized
+from tests.serving import assert_right, batch, poisoned_cache, poisoned_pages, quantized
+from tests.trees import Case
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 OWN = [19, 2, 40]
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
-
-
-@dataclass
-class Case:
-    """A plan, what its run is given, and what judges it."""
-
-    plan: CascadePlan
-    each: Batch
-    q: torch.Tensor
-    cache: Any
-    call: dict
-
-    def run(self):
-        """(out, lse) [rows, Hq, ...] of a run that finds NaN wherever it has to write."""
-        plan = self.plan
-        for state in (plan, plan.prefix, plan.own):
-            state._out.fill_(math.nan)
-            state._lse.fill_(math.nan)
-        plan.prefix._workspace.fill_(math.nan)
-        return [x.flatten(0, 1) for x in plan.run(self.q, self.cache, **self.call)]
 
 
 def case(

@@ -8,7 +8,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect, named
 from flexattn.errors import InputError
-from flexattn.kernels.paged_decode.awaiting import EMPTY
+from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
@@ -137,7 +137,7 @@ def test_shares_that_hold_a_request(programs):
     """Of 11 requests of 13 tiles each of 12 programs would have 12, and all but one a part."""
     programs(12)
     plan = check(requests([1600] * 11, 8))
-    assert plan._workspace.view(torch.int32).eq(EMPTY).all()
+    assert plan._workspace.view(torch.int32).eq(UNWRITTEN).all()
 
 
 def test_keys_behind_a_prefix(programs):

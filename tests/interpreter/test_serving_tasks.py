@@ -9,7 +9,7 @@ from flexattn.catalogue import alibi, sliding_window
 from flexattn.device import INTERPRETER
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.measure.runner import DeviceRunner
-from flexattn.measure.serving import judge_of, make_batch, plan_call
+from flexattn.measure.serving import make_batch, plan_call, serving_judge
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.record import Gated, Policy
@@ -68,7 +68,7 @@ def test_the_judge_sees(spoilt):
     """One wrong value of a request, and a row that nobody wrote."""
     made = task(lengths="ragged", kv_len=90)
     batch = make_batch(made, torch.device("cpu"))
-    judged, call = judge_of(made, batch), plan_call(made, batch, SMALL, torch.device("cpu"))
+    judged, call = serving_judge(made, batch), plan_call(made, batch, SMALL, torch.device("cpu"))
     outputs = call()
     assert judged(outputs).passed
     outputs.out[4, 0, 3, 1] += torch.nan if spoilt == "unwritten" else 0.5

@@ -11,7 +11,7 @@ from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.measure.worker import Worker
 from flexattn.records.record import Failed, Gated, Policy
 from flexattn.tune.tasks import task_from
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.interpreter
@@ -55,7 +55,7 @@ def test_a_backward_is_gated_and_timed(worker):
     table = torch.randn(2, 48).requires_grad_()
     layer = {"heads": [2, 1], "head_dim": 16, "dtype": "float16", "block_size": 16}
     call = {"mixes": [[1, 17, 21]], "backward": True}
-    row = parse({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
+    row = parse_workload({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
     task = task_from(row, relative_bias(table, 24), causal, INTERPRETER, torch.device("cpu"))
     worker.open(task)
     config = BackwardConfig(16, 16, 16, 16, 4, 1)

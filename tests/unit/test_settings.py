@@ -14,19 +14,19 @@ import pytest
 
 from flexattn import settings
 from flexattn.errors import SettingsError
-from flexattn.settings import current, override, read, say_once
+from flexattn.settings import current, override, read_settings, say_once
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_defaults():
-    found = read({})
+    found = read_settings({})
     assert not found.interpret and found.debug == 0
     assert found.cache_dir == Path("~/.cache/flexattn").expanduser()
 
 
 def test_values():
-    found = read({
+    found = read_settings({
         "FLEXATTN_INTERPRET": "1", "FLEXATTN_DEBUG": "4", "FLEXATTN_CACHE_DIR": "~/there"
     })  # fmt: skip
     assert found.interpret and found.debug == 4
@@ -34,13 +34,15 @@ def test_values():
     empty = dict.fromkeys(
         ("FLEXATTN_INTERPRET", "FLEXATTN_DEBUG", "FLEXATTN_MODE", "FLEXATTN_CACHE"), ""
     )
-    assert read(empty) == read({})
+    assert read_settings(empty) == read_settings({})
 
 
 def test_where_records_are_looked_for_and_what_is_taken():
-    found = read({"FLEXATTN_CACHE": os.pathsep.join(["/a", "", "~/b"]), "FLEXATTN_MODE": "tune"})
+    found = read_settings(
+        {"FLEXATTN_CACHE": os.pathsep.join(["/a", "", "~/b"]), "FLEXATTN_MODE": "tune"}
+    )
     assert found.cache == (Path("/a"), Path("~/b").expanduser()) and found.mode == "tune"
-    assert read({}).cache == () and read({}).mode == "replay"
+    assert read_settings({}).cache == () and read_settings({}).mode == "replay"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_where_records_are_looked_for_and_what_is_taken():
 )
 def test_values_that_are_not_understood(name, value):
     with pytest.raises(SettingsError, match=f"{name}='{value}'"):
-        read({name: value})
+        read_settings({name: value})
 
 
 def test_every_variable_has_a_default_and_a_meaning():

@@ -45,7 +45,9 @@ class Examples:
         return mod.bound(self.tensors, self.integers)
 
 
-def agrees(joint: GraphModule, bound: Bound, examples: Examples, sizes: Sequence[int]) -> bool:
+def joint_agrees(
+    joint: GraphModule, bound: Bound, examples: Examples, sizes: Sequence[int]
+) -> bool:
     """Whether a joint graph computes what the derivatives of the mod's expression are.
 
     A graph of the forward has lost what its mod kept from autograd: a detached value, an autograd

@@ -13,13 +13,13 @@ from torch._inductor.virtualized import V
 
 from flexattn.device import detect
 from flexattn.errors import UnsupportedError
-from flexattn.frontend.compiled.joint import Examples, agrees, with_gradients
+from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
 from flexattn.frontend.compiled.mark import BARE
-from flexattn.frontend.compiled.op import NAME
-from flexattn.frontend.compiled.op_backward import NAME as BACKWARD_NAME
+from flexattn.frontend.compiled.op import OP_NAME
+from flexattn.frontend.compiled.op_backward import BACKWARD_OP_NAME as BACKWARD_NAME
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
-from flexattn.frontend.compiled.widened import sources
-from flexattn.frontend.gradients import Asked, check_backward, check_order
+from flexattn.frontend.compiled.widened import widened_sources
+from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
 from flexattn.kernels.choose.options import Options, parse
 from flexattn.mods import Bound
 from flexattn.mods.graph import Captured, GraphMod, read_graph
@@ -79,9 +79,9 @@ def lower(
             ) from why
         say_once(f"torch's own kernel serves a call of flexattn under torch.compile: a mod {why}")
         return None
-    found = sources((query, key, value), inputs[:3])
+    found = widened_sources((query, key, value), inputs[:3])
     given = [_as_traced(x, node) for x, node, _ in found]
-    attend = fallback_handler(_op(NAME), add_to_fallback_set=False)
+    attend = fallback_handler(_op(OP_NAME), add_to_fallback_set=False)
     out, lse, maxima = attend(
         *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
         *(factor for *_, factor in found),
@@ -123,7 +123,7 @@ def lower_backward(
         wanted = with_gradients(joint.graph_module)
         examples = Examples(node.captures)
         bound = examples.bound(node.score)
-        if not agrees(joint.graph_module, bound, examples, _sizes(inputs)):
+        if not joint_agrees(joint.graph_module, bound, examples, _sizes(inputs)):
             raise Refusal("detaches something, or has an autograd Function with its own gradient")
         asked = _asked(bound, [examples.all[i] for i in wanted], chosen)
         if not chosen.backward:
@@ -200,13 +200,13 @@ class _Node(NamedTuple):
         return cls(score, found, mask, block, lists, by_key, tensors, integers)
 
 
-def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> Asked:
+def _asked(bound: Bound, wanted: Sequence[Any], chosen: Options) -> AskedGradients:
     """What a backward is asked, of examples; its mask makes no difference to what can run."""
     slots = tuple(s for s, x in enumerate(bound.tensors) if any(x is each for each in wanted))
-    return Asked(bound, None, None, 1.0, chosen, slots)
+    return AskedGradients(bound, None, None, 1.0, chosen, slots)
 
 
-def _check(asked: Asked, inputs: Any) -> None:
+def _check(asked: AskedGradients, inputs: Any) -> None:
     """That there is a kernel for these gradients; raises as an eager call does."""
     q, k, v = (node.meta["val"] for node in inputs[:3])
     device = torch.device(q.device)

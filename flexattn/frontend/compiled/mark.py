@@ -37,7 +37,7 @@ def own(name: str) -> str:
     return _OWN + name
 
 
-def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A node's options without our keys, and the call's own."""
     theirs = {name: value for name, value in given.items() if not name.startswith(MARK)}
     ours = {

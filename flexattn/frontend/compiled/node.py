@@ -18,7 +18,7 @@ from flexattn.frontend.admission import autocast
 from flexattn.frontend.attention import answer
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.mark import BARE, INSTALLED, MARK, VERSION, own
-from flexattn.frontend.compiled.rules import LARGEST, asked, breaks
+from flexattn.frontend.compiled.rules import LARGEST_SIZE, asked_statistics, breaks
 from flexattn.frontend.compiled.seam import keep_out, open_seam
 from flexattn.frontend.compiled.widened import widened
 from flexattn.frontend.graph_break import outside
@@ -49,7 +49,7 @@ def node_of(given: Call, installed: bool = False) -> Any:
     """
     if _MOVED or breaks(given):
         return None
-    want, sinks, mask = asked(given), given.sinks, given.block_mask
+    want, sinks, mask = asked_statistics(given), given.sinks, given.block_mask
     q, k, v = _taken(given)
     score_mod = given.score_mod
     if score_mod is not None and q.dtype != torch.float64:
@@ -112,7 +112,7 @@ def _of_all(q: Tensor) -> BlockMask:
     one = torch.ones([1, 1, 1], dtype=torch.int32, device=q.device)
     first = torch.zeros([1, 1, 1, 1], dtype=torch.int32, device=q.device)
     lists = one, first, None, None
-    return BlockMask((1, 1), *lists, *lists, (LARGEST, LARGEST), noop_mask)
+    return BlockMask((1, 1), *lists, *lists, (LARGEST_SIZE, LARGEST_SIZE), noop_mask)
 
 
 def _with_lists_by_key(mask: BlockMask) -> BlockMask:

@@ -24,7 +24,7 @@ from flexattn.mods.signatures import ScoreMod
 from flexattn.problem import checks, out_dtype
 from flexattn.runtime.launch import dense_strides
 
-NAME = "flexattn::attend"
+OP_NAME = "flexattn::attend"
 _SCHEMA = (
     "attend(Tensor q, Tensor k, Tensor v, Tensor[] lists, Tensor[] score, Tensor[] mask, "
     "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale, "
@@ -47,7 +47,7 @@ library = torch.library.Library("flexattn", "FRAGMENT")
 library.define(_SCHEMA)
 
 
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -101,8 +101,8 @@ def _fake(
     return out, lse, maxima
 
 
-library.impl("attend", attend, "CompositeExplicitAutograd")
-torch.library.register_fake(NAME, _fake, lib=library)
+library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake(OP_NAME, _fake, lib=library)
 
 
 def transforming() -> AbstractContextManager[None]:

@@ -15,13 +15,13 @@ from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_by_key
 from flexattn.frontend.compiled.op import library, mask_of, score_of, transforming
 from flexattn.frontend.compiled.spec import Spec, parsed
-from flexattn.frontend.gradients import Asked, plan_backward, run_backward
+from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
 from flexattn.problem import checks
 from flexattn.reference import attention
 from flexattn.runtime.backward import like
 from flexattn.runtime.launch import dense_strides
 
-NAME = "flexattn::attend_backward"
+BACKWARD_OP_NAME = "flexattn::attend_backward"
 _SCHEMA = (
     "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
     "Tensor? dlse, Tensor[] lists, Tensor[] by_key, Tensor[] score, Tensor[] mask, "
@@ -86,7 +86,7 @@ def _by_kernel(
     tensors = () if call.score is None else call.score.tensors
     # A number that changes may have left a tensor out of the expression.
     slots = tuple(s for s, x in enumerate(tensors) if any(x is each for each in grads))
-    asked = Asked(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
+    asked = AskedGradients(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
     learned = [tensors[slot] for slot in slots]
     planned = partial(plan_backward, asked)
     inputs = call.q, call.k, call.v
@@ -137,4 +137,4 @@ def _fake(
 
 
 library.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(NAME, _fake, lib=library)
+torch.library.register_fake(BACKWARD_OP_NAME, _fake, lib=library)

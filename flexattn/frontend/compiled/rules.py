@@ -11,7 +11,7 @@ from flexattn.problem import FP8
 from flexattn.problem.checks import mixes
 
 # The block of a mask that torch makes of no mask: it fits every length, whatever it says.
-LARGEST = 2**30
+LARGEST_SIZE = 2**30
 
 
 def breaks(call: Call) -> str:
@@ -43,12 +43,14 @@ def breaks(call: Call) -> str:
     if call.return_lse and call.return_aux is not None:
         return "return_lse and return_aux are both given"
     mask = call.block_mask
-    if mask is not None and (not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= LARGEST):
+    if mask is not None and (
+        not isinstance(mask, BlockMask) or mask.BLOCK_SIZE[0] >= LARGEST_SIZE
+    ):
         return "block_mask is no BlockMask, or torch's mask of no mask"
     if q.device.type != "cuda":
         if q.requires_grad or k.requires_grad or v.requires_grad:
             return "torch's node has no backward on the CPU"
-        if asked(call).max_scores:
+        if asked_statistics(call).max_scores:
             return "torch's node has no max_scores on the CPU"
     return ""
 
@@ -65,7 +67,7 @@ def _fits(factor: Tensor, like: Tensor, q: Tensor) -> bool:
     )
 
 
-def asked(call: Call) -> AuxRequest:
+def asked_statistics(call: Call) -> AuxRequest:
     """The statistics that a call asks for."""
     if call.return_aux is not None:
         return call.return_aux

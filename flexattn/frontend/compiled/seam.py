@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from flexattn.errors import FlexAttnError
-from flexattn.frontend.compiled.mark import INSTALLED, MARK, split
+from flexattn.frontend.compiled.mark import INSTALLED, MARK, split_options
 from flexattn.frontend.torch_own import served
 from flexattn.settings import say_once
 
-NODE, BACKWARD = "flex_attention", "flex_attention_backward"
+NODE, BACKWARD_NODE = "flex_attention", "flex_attention_backward"
 # What torch's lowering takes, in 2.11 and 2.13.
 _TAKES = (
     "query", "key", "value", "subgraph", "block_mask", "scale", "kernel_options",
@@ -36,7 +36,7 @@ def open_seam() -> str:
         from flexattn.frontend.compiled.lowering import lower, lower_backward
         from flexattn.frontend.compiled.widened import lower_widened
 
-        node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD))
+        node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD_NODE))
         stock, stock_backward = lowerings[node], lowerings[backward]
         takes = tuple(inspect.signature(stock).parameters)
         if takes != _TAKES:
@@ -100,7 +100,7 @@ def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Call
         if MARK not in args[at]:
             served["torch: a node of another's"] += 1
             return stock(*args)
-        theirs, ours = split(args[at])
+        theirs, ours = split_options(args[at])
         who = "flexattn: a node"
         try:
             found = lower(*args, options=ours)

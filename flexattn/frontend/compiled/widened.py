@@ -15,7 +15,7 @@ from torch import Tensor
 from flexattn.frontend.compiled.op import library
 from flexattn.problem.problem import NARROWER
 
-NAME = "flexattn::widened"
+_NAME = "flexattn::widened"
 library.define("widened(Tensor x, Tensor? factor, ScalarType dtype) -> Tensor")
 # Where the lowering of an op keeps what it was given.
 _SOURCE = "_flexattn_source"
@@ -28,7 +28,7 @@ def _widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 library.impl("widened", _widened, "CompositeExplicitAutograd")
-torch.library.register_fake(NAME, _widened, lib=library)
+torch.library.register_fake(_NAME, _widened, lib=library)
 
 
 def widened(x: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -53,7 +53,7 @@ def lower_widened(x: Any, factor: Any, dtype: torch.dtype) -> Any:
     return found
 
 
-def sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
+def widened_sources(given: Any, nodes: Any) -> list[tuple[Any, Any, Any]]:
     """Of query, key and value: the input itself, its node, and its factor.
 
     given, nodes: as a lowering of torch's node has them.

@@ -28,7 +28,7 @@ class Binding:
     boxes: tuple[Any, ...] = ()
 
 
-def bind(
+def bind_arguments(
     arguments: Sequence[Argument],
     fixed: Mapping[str, Any],
     given: Sequence[str],

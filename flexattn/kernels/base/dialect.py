@@ -11,7 +11,7 @@ from flexattn.mods.ops import is_float
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorForm:
     """A tensor as a template names its sizes, and the layout that Gluon wants said."""
 
     shape: str
@@ -32,10 +32,10 @@ class Dialect:
     jit: str = "triton.jit"
     gluon: bool = False
     rows: str = "BLOCK_M"
-    tile: Tensor = Tensor("[BLOCK_M, BLOCK_N]")
-    key: Tensor = Tensor("[1, BLOCK_N]")
-    row: Tensor = Tensor("[BLOCK_M]")
-    diagonal: Tensor = Tensor("[STRIP]")
+    tile: TensorForm = TensorForm("[BLOCK_M, BLOCK_N]")
+    key: TensorForm = TensorForm("[1, BLOCK_N]")
+    row: TensorForm = TensorForm("[BLOCK_M]")
+    diagonal: TensorForm = TensorForm("[STRIP]")
     over_rows: str = ""
     over_keys: str = ""
     over_diagonals: str = ""
@@ -47,7 +47,7 @@ class Dialect:
         """The language's name of a dtype."""
         return triton_type(dtype, self.module)
 
-    def zeros(self, tensor: Tensor, dtype: str) -> str:
+    def zeros(self, tensor: TensorForm, dtype: str) -> str:
         """A tensor of zeros."""
         layout = f", {tensor.layout}" if tensor.layout else ""
         return f"{self.module}.zeros({tensor.shape}, {self.type(dtype)}{layout})"

@@ -28,7 +28,7 @@ def templates_folder() -> Path:
 
 
 @lru_cache(maxsize=1)
-def environment() -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """StrictUndefined: a name that a template misspells is an error, never an empty string."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates_folder()),
@@ -52,7 +52,7 @@ def block(text: str, width: int) -> str:
 @lru_cache(maxsize=64)
 def _template(name: str) -> tuple[str, tuple[str, ...]]:
     """A template's text without its comments, and the names of those that it includes."""
-    text = environment().loader.get_source(environment(), name)[0]  # type: ignore[union-attr]
+    text = _environment().loader.get_source(_environment(), name)[0]  # type: ignore[union-attr]
     included = re.findall(r'{%-? *(?:import|include|from) "([^"]+)"', text)
     bare = re.sub(r"{#.*?#}", "", text, flags=re.DOTALL)
     bare = "\n".join(line for line in bare.splitlines() if not line.lstrip().startswith("# "))
@@ -79,7 +79,7 @@ def render_template(name: str, context: dict[str, object]) -> str:
     Raises RenderError naming the template and what it lacks.
     """
     try:
-        return environment().get_template(name).render(context)
+        return _environment().get_template(name).render(context)
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         place = f"{name}:{line}" if line else name

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-C = TypeVar("C")
-Bound = Literal["products", "softmax", "memory", "latency"]
+from flexattn.device import LIMITS, Device
+
+_C = TypeVar("_C")
+_Bound = Literal["products", "softmax", "memory", "latency"]
 
 # What a model must expect another config to gain over the one that rules put first. Less than this
 # it cannot tell: of the configs of one record its ratios are off by 4 % in the median.
-MARGIN = 1.05
+ESTIMATE_MARGIN = 1.05
+# An H200's memory, in bytes a microsecond: of a device whose own nobody knows.
+_BANDWIDTH = 4.8e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +26,29 @@ class Estimate:
     """
 
     us: float
-    bound: Bound
+    bound: _Bound
     waves: float
 
     def __str__(self) -> str:
         return f"{self.us:.3g} us expected, bound by {self.bound}, {self.waves:.2g} waves"
 
 
+def bandwidth(device: Device) -> float:
+    """Of a device's memory, in bytes a microsecond."""
+    limits = LIMITS.get(device.name)
+    return limits.bandwidth * 1e6 if limits else _BANDWIDTH
+
+
 def best_first(
-    rules: Iterable[C],
-    others: Iterable[C],
-    expected: Callable[[C], Estimate | None],
-    can_run: Callable[[C], bool] = lambda config: True,
-) -> Iterator[C]:
+    rules: Iterable[_C],
+    others: Iterable[_C],
+    expected: Callable[[_C], Estimate | None],
+    can_run: Callable[[_C], bool] = lambda config: True,
+) -> Iterator[_C]:
     """The rules' configs in their order, before them the one that a model expects to be fastest.
 
-    It must gain by MARGIN over the first of theirs that can run; without an estimate of that one
-    nothing changes.
+    It must gain by ESTIMATE_MARGIN over the first of theirs that can run; without an estimate of
+    that one nothing changes.
     """
     kept = list(rules)
     first = next(filter(can_run, kept), None)
@@ -47,7 +57,7 @@ def best_first(
         found = [(other.us, each) for each in others if (other := expected(each)) is not None]
         able = (pair for pair in sorted(found, key=lambda pair: pair[0]) if can_run(pair[1]))
         us, best = next(able, (told.us, None))
-        if best is not None and us * MARGIN < told.us:
+        if best is not None and us * ESTIMATE_MARGIN < told.us:
             yield best
             kept = [each for each in kept if each != best]
     yield from kept

@@ -17,7 +17,7 @@ from flexattn.kernels.base.tiles import Geometry, check_power
 from flexattn.problem import Kind, Problem, Structure
 
 Effort = Literal["quick", "full", "exhaustive"]
-C = TypeVar("C", bound=Config)
+_C = TypeVar("_C", bound=Config)
 _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
@@ -34,7 +34,7 @@ class Around(NamedTuple):
     scratch: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class KernelFamily(ABC, Generic[C]):
+class KernelFamily(ABC, Generic[_C]):
     """The kernels of one template for calls of one kind.
 
     name: its folder's; two families may share one. kind: of the calls that it serves. language:
@@ -60,38 +60,38 @@ class KernelFamily(ABC, Generic[C]):
         return True
 
     @abstractmethod
-    def defaults(self, problem: Problem, device: Device) -> Iterator[C]:
+    def defaults(self, problem: Problem, device: Device) -> Iterator[_C]:
         """Configs to start from, best first, cut to the mask's blocks; not all of them can run."""
 
-    def expected(self, problem: Problem, config: C, device: Device) -> Estimate | None:
+    def expected(self, problem: Problem, config: _C, device: Device) -> Estimate | None:
         """What a launch is expected to take; None where no model was fitted to measured ones."""
         return None
 
-    def variants(self, config: C) -> Iterator[C]:
+    def variants(self, config: _C) -> Iterator[_C]:
         """A config, then its tiles compiled otherwise."""
         yield config
 
     @abstractmethod
-    def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[C]:
+    def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[_C]:
         """Every combination that a search may try; some cannot run."""
 
-    def tile(self, config: C) -> C:
+    def tile(self, config: _C) -> _C:
         """The config without what changes neither its tiles nor what they take."""
         return at_rest(config)
 
-    def uncompiled(self, config: C) -> C:
+    def uncompiled(self, config: _C) -> _C:
         """The config without what says how it is compiled."""
         return config
 
-    def of_this_compiler(self, config: C) -> C:
+    def of_this_compiler(self, config: _C) -> _C:
         """A config that another Triton measured, as this one compiles it."""
         return config
 
-    def fit_to_mask(self, config: C, structure: Structure) -> C:
+    def fit_to_mask(self, config: _C, structure: Structure) -> _C:
         """The config with its tiles cut to the mask's blocks."""
         return config
 
-    def without_hints(self, config: C, structure: Structure, device: Device) -> C:
+    def without_hints(self, config: _C, structure: Structure, device: Device) -> _C:
         """The config without hints of kernel_options that mean nothing here, which is logged."""
         return config
 
@@ -99,7 +99,7 @@ class KernelFamily(ABC, Generic[C]):
         """Raise ConfigError for kernel_options' BLOCK_M where no tile has as many rows."""
         check_power("BLOCK_M", rows)
 
-    def forced(self, config: C, numbers: Mapping[str, Any]) -> C:
+    def forced(self, config: _C, numbers: Mapping[str, Any]) -> _C:
         """The config with what kernel_options ask for, by the names of Options.
 
         Those of the numbers count that it has a field for.
@@ -107,51 +107,51 @@ class KernelFamily(ABC, Generic[C]):
         names = {field.name for field in fields(config)}
         return replace(config, **{name: numbers[name] for name in names & numbers.keys()})
 
-    def options_of(self, config: C) -> dict[str, int | bool | str]:
+    def options_of(self, config: _C) -> dict[str, int | bool | str]:
         """The kernel_options that force a config, as far as there are options for its numbers."""
         return {name: getattr(config, name) for name in _NUMBERS}
 
     @abstractmethod
-    def grid(self, problem: Problem, config: C, device: Device) -> Geometry:
+    def grid(self, problem: Problem, config: _C, device: Device) -> Geometry:
         """Programs of a launch; raises ConfigError where the sizes do not allow the config."""
 
-    def at_sizes(self, config: C, measured: Problem, problem: Problem, device: Device) -> C:
+    def at_sizes(self, config: _C, measured: Problem, problem: Problem, device: Device) -> _C:
         """A config measured at some sizes as it serves a problem of other sizes."""
         return config
 
     @abstractmethod
-    def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
+    def render(self, structure: Structure, config: _C, device: Device, title: str) -> Source:
         """The kernel; title goes into its header."""
 
     def combine(self, structure: Structure, device: Device) -> Source | None:
         """The kernel that merges the splits of this family's kernels."""
         return None
 
-    def values_kernel(self, structure: Structure, config: C, device: Device) -> Source | None:
+    def values_kernel(self, structure: Structure, config: _C, device: Device) -> Source | None:
         """The kernel that lays V out anew before a launch; None where it is read as it lies."""
         return None
 
-    def around(self, problem: Problem, config: C, device: Device) -> Around | None:
+    def around(self, problem: Problem, config: _C, device: Device) -> Around | None:
         """The kernels around a backward's own; None where it needs none."""
         return None
 
-    def bind(self, problem: Problem, config: C, grid: Geometry) -> dict[str, Any]:
+    def bind(self, problem: Problem, config: _C, grid: Geometry) -> dict[str, Any]:
         """Values of the arguments that this family's kernels alone have, by name."""
         return {}
 
-    def made_deterministic(self, config: C, structure: Structure) -> C | None:
+    def made_deterministic(self, config: _C, structure: Structure) -> _C | None:
         """The config that gives the same bits in every run; None where the template has none."""
         return config
 
-    def invariant(self, problem: Problem, device: Device) -> C | None:
+    def invariant(self, problem: Problem, device: Device) -> _C | None:
         """The config of a batch-invariant call; None where the template has no such kernels."""
         return None
 
-    def launch_key(self, config: C) -> tuple[object, ...]:
+    def launch_key(self, config: _C) -> tuple[object, ...]:
         """What of a config decides a launch beside the kernel's code."""
         return config.BLOCK_M, config.num_warps
 
-    def short(self, config: C) -> str:
+    def short(self, config: _C) -> str:
         """A config in a table's cell: 128x64 w4 s2, and the words of the knobs that are turned."""
         tile = f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"
         return " ".join([tile, *words(config)])

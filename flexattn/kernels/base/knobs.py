@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flexattn.kernels.base.config import Config
 from flexattn.problem import Structure
 
-C = TypeVar("C", bound=Config)
+_C = TypeVar("_C", bound=Config)
 
 
 def _always(structure: Structure) -> bool:
@@ -46,7 +46,7 @@ def _knobs(kind: type) -> tuple[tuple[str, Any, _Knob], ...]:
     return tuple((each.name, each.default, found) for each, found in metadata if found is not None)
 
 
-def turned(config: C, structure: Structure) -> Iterator[C]:
+def turned(config: _C, structure: Structure) -> Iterator[_C]:
     """Every setting of the knobs that move something for a structure, the config's own first."""
     moving = [
         (name, found.others) for name, _, found in _knobs(type(config)) if found.moves(structure)
@@ -59,7 +59,7 @@ def turned(config: C, structure: Structure) -> Iterator[C]:
         yield replace(config, **dict(zip(names, setting, strict=True)))
 
 
-def at_rest(config: C) -> C:
+def at_rest(config: _C) -> _C:
     """The config with every knob at its default."""
     resting = {name: default for name, default, _ in _knobs(type(config))}
     return replace(config, **resting) if resting else config

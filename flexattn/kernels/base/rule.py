@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from flexattn.errors import ConfigError
 
-C = TypeVar("C")
+_C = TypeVar("_C")
 CaseT = TypeVar("CaseT")
 
 
@@ -52,8 +52,8 @@ class Rules(Generic[CaseT]):
 
 
 def able(
-    configs: Iterable[C], reasons: Callable[[C], list[str]], what: str, do: str
-) -> Iterator[C]:
+    configs: Iterable[_C], reasons: Callable[[_C], list[str]], what: str, do: str
+) -> Iterator[_C]:
     """The configs that can run, each once; where none can, ConfigError says why of the last four.
 
     what: that no config fits it, in words. do: what to try instead.

@@ -21,7 +21,7 @@ from flexattn.problem import Captures, Structure
 # what stands around them.
 UNFUSED = (("enable_fp_fusion", False),)
 BASE_2 = (("LOG2E", 1.4426950408889634), ("LN2", 0.6931471805599453))
-HELPERS = (
+_HELPERS = (
     "fast_tanh",
     "short_tanh",
     "sign",
@@ -160,7 +160,7 @@ def mod_context(
     """What a template needs to know of the statements it holds: helpers and imports."""
     lines = [line for each in printed for line in each]
     # `tl.sigmoid(` calls no helper.
-    called = [each for each in HELPERS if re.search(rf"(?<![.\w]){each}\(", "\n".join(lines))]
+    called = [each for each in _HELPERS if re.search(rf"(?<![.\w]){each}\(", "\n".join(lines))]
     math = any("libdevice." in line for line in lines) or any("_float" in n for n in called)
     interpreted = device.backend == "interpreter"
     origin = (
@@ -186,9 +186,9 @@ def named_pieces(prefix: str, head_dim: int) -> tuple[_Piece, ...]:
 def expressions(structure: Structure) -> list[str]:
     """The mods as lines of a header."""
     pairs = (("score_mod", structure.score), ("mask_mod", structure.mask))
-    return [f"{name}: {one_line(mod)}" for name, mod in pairs if mod is not None]
+    return [f"{name}: {expression_line(mod)}" for name, mod in pairs if mod is not None]
 
 
-def one_line(captures: Captures) -> str:
+def expression_line(captures: Captures) -> str:
     """A mod's expression for a header."""
     return pretty(captures.mod.expr).replace("\n", "; ")

@@ -9,7 +9,7 @@ from flexattn.kernels.base.dialect import TRITON
 from flexattn.kernels.printers.triton_ops import literal, triton_type
 from flexattn.kernels.printers.triton_printer import buffer_names, scalar_name
 from flexattn.mods import Mod
-from flexattn.mods.algebra import Bounds, Table, TableUse
+from flexattn.mods.algebra import Bounds, Extremes, TableUse
 from flexattn.mods.algebra.lower import CORNERS
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, walk
@@ -62,7 +62,7 @@ def table_names(number: int, use: TableUse, rank: int) -> tuple[tuple[str, str],
     return (*found, (f"{base}_levels", "i32"), (f"{base}_shift", "i32"), *strides)
 
 
-def table_values(number: int, use: TableUse, table: Table) -> dict[str, Any]:
+def table_values(number: int, use: TableUse, table: Extremes) -> dict[str, Any]:
     """What a launch passes for `table_names`, by name."""
     base = f"table{number}"
     strides = table.least.stride()[1:-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument, captured_arguments
 from flexattn.kernels.base.config import power_above
-from flexattn.kernels.base.source import Source, make_source, mod_context, one_line
+from flexattn.kernels.base.source import Source, expression_line, make_source, mod_context
 from flexattn.kernels.block_mask.bounds_printer import print_bounds, table_names
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
@@ -57,6 +57,6 @@ def render_block_mask(captures: Captures, q_block: int, kv_block: int, device: D
         "constants": tuple(settings.items()),
     }
     title = f"block mask {q_block}x{kv_block} for {device.arch}"
-    header = [title, f"mask_mod: {one_line(captures)}"]
+    header = [title, f"mask_mod: {expression_line(captures)}"]
     found = mask_arguments(captures, bounds)
     return make_source("block_mask/block_mask.py.jinja", device, header, context, found, 4, 1)

@@ -12,12 +12,12 @@ from flexattn.kernels.cache_append.form import AXES, EIGHT_BITS, AppendForm
 from flexattn.kernels.printers.triton_ops import itemsize, signature_type, triton_type
 
 # Elements of K that a program has at a time: a thread loads 16 bytes of 16-bit numbers at once.
-ELEMENTS = 1024
+_ELEMENTS = 1024
 # Of a program that has all heads of a token, for one scale of them.
 TOKEN_ELEMENTS = 8192
-WARPS = 4
+_WARPS = 4
 # Numbers that PTX rounds to 8 bits at a time; Triton refuses tensors of fewer.
-ROUNDED = 4
+_ROUNDED = 4
 # A computed scale is at least so much: its inverse, and what it scales, are float32 numbers.
 LEAST_SCALE = 2.0**-100
 
@@ -27,7 +27,7 @@ def append_rows(form: AppendForm) -> int:
     width = _power(max(form.head_dim_qk, form.head_dim_v))
     if form.scales == "token":
         return min(_power(form.heads), max(1, TOKEN_ELEMENTS // width))
-    return max(1, ELEMENTS // width)
+    return max(1, _ELEMENTS // width)
 
 
 def append_programs(form: AppendForm, tokens: int) -> int:
@@ -93,7 +93,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
         "eight": eight,
         # Two numbers an instruction; where there is none, with integers.
         "cvt": {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}.get(form.kv_dtype, "")
-        if device.backend == "cuda" and device.capability >= 89 and fewest >= ROUNDED
+        if device.backend == "cuda" and device.capability >= 89 and fewest >= _ROUNDED
         else "",
         "element": triton_type(form.kv_dtype),
         "same": form.dtype == form.kv_dtype,
@@ -112,7 +112,7 @@ def render_append(form: AppendForm, device: Device) -> Source:
     )
     return rendering.make_source(
         "cache_append/cache_append.py.jinja", device, [title], context, append_arguments(form),
-        WARPS, 1,
+        _WARPS, 1,
     )  # fmt: skip
 
 

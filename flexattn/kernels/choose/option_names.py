@@ -41,7 +41,7 @@ _ARGUMENTS = {
 }
 
 
-def bare(key: object) -> str:
+def bare_key(key: object) -> str:
     """A key without torch's prefix; raises InputError for one that is no string."""
     if not isinstance(key, str):
         raise InputError(
@@ -57,7 +57,7 @@ def acts(key: str) -> bool:
 
     Raises ConfigError for one that nobody has, and for what is an argument of the call instead.
     """
-    name = bare(key)
+    name = bare_key(key)
     if name in _ARGUMENTS:
         raise ConfigError(
             f"kernel_options has {key!r}", "an argument says it", f"pass {_ARGUMENTS[name]}"
@@ -75,6 +75,6 @@ def acts(key: str) -> bool:
 
 def acts_behind(key: str) -> bool:
     """Whether a key decides something in a backward kernel here: its tiles, or a bwd_ number."""
-    name = bare(key)
+    name = bare_key(key)
     own = key.startswith("bwd_") and name in ("num_warps", "num_stages", "USE_TMA")
     return own or (name in TILES and not key.startswith("fwd_"))

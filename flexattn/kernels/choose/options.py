@@ -12,19 +12,26 @@ from typing import Any, TypeVar, get_args
 from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.tiles import check_power
-from flexattn.kernels.choose.option_names import LEGACY, OURS_ALONE, TILES, acts, acts_behind, bare
+from flexattn.kernels.choose.option_names import (
+    LEGACY,
+    OURS_ALONE,
+    TILES,
+    acts,
+    acts_behind,
+    bare_key,
+)
 from flexattn.kernels.choose.registry import by_language, family_of
 from flexattn.kernels.ptx.assembler import PTXAS, Ptxas
-from flexattn.mods.rules import RULES
+from flexattn.mods.rules import REWRITES
 from flexattn.problem import Tanh
 from flexattn.settings import current, log, say_once
 from flexattn.util.near import did_you_mean
 
-T = TypeVar("T")
-V = TypeVar("V")
+_T = TypeVar("_T")
+_V = TypeVar("_V")
 
 # GLUON is ours as well: of torch's own, a call that trains uses AUTO in its place.
-BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH", "GLUON")
 FLASH = 'BACKEND="FLASH" leaves the choice of the kernel to flexattn'
 # As torch writes it into a kernel, and bare; three products of tf32 are about as exact as fp32.
 _QUOTE = "'"
@@ -106,7 +113,7 @@ def parse(kernel_options: Mapping[str, Any] | None) -> Options:
         return replace(NONE, batch_invariant=True) if current().batch_invariant else NONE
     chosen: dict[str, Any] = {}
     behind: dict[str, Any] = {}
-    names = {key: bare(key) for key in kernel_options}
+    names = {key: bare_key(key) for key in kernel_options}
     for key in sorted(names, key=lambda key: key.startswith("fwd_")):
         if acts(key):
             chosen[names[key]] = kernel_options[key]
@@ -182,7 +189,7 @@ def check_mapping(kernel_options: object) -> None:
 def asks_flash(kernel_options: Mapping[str, Any] | None) -> bool:
     """Whether they name FlashAttention, which no kernel here is."""
     given = (kernel_options or {}).items()
-    return any(bare(key) == "BACKEND" and value == "FLASH" for key, value in given)
+    return any(bare_key(key) == "BACKEND" and value == "FLASH" for key, value in given)
 
 
 def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -192,10 +199,10 @@ def for_torch(kernel_options: Mapping[str, Any] | None) -> dict[str, Any] | None
     found = {
         key: _exact(value)
         for key, value in kernel_options.items()
-        if bare(key) not in OURS_ALONE and value != "GLUON"
+        if bare_key(key) not in OURS_ALONE and value != "GLUON"
     }
     for key, value in found.items():
-        if bare(key) == "FLOAT32_PRECISION" and isinstance(value, str):
+        if bare_key(key) == "FLOAT32_PRECISION" and isinstance(value, str):
             found[key] = f"{value.strip(_QUOTE)!r}"  # torch writes it into a kernel as it stands
     return found
 
@@ -216,8 +223,8 @@ def _kind(chosen: Mapping[str, Any]) -> str | None:
             "they say the same thing and may differ",
             'keep BACKEND: "TRITON" forces the Triton prefill kernel',
         )
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {BACKENDS}")
+    if not isinstance(backend, str) or backend not in _BACKENDS:
+        raise ConfigError(f"BACKEND={backend!r}", f"it is one of {_BACKENDS}")
     if backend == "FLASH":
         say_once(FLASH, logging.INFO)
     if legacy or backend in ("TRITON", "GLUON"):
@@ -229,18 +236,18 @@ def _rules(value: object) -> tuple[str, ...]:
     """Names of rewrites, separated by commas, or "all"."""
     names = {name.strip() for name in value.split(",")} if isinstance(value, str) else {"?"}
     if names == {"all"}:
-        return tuple(sorted(RULES))
+        return tuple(sorted(REWRITES))
     found = names - {""}
-    if not found <= RULES.keys():
+    if not found <= REWRITES.keys():
         raise ConfigError(
             f"kernel_options['RULES_OFF']={value!r}",
-            f"the rules are {', '.join(RULES)}, separated by commas, or all",
-            did_you_mean(min(found - RULES.keys()), RULES),
+            f"the rules are {', '.join(REWRITES)}, separated by commas, or all",
+            did_you_mean(min(found - REWRITES.keys()), REWRITES),
         )
     return tuple(sorted(found))
 
 
-def _one_of(name: str, value: object, among: Mapping[T, V]) -> V:
+def _one_of(name: str, value: object, among: Mapping[_T, _V]) -> _V:
     """What a key's value stands for among those there are."""
     for known, meaning in among.items():
         if value == known:

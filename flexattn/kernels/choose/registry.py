@@ -13,7 +13,7 @@ from flexattn.kernels.base.family import KernelFamily
 from flexattn.problem import Kind, Structure
 
 
-class Row(NamedTuple):
+class FamilyRow(NamedTuple):
     """Where a family stands: a folder of kernels/, imported when it is asked for.
 
     family: the name of its object in the folder's module `family`. configs: its config classes,
@@ -28,13 +28,13 @@ class Row(NamedTuple):
 
 # In the order in which the static defaults ask them; the last of a kind always serves.
 ROWS = (
-    Row("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
-    Row("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
-    Row("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
-    Row("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
-    Row("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
-    Row("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
-    Row("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),
+    FamilyRow("hopper", "PREFILL", ("config.HopperPrefillConfig",)),
+    FamilyRow("triton", "PREFILL", ("config.PrefillConfig", "amd.AmdPrefillConfig")),
+    FamilyRow("triton", "DECODE", ("config.DecodeConfig", "amd.AmdDecodeConfig")),
+    FamilyRow("hopper_backward", "BACKWARD", ("config.HopperBackwardConfig",)),
+    FamilyRow("triton_backward", "BACKWARD", ("config.BackwardConfig",)),
+    FamilyRow("paged_decode", "PAGED_DECODE", ("config.ServingConfig",)),
+    FamilyRow("nki", "NKI", ("config.NkiPrefillConfig", "config.NkiDecodeConfig"), "neuron"),
 )
 # By a config class' name: its row, and its module of the row's folder.
 _PLACES = {
@@ -44,7 +44,7 @@ _PLACES = {
 }
 
 
-def _module(row: Row, name: str) -> Any:
+def _module(row: FamilyRow, name: str) -> Any:
     return import_module(f"flexattn.kernels.{row.folder}.{name}")
 
 

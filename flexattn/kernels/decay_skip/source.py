@@ -16,20 +16,20 @@ from flexattn.mods.simplify import make
 from flexattn.problem import Structure
 
 # Of a program that takes norms, and squared norms that are compared at once.
-ELEMENTS, PARTS = 8192, 256
+_ELEMENTS, _PARTS = 8192, 256
 # A weight of 2^-VANISHES is 0 in float32, whose smallest number is 2^-149.
 VANISHES = 150
 # Twice a bound on the scores, with one percent for what is rounded.
 TWICE = 2.02
 # Up to here the numbers that are added are rounded by less than the bound has room for.
-ROUNDED = 2**24
+_ROUNDED = 2**24
 # Past all bounds that are met before all keys are.
 HUGE = 1e18
 
 
 def rows_of_part(head_dim: int) -> int:
     """How many rows of q or k one program takes the norms of."""
-    return max(16, min(128, ELEMENTS // power_above(head_dim)))
+    return max(16, min(128, _ELEMENTS // power_above(head_dim)))
 
 
 def render_norms(structure: Structure, device: Device) -> Source:
@@ -67,12 +67,12 @@ def render_window(structure: Structure, device: Device) -> Source:
         for name, expr in (("step", step), ("span", terms.rise.span))
     ]  # fmt: skip
     settings: dict[str, object] = {
-        "PARTS": PARTS,
+        "PARTS": _PARTS,
         "SCALE": dict(BASE_2)["LOG2E"] * float(terms.outer.value or 0),
         "TWICE": TWICE,
         "VANISHES": float(VANISHES),
         "HUGE": HUGE,
-        "ROUNDED": float(ROUNDED),
+        "ROUNDED": float(_ROUNDED),
         "ALL_KEYS": float(ALL_KEYS),
     }
     found = [Argument("NORMS", "*fp32", 16)]

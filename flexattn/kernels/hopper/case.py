@@ -14,7 +14,7 @@ from flexattn.kernels.hopper.config import (
     TILE_SCHEDULERS,
     HopperPrefillConfig,
 )
-from flexattn.kernels.hopper.printed import Case
+from flexattn.kernels.hopper.printed import RuleCase
 from flexattn.problem import Structure
 
 # Columns of Q, K and the output in one TMA copy where head dimensions are any: 128 bytes, which is
@@ -22,9 +22,9 @@ from flexattn.problem import Structure
 BOX = 64
 
 
-def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: HopperPrefillConfig, structure: Structure, device: Device) -> RuleCase:
     """What the symbols of stated/gluon.py stand for; nothing is estimated yet."""
-    return Case(
+    return RuleCase(
         config.consumers,
         config.BLOCK_N,
         config.num_stages,
@@ -61,18 +61,23 @@ def _fixed(structure: Structure, device: Device, keys: int, v_box: int) -> tuple
     )
     limits = (device.shared_memory, device.has_wgmma)
     # Tiles of K are copied in parts of 64 columns where their width is no power of two.
-    held = (qk if qk % 64 == 0 else columns(qk), columns(v), columns(v), columns(v))
+    held = (
+        qk if qk % 64 == 0 else padded_columns(qk),
+        padded_columns(v),
+        padded_columns(v),
+        padded_columns(v),
+    )
     if v_box:
-        held = (whole(qk, BOX), columns(v), whole(v, BOX), multiplied(v, v_box))
+        held = (whole_boxes(qk, BOX), padded_columns(v), whole_boxes(v, BOX), multiplied(v, v_box))
     return (structure.itemsize, qk, v, *held, *blocks, *facts, *limits)
 
 
-def columns(head_dim: int) -> int:
+def padded_columns(head_dim: int) -> int:
     """Columns of a tile in shared memory: a power of two of at least 64."""
     return max(64, power_above(head_dim))
 
 
-def whole(head_dim: int, box: int) -> int:
+def whole_boxes(head_dim: int, box: int) -> int:
     """Columns of as many boxes as cover a head dimension."""
     return -(-head_dim // box) * box
 
@@ -82,4 +87,4 @@ def multiplied(head_dim: int, v_box: int) -> int:
 
     Boxes narrower than 64 are whole: the manual tells of no N that ends within a swizzle's width.
     """
-    return whole(head_dim, 8 if v_box == BOX else v_box)
+    return whole_boxes(head_dim, 8 if v_box == BOX else v_box)

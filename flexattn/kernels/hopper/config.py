@@ -14,7 +14,7 @@ HOPPER_ORDERS: tuple[HopperOrder, ...] = get_args(HopperOrder)
 TILE_SCHEDULERS: tuple[TileScheduler, ...] = get_args(TileScheduler)
 
 # A consumer is a warpgroup, one wgmma of which multiplies 64 rows.
-CONSUMER_ROWS, WARPS = 64, 4
+CONSUMER_ROWS, CONSUMER_WARPS = 64, 4
 # Registers of a consumer's thread, and of a thread of the producer warpgroup, as setmaxnreg gives
 # them: together within the 512 that an SM has for one thread of every warpgroup.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
@@ -113,7 +113,7 @@ class HopperPrefillConfig:
     @property
     def num_warps(self) -> int:
         """Warps that the device starts: the loading one takes a warpgroup of its own."""
-        return WARPS * (self.consumers + 1)
+        return CONSUMER_WARPS * (self.consumers + 1)
 
     @property
     def producer_regs(self) -> int:

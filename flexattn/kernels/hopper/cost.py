@@ -11,19 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from flexattn.device import LIMITS, Device
-from flexattn.kernels.base.estimate import Estimate
+from flexattn.device import Device
+from flexattn.kernels.base.estimate import Estimate, bandwidth
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.space import L2_BYTES
 from flexattn.problem import Problem
 from flexattn.problem.mask_class import kept
 
-# An H200's memory, in bytes a microsecond: of a device whose own nobody knows.
-BANDWIDTH = 4.8e6
-
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class HopperCosts:
     """Microseconds, fitted to 98 records of an H200.
 
     In the median times are off by 4.5 %, ratios of the configs it chooses among by 1.4 %.
@@ -52,11 +49,11 @@ class Costs:
     memory: float = 1.05
 
 
-COSTS = Costs()
+COSTS = HopperCosts()
 
 
 def expected(
-    problem: Problem, config: HopperPrefillConfig, device: Device, costs: Costs = COSTS
+    problem: Problem, config: HopperPrefillConfig, device: Device, costs: HopperCosts = COSTS
 ) -> Estimate | None:
     """What a config is expected to take; None for inputs of eight bits, which nobody fitted."""
     structure = problem.structure
@@ -114,7 +111,7 @@ def _read(
     problem: Problem,
     config: HopperPrefillConfig,
     device: Device,
-    costs: Costs,
+    costs: HopperCosts,
     tiles: int,
     section: int,
 ) -> float:
@@ -128,6 +125,4 @@ def _read(
     together = active / (group if section >= group else 1)
     if together * problem.kv_len * share * row <= L2_BYTES:
         return 0.0
-    limits = LIMITS.get(device.name)
-    bandwidth = limits.bandwidth * 1e6 if limits else BANDWIDTH
-    return config.BLOCK_N * row * active / (bandwidth * costs.memory)
+    return config.BLOCK_N * row * active / (bandwidth(device) * costs.memory)

@@ -12,7 +12,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     consumers: int
@@ -55,7 +55,7 @@ class Case:
     registers: int = 0
 
 
-def shared_memory(c: Case) -> tuple[int, bool, int]:
+def shared_memory(c: RuleCase) -> tuple[int, bool, int]:
     """Bytes of shared memory; whether the output has tiles of its own; tiles of Q.
 
     In bytes: Q, the stages of K and V, the output where it does not leave through Q's place, the
@@ -90,7 +90,7 @@ def shared_memory(c: Case) -> tuple[int, bool, int]:
     return needed + q_tile * (slots - 1), own, slots
 
 
-def registers(c: Case) -> int:
+def registers(c: RuleCase) -> int:
     """Registers of a consumer's thread.
 
     Accumulator and scores in fp32, P, and what mods hold; loops of what passes do not spill.
@@ -123,13 +123,13 @@ def registers(c: Case) -> int:
     return beside + gathered + floor(accumulator + scores + weights) + 28
 
 
-def estimate(c: Case) -> None:
+def estimate(c: RuleCase) -> None:
     """Write into a case what its config takes."""
     c.shared_memory, c.own_output, c.q_slots = shared_memory(c)
     c.registers = registers(c)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule(
             "consumers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexattn.kernels.base.dialect import Dialect, Tensor
+from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.base.features import asked_once
 from flexattn.kernels.hopper.config import CONSUMER_ROWS
 from flexattn.kernels.printers.printed_score import PrintedScore
@@ -23,10 +23,10 @@ HOPPER = Dialect(
     "gluon.jit",
     gluon=True,
     rows="ROWS",
-    tile=Tensor("[ROWS, BLOCK_N]", "MMA_S"),
-    key=Tensor("[1, BLOCK_N]", "MMA_S"),
-    row=Tensor("[ROWS]", "BY_ROW"),
-    diagonal=Tensor("[STRIP]", "BLOCKED_1D"),
+    tile=TensorForm("[ROWS, BLOCK_N]", "MMA_S"),
+    key=TensorForm("[1, BLOCK_N]", "MMA_S"),
+    row=TensorForm("[ROWS]", "BY_ROW"),
+    diagonal=TensorForm("[STRIP]", "BLOCKED_1D"),
     over_rows="BY_ROW",
     over_keys="BY_KEY",
     over_diagonals="BLOCKED_1D",
@@ -123,7 +123,7 @@ def print_mask(captures: Captures, traits: Traits, keys: int) -> MaskPieces:
     return replace(pieces, rest=replace(later, early=by_thread.early), exchanged=names)
 
 
-def print_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
+def print_consumer_score(structure: Structure, traits: Traits, lazy_rescale: bool) -> PrintedScore:
     """The score_mod of a structure that has one, each consumer's rows for themselves.
 
     lazy_rescale: the softmax is the one that does what it can of it by itself.

@@ -22,8 +22,8 @@ from flexattn.kernels.hopper.arguments import (
     consumer_arguments,
     producer_arguments,
 )
-from flexattn.kernels.hopper.config import CONSUMER_ROWS, WARPS, HopperPrefillConfig
-from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_mask, print_score
+from flexattn.kernels.hopper.config import CONSUMER_ROWS, CONSUMER_WARPS, HopperPrefillConfig
+from flexattn.kernels.hopper.printer import HOPPER, MaskPieces, print_consumer_score, print_mask
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from flexattn.kernels.hopper.tiles import (
     Tiles,
@@ -37,15 +37,15 @@ from flexattn.kernels.ptx.assembler import effective, for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
 
-TEMPLATE = "hopper/prefill.py.jinja"
+_TEMPLATE = "hopper/prefill.py.jinja"
 # By its module: see kernels/ptx/stages.py.
 PASS = "hopper.merge_consumers"
 UNPADDED = "hopper.unpadded_values"
 # One for each stage of K, of V and of Q, and for each consumer's turn on the tensor cores.
-HARDWARE_BARRIERS = 16
+_HARDWARE_BARRIERS = 16
 # Registers that one piece of assembly multiplies.
 MOST_RESCALED = 64
-THREADS = 32 * WARPS
+_THREADS = 32 * CONSUMER_WARPS
 # Weights of a thread's tile whose exp2 is taken before the wait for the P V of the tile before.
 EARLY_EXP2 = 32
 # Weights of e4m3 are 2^MAX_OFFSET larger than those of a maximum of 1: what is below 2^-17 of it
@@ -80,7 +80,7 @@ def render(
     traits = traits_of(device, structure)
     # A maximum that is returned is exact.
     lazy = config.lazy_rescale and not structure.max_scores
-    score = None if structure.score is None else print_score(structure, traits, lazy)
+    score = None if structure.score is None else print_consumer_score(structure, traits, lazy)
     mask = None if structure.mask is None else print_mask(structure.mask, traits, config.BLOCK_N)
     used: list[PrintedScore | MaskPieces] = [each for each in (score, mask) if each is not None]
     mods = mod_context([each.lines for each in used], device, HOPPER)
@@ -96,7 +96,7 @@ def render(
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
         "ROWS": CONSUMER_ROWS,
-        "WARPS": WARPS,
+        "WARPS": CONSUMER_WARPS,
         "CONSUMERS": config.consumers,
         "STAGES": config.num_stages,
         "HEAD_DIM_QK": tiles.qk_padded,
@@ -123,7 +123,7 @@ def render(
         settings |= {"V_BOX": tiles.v_box, "V_BOXES": tiles.v_boxes, "V_COLUMNS": tiles.v_columns}
     if config.order == "sections":
         settings["L2_SWIZZLE"] = max(1, config.l2_swizzle // config.heads)
-    v_empty = HARDWARE_BARRIERS - config.num_stages
+    v_empty = _HARDWARE_BARRIERS - config.num_stages
     k_empty = v_empty - config.num_stages
     q_empty = k_empty - q_stages
     settings |= {"V_EMPTY": v_empty, "K_EMPTY": k_empty, "Q_EMPTY": q_empty}
@@ -136,7 +136,7 @@ def render(
     # What a mod reads for each row of a work tile costs 14 % where it is loaded during the one
     # before (8 documents, 8k, H200).
     by_row = any("gl.load(" in line and "q_idx" in line for line in hoisted)
-    per_thread = CONSUMER_ROWS * config.BLOCK_N // THREADS
+    per_thread = CONSUMER_ROWS * config.BLOCK_N // _THREADS
     strip = int(str(settings.get("STRIP", 0)))
     by_key = mask is not None and mask.exchanged != ()
     exchange_width = max(strip, config.BLOCK_N if by_key else 0)
@@ -196,7 +196,7 @@ def render(
         "float_bits": float_bits,
         "rescale_first": tiles.v_width > 128 and not lazy,
         "per_thread": per_thread,
-        "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // THREADS),
+        "rescaled": min(MOST_RESCALED, CONSUMER_ROWS * tiles.v_width // _THREADS),
         "half": half,
         "fold_scale": fold_scale,
         "itemsize": structure.itemsize,
@@ -219,12 +219,12 @@ def render(
     if config.v_box and not ptxas and (ptxas := for_split_tiles()):
         header.append(f"assembled by {ptxas}: ptxas 12.8 makes wrong code of it")
     return make_source(
-        TEMPLATE,
+        _TEMPLATE,
         device,
         header,
         context,
         found,
-        WARPS,
+        CONSUMER_WARPS,
         config.num_stages,
         "gluon",
         stages=Stages(passes, ptxas),

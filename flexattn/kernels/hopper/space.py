@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flexattn.kernels.base.features import loads_by_key, loads_early, loads_tiles
 from flexattn.kernels.base.knobs import turned
-from flexattn.kernels.hopper.case import BOX, whole
+from flexattn.kernels.hopper.case import BOX, whole_boxes
 from flexattn.kernels.hopper.config import (
     BOXED_REGISTERS,
     CONSUMER_REGISTERS,
@@ -134,7 +134,7 @@ def boxes(structure: Structure) -> tuple[int, ...]:
     boxed = qk % 8 == v % 8 == 0 and max(qk, v) <= 256
     if structure.fp8 or structure.kv_dtype or not boxed or (known and 96 not in (qk, v)):
         return (0,)
-    exact = BOX if v % BOX == 0 else 32 if whole(v, 32) == whole(v, 16) else 16
+    exact = BOX if v % BOX == 0 else 32 if whole_boxes(v, 32) == whole_boxes(v, 16) else 16
     return (*(0,) * known, exact, *(BOX,) * (exact != BOX))
 
 
@@ -279,7 +279,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
         waits = early if not loads_tiles(structure, (CONSUMER_ROWS, tile.BLOCK_N)) else (False,)
         turns = (False, True) if tile.consumers > 1 else (False,)
         for ping_pong, (scheduler, pipelined), order, loads in product(
-            turns, walks, orders(problem, tile, every), waits
+            turns, walks, _orders(problem, tile, every), waits
         ):
             found = replace(
                 tile,
@@ -294,7 +294,7 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperPrefillConfig]:
             yield from turned(found, structure)
 
 
-def orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[HopperOrder, ...]:
+def _orders(problem: Problem, tile: HopperPrefillConfig, every: bool) -> tuple[HopperOrder, ...]:
     """The orders of tiles that differ in what they do to this problem."""
     if problem.q_len <= tile.BLOCK_M or problem.Hq == 1:
         return ("last",)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexattn.device import Device
 from flexattn.kernels.base.tiles import walks_runs
-from flexattn.kernels.hopper.case import BOX, case_of, columns, multiplied, whole
+from flexattn.kernels.hopper.case import BOX, case_of, multiplied, padded_columns, whole_boxes
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.hopper.printed import shared_memory
 from flexattn.problem import ITEMSIZE, Structure
@@ -49,10 +49,10 @@ def tiles_of(structure: Structure, config: HopperPrefillConfig) -> Tiles:
     With a v_box 80 is two copies of 64, of which wgmma multiplies 64 + 16 columns.
     """
     qk_dim, v_dim = structure.head_dim_qk, structure.head_dim_v
-    qk, v = columns(qk_dim), columns(v_dim)
+    qk, v = padded_columns(qk_dim), padded_columns(v_dim)
     if config.v_box:
         starts = range(0, qk_dim, BOX)
-        parts = tuple(_powers(min(BOX, whole(qk_dim - start, MMA_K))) for start in starts)
+        parts = tuple(_powers(min(BOX, whole_boxes(qk_dim - start, MMA_K))) for start in starts)
         multiplied_columns = multiplied(v_dim, config.v_box)
         boxes = -(-v_dim // config.v_box)
         outputs = -(-v_dim // BOX)

@@ -15,16 +15,16 @@ import re
 
 from flexattn.errors import RenderError
 
-NAME = "unpadded_values"
+_NAME = "unpadded_values"
 # Part of every announcement: a kernel that an older form of the pass made has another name.
-FORM = 1
+_FORM = 1
 
-_ANNOUNCED = re.compile(rf"{NAME} {FORM}: (?P<columns>\d+) of (?P<padded>\d+) columns")
+_ANNOUNCED = re.compile(rf"{_NAME} {_FORM}: (?P<columns>\d+) of (?P<padded>\d+) columns")
 
 
 def announcement(columns: int, padded: int) -> str:
     """What a kernel's assembly says of the products of P and V; padded: as it is written."""
-    return f"{NAME} {FORM}: {columns} of {padded} columns"
+    return f"{_NAME} {_FORM}: {columns} of {padded} columns"
 
 
 def block_warps(text: str) -> None:

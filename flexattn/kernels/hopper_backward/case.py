@@ -5,21 +5,21 @@ from __future__ import annotations
 from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.hopper_backward.config import (
-    CONSUMER_REGISTERS,
+    BACKWARD_REGISTERS,
     PIPELINED,
     HopperBackwardConfig,
     columns,
 )
 from flexattn.kernels.hopper_backward.masks import loads_pairs
-from flexattn.kernels.hopper_backward.printed import Case
+from flexattn.kernels.hopper_backward.printed import RuleCase
 from flexattn.problem import Structure
 
 
-def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) -> RuleCase:
     """What the symbols of stated/hopper_backward.py stand for; nothing is estimated yet."""
     sparsity = structure.sparsity
     blocks = (0, 0) if sparsity is None else (sparsity.q_block, sparsity.kv_block)
-    return Case(
+    return RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_stages,
@@ -39,5 +39,5 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         loads_pairs(structure),
         device.has_wgmma,
         device.shared_memory,
-        CONSUMER_REGISTERS,
+        BACKWARD_REGISTERS,
     )

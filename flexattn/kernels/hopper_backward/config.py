@@ -11,8 +11,8 @@ from flexattn.problem import Structure
 
 # Two consumer warpgroups, which share a tile: of 240 registers a thread, beside 24 of the loading
 # warp's.
-WARPS = 8
-CONSUMER_REGISTERS = 240
+BLOCK_WARPS = 8
+BACKWARD_REGISTERS = 240
 PIPELINED = ("", "dk", "dq")
 
 
@@ -88,7 +88,7 @@ class HopperBackwardConfig:
     remat: bool = knob(False, True, word="remat")
 
     heads: ClassVar[int] = 1
-    num_warps: ClassVar[int] = WARPS
+    num_warps: ClassVar[int] = BLOCK_WARPS
     language: ClassVar[Language] = "gluon"
 
     @property

@@ -12,7 +12,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     BLOCK_M: int
@@ -41,7 +41,7 @@ class Case:
     registers: int = 0
 
 
-def shared_memory(c: Case) -> int:
+def shared_memory(c: RuleCase) -> int:
     """Bytes of shared memory."""
     # Q, dO, lse and delta.
     walked_tiles = c.BLOCK_M * c.num_stages * (2 * c.head_dim * c.itemsize + 8)
@@ -55,7 +55,7 @@ def shared_memory(c: Case) -> int:
     return held_tiles + kept + score_tiles + walked_tiles + 512
 
 
-def registers(c: Case) -> int:
+def registers(c: RuleCase) -> int:
     """Registers of a consumer's thread."""
     dk_dv = floor(c.BLOCK_N * c.head_dim / 128)
     # Of one tile; dP has as many.
@@ -64,13 +64,13 @@ def registers(c: Case) -> int:
     return dk_dv + max(2 * scores, dq_tile + floor(scores / 2)) + 32
 
 
-def estimate(c: Case) -> None:
+def estimate(c: RuleCase) -> None:
     """Write into a case what its config takes."""
     c.shared_memory = shared_memory(c)
     c.registers = registers(c)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule(
             "tile",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import describe
-from flexattn.kernels.base.dialect import Dialect, Tensor
+from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -22,14 +22,14 @@ from flexattn.kernels.hopper_backward.arguments import (
     before_arguments,
     mod_arguments,
 )
-from flexattn.kernels.hopper_backward.config import WARPS, HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.config import BLOCK_WARPS, HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.problem import Structure
 
-TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
-HARDWARE_BARRIERS = 16
+_TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
+_HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
 # Those at which the warps that keep dq's sums in order meet the consumers, and one another: below
@@ -46,9 +46,9 @@ TRANSPOSED = Dialect(
     "gluon.jit",
     gluon=True,
     rows="BLOCK_N",
-    tile=Tensor("[BLOCK_N, BLOCK_M]", "MMA_S"),
-    key=Tensor("[1, BLOCK_M]", "MMA_S"),
-    row=Tensor("[BLOCK_N]", "BY_KEY"),
+    tile=TensorForm("[BLOCK_N, BLOCK_M]", "MMA_S"),
+    key=TensorForm("[1, BLOCK_M]", "MMA_S"),
+    row=TensorForm("[BLOCK_N]", "BY_KEY"),
     over_rows="BY_KEY",
     over_keys="BY_ROW",
     walked="q_idx",
@@ -106,7 +106,9 @@ def render(
         "grouped": not config.mha,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
-    return make_source(TEMPLATE, device, header, context, found, WARPS, config.num_stages, "gluon")
+    return make_source(
+        _TEMPLATE, device, header, context, found, BLOCK_WARPS, config.num_stages, "gluon"
+    )
 
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
@@ -151,7 +153,7 @@ def _title(structure: Structure) -> str:
 def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, object]:
     """The constants of the kernel."""
     rows, sparsity = config.BLOCK_M, structure.sparsity
-    free_do = HARDWARE_BARRIERS - config.num_stages
+    free_do = _HARDWARE_BARRIERS - config.num_stages
     settings: dict[str, object] = {
         "BLOCK_M": rows,
         "BLOCK_N": config.BLOCK_N,
@@ -198,14 +200,14 @@ def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:
         "s_columns": rows // 2 if config.split else rows,
         "dkv_columns": head_dim // 2 if config.split else head_dim,
         **_places(config, head_dim),
-        "per_thread": rows * head_dim // (32 * WARPS),
+        "per_thread": rows * head_dim // (32 * BLOCK_WARPS),
     }
 
 
 def _places(config: HopperBackwardConfig, width: int) -> dict[str, object]:
     """How the warps share a tile of dq, `width` columns wide."""
-    tall = config.BLOCK_M == 64 * WARPS // 4
+    tall = config.BLOCK_M == 64 * BLOCK_WARPS // 4
     return {
-        "dq_warps": [WARPS, 1] if tall else [WARPS // 2, 2],
+        "dq_warps": [BLOCK_WARPS, 1] if tall else [BLOCK_WARPS // 2, 2],
         "dq_columns": width if tall else width // 2,
     }

@@ -11,7 +11,7 @@ from flexattn.problem import ITEMSIZE, Kind, Problem, Structure
 MaskSelect = Literal["range", "affine", "select"]
 Transpose = Literal["tensor", "dma"]
 Evict = Literal["vector", "scalar"]
-Form = Literal["s", "st"]
+NkiForm = Literal["s", "st"]
 
 # Keys of a chunk: they lie on the partitions.
 CHUNK = PARTITIONS
@@ -42,7 +42,7 @@ class NkiPrefillConfig:
     evict: Evict = "vector"
     mask: MaskSelect = "range"
     mixed: bool = False
-    form: Form = "s"
+    form: NkiForm = "s"
 
     num_splits: ClassVar[int] = 1
     kind: ClassVar[Kind] = "prefill"
@@ -67,7 +67,7 @@ class NkiDecodeConfig:
     evict: Evict = "vector"
     mask: MaskSelect = "range"
     mixed: bool = False
-    form: Form = "s"
+    form: NkiForm = "s"
 
     kind: ClassVar[Kind] = "decode"
 

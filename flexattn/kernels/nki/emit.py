@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from flexattn.errors import UnsupportedError
-from flexattn.kernels.nki.values import Pools, Value
+from flexattn.kernels.nki.values import NkiValue, Pools
 from flexattn.mods.ir.intervals import Range
 from flexattn.mods.ir.op import Nki
 
-ZERO = Value("static", "0.0")
+ZERO = NkiValue("static", "0.0")
 
 
 class NkiEmitter:
@@ -18,16 +18,18 @@ class NkiEmitter:
         self.hoisted: list[str] = []
         self.body: list[str] = []
 
-    def lines(self, *values: Value) -> list[str]:
+    def lines(self, *values: NkiValue) -> list[str]:
         """Where an operation on these values goes."""
         return self.body if any(value.place == "tile" for value in values) else self.hoisted
 
-    def result(self, *args: Value) -> Value:
+    def result(self, *args: NkiValue) -> NkiValue:
         """A float32 place for the result of an operation on these values."""
         tile = any(arg.place == "tile" for arg in args)
         return self.pools.take("tile_f32" if tile else "column")
 
-    def scalar(self, result: Value, data: Value, op: str, value: Value, reverse: bool) -> None:
+    def scalar(
+        self, result: NkiValue, data: NkiValue, op: str, value: NkiValue, reverse: bool
+    ) -> None:
         """result = data op value, or the other way round; value is a number or a column."""
         order = ", reverse0=True" if reverse else ""
         self.lines(result).append(
@@ -35,20 +37,20 @@ class NkiEmitter:
             f"operand0={value.text}{order})"
         )
 
-    def tensors(self, result: Value, one: Value, other: Value, op: str) -> None:
+    def tensors(self, result: NkiValue, one: NkiValue, other: NkiValue, op: str) -> None:
         """result = one op other, on values of one shape."""
         self.lines(result).append(
             f"nisa.tensor_tensor(dst={result.text}, data1={one.text}, data2={other.text}, "
             f"op=nl.{op})"
         )
 
-    def copy(self, result: Value, source: Value) -> None:
+    def copy(self, result: NkiValue, source: NkiValue) -> None:
         """result = source, converted to the result's dtype."""
         self.lines(result).append(
             f"nisa.tensor_copy(dst={result.text}, src={source.text}, engine=nisa.engine.vector)"
         )
 
-    def fill(self, result: Value, value: Value) -> None:
+    def fill(self, result: NkiValue, value: NkiValue) -> None:
         """Copy a value of any place into a tile or column; into a uint8 one, a truth value."""
         truth = result.pool == "tile_u8"
         lines = self.lines(result)
@@ -61,7 +63,7 @@ class NkiEmitter:
         else:
             self.copy(result, value)
 
-    def binary(self, op: str, mirrored: str, one: Value, other: Value) -> Value:
+    def binary(self, op: str, mirrored: str, one: NkiValue, other: NkiValue) -> NkiValue:
         """mirrored: what gives the same with the operands swapped, or the operator itself."""
         result = self.result(one, other)
         if one.place == other.place and one.place != "static":
@@ -77,11 +79,11 @@ class NkiEmitter:
         self.scalar(result, data, mirrored if commutes else op, value, swap and not commutes)
         return result
 
-    def unary(self, op: str, engine: Nki, arg: Value) -> Value:
+    def unary(self, op: str, engine: Nki, arg: NkiValue) -> NkiValue:
         """An operation with a number, or abs, isnan and rounding."""
         result = self.result(arg)
         if engine.how == "scalar":
-            self.scalar(result, arg, engine.name, Value("static", engine.number), False)
+            self.scalar(result, arg, engine.name, NkiValue("static", engine.number), False)
         elif op == "isnan":
             self.tensors(result, arg, arg, "not_equal")
         elif op == "abs":
@@ -93,7 +95,7 @@ class NkiEmitter:
             self._round(op, result, arg)
         return result
 
-    def activation(self, engine: Nki, arg: Value) -> Value:
+    def activation(self, engine: Nki, arg: NkiValue) -> NkiValue:
         """outside * name(inside * arg), by the Scalar Engine."""
         result = self.result(arg)
         self.lines(arg).append(
@@ -101,19 +103,21 @@ class NkiEmitter:
             f"scale={engine.inside!r})"
         )
         if engine.outside != 1.0:
-            outside = Value("static", repr(engine.outside))
+            outside = NkiValue("static", repr(engine.outside))
             self.scalar(result, result, "multiply", outside, False)
         return result
 
-    def inverse(self, arg: Value) -> Value:
+    def inverse(self, arg: NkiValue) -> NkiValue:
         """1 / arg, to the Vector Engine's precision."""
         if arg.place == "static":
-            return Value("static", f"1.0 / ({arg.text})")
+            return NkiValue("static", f"1.0 / ({arg.text})")
         result = self.result(arg)
         self.lines(arg).append(f"nisa.reciprocal(dst={result.text}, data={arg.text})")
         return result
 
-    def floored(self, op: str, arg: Value, divisor: Value | None, reach: Range | None) -> Value:
+    def floored(
+        self, op: str, arg: NkiValue, divisor: NkiValue | None, reach: Range | None
+    ) -> NkiValue:
         """x // c by a product that lands between integers, rounded; x % c by what is left.
 
         divisor: a positive constant, None where it is none. reach: what arg can be.
@@ -146,13 +150,13 @@ class NkiEmitter:
             )
         return result
 
-    def where(self, chosen: Value, yes: Value, no: Value) -> Value:
+    def where(self, chosen: NkiValue, yes: NkiValue, no: NkiValue) -> NkiValue:
         """A selection, which NaN in what is not chosen does not reach."""
         result = self.result(chosen, yes, no)
         self.fill(result, no)
         predicate = taken = self.pools.take("tile_u8")
         if result.place == "column":
-            predicate = Value("column", self.pools.first(taken), taken.pool, taken.slot)
+            predicate = NkiValue("column", self.pools.first(taken), taken.pool, taken.slot)
         self.fill(predicate, chosen)
         source, spare = yes, None
         if yes.place != "static" and (yes.place, yes.pool) != (result.place, result.pool):
@@ -167,7 +171,7 @@ class NkiEmitter:
             self.pools.give(spare)
         return result
 
-    def _round(self, op: str, result: Value, arg: Value) -> None:
+    def _round(self, op: str, result: NkiValue, arg: NkiValue) -> None:
         """Through int32, which rounds to the nearest; floor and ceil then step back."""
         whole = self.pools.take("tile_i32" if arg.place == "tile" else "column_i32")
         self.copy(whole, arg)

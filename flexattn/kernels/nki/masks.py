@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flexattn.kernels.nki.config import MaskSelect
 from flexattn.kernels.nki.ops import BINARY
 from flexattn.kernels.nki.printer import NkiPrinter, offset_of
-from flexattn.kernels.nki.tables import Table, is_linear, tabulate
+from flexattn.kernels.nki.tables import NkiTable, is_linear, tabulate
 from flexattn.mods import Mod
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.key_span import conjunction
@@ -36,9 +36,9 @@ class PrintedMask:
     needs_sbuf: bool
 
 
-def print_mask(
+def print_nki_mask(
     mod: Mod, select: MaskSelect, printer: NkiPrinter, target: str
-) -> tuple[PrintedMask, tuple[Table, ...]]:
+) -> tuple[PrintedMask, tuple[NkiTable, ...]]:
     """The mask's instructions, and the tables that they read.
 
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.

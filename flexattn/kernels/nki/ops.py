@@ -16,7 +16,7 @@ MIRRORED = {op.name: op.mirrored for op in OPS.values() if op.mirrored}
 HALF_POOLS = {"bfloat16": "tile_bf16", "float16": "tile_f16"}
 
 
-def number(node: Expr) -> str:
+def number_text(node: Expr) -> str:
     """A constant; infinities as a product that overflows, which needs no function call."""
     value = node.value
     if isinstance(value, bool):

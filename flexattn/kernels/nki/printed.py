@@ -11,7 +11,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     BLOCK_M: int
@@ -37,7 +37,7 @@ class Case:
     lanes: int = 0
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule("at least one", "BLOCK_M={BLOCK_M} is below 1", lambda c: c.BLOCK_M >= 1),
         Rule("at least one", "BLOCK_N={BLOCK_N} is below 1", lambda c: c.BLOCK_N >= 1),

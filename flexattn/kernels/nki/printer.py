@@ -13,8 +13,8 @@ from collections import Counter
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki import ops
 from flexattn.kernels.nki.emit import ZERO, NkiEmitter
-from flexattn.kernels.nki.tables import Table, is_static, linear_forms
-from flexattn.kernels.nki.values import Pools, Value
+from flexattn.kernels.nki.tables import NkiTable, is_static, linear_forms
+from flexattn.kernels.nki.values import NkiValue, Pools
 from flexattn.mods.analysis.affine import Affine
 from flexattn.mods.analysis.intervals import intervals_of
 from flexattn.mods.expr import Expr, reads, walk
@@ -36,12 +36,14 @@ class NkiPrinter(NkiEmitter):
         super().__init__(target, pools)
         self.lengths, self.packed = lengths, packed
         self.uses: Counter[Expr] = Counter()
-        self.values: dict[Expr, Value] = {}
+        self.values: dict[Expr, NkiValue] = {}
         self.kept: set[Expr] = set()
-        self.tables: dict[str, Table] = {}
+        self.tables: dict[str, NkiTable] = {}
         self.prefix = ""
 
-    def print(self, expr: Expr, tables: tuple[Table, ...], score: Value | None = None) -> Value:
+    def print(
+        self, expr: Expr, tables: tuple[NkiTable, ...], score: NkiValue | None = None
+    ) -> NkiValue:
         """Instructions for an expression; the value lies where the result says.
 
         score: what the variable `score` is. The result of a part may share a sub-expression with
@@ -58,7 +60,7 @@ class NkiPrinter(NkiEmitter):
             self.values[Expr("var", "float32", (), "score")] = score
         return self._value(expr)
 
-    def as_tile(self, value: Value) -> Value:
+    def as_tile(self, value: NkiValue) -> NkiValue:
         """The value as a tile, for a score_mod whose result is the same for all keys of a row."""
         if value.place == "tile":
             return value
@@ -66,7 +68,7 @@ class NkiPrinter(NkiEmitter):
         self.fill(tile, value)
         return tile
 
-    def as_column(self, value: Value) -> Value:
+    def as_column(self, value: NkiValue) -> NkiValue:
         """The value as a column; it is a number or a column."""
         if value.place == "column":
             return value
@@ -97,7 +99,7 @@ class NkiPrinter(NkiEmitter):
         found = intervals_of(known[expr], ranges)
         return {node: found[twin] for node, twin in known.items()}
 
-    def _value(self, node: Expr) -> Value:
+    def _value(self, node: Expr) -> NkiValue:
         if node not in self.values:
             value = self._made(node)
             self.values[node] = value
@@ -105,9 +107,9 @@ class NkiPrinter(NkiEmitter):
                 self.kept.add(node)
         return self.values[node]
 
-    def _made(self, node: Expr) -> Value:
+    def _made(self, node: Expr) -> NkiValue:
         if is_static(node) and not (self.packed and reads(node, "h")):
-            return Value("static", python_of(node, self.prefix))
+            return NkiValue("static", python_of(node, self.prefix))
         if node.op == "table":
             return self._loaded(self.tables[str(node.value)])
         if is_int(node.dtype):
@@ -132,7 +134,7 @@ class NkiPrinter(NkiEmitter):
                 "use smaller indices, or a table of floats",
             )
 
-    def _loaded(self, table: Table) -> Value:
+    def _loaded(self, table: NkiTable) -> NkiValue:
         """A table's values for the tile at hand, by DMA."""
         name = table.name
         b, h = _place(table)
@@ -159,7 +161,7 @@ class NkiPrinter(NkiEmitter):
         self.body.append(f"nisa.dma_copy(dst={tile.text}, src={source})")
         return tile
 
-    def _pattern(self, table: Table) -> str:
+    def _pattern(self, table: NkiTable) -> str:
         """Steps from key to key, from chunk to chunk and from row to row of a table."""
         row = {
             "row": "1", "key": "0", "relative": "relative_step", "pair": f"{table.name}.shape[3]",
@@ -168,7 +170,7 @@ class NkiPrinter(NkiEmitter):
             return f"[[0, keys], [0, count], [{row}, rows]]"
         return f"[[1, keys], [keys, count], [{row}, rows]]"
 
-    def _offset(self, table: Table) -> str:
+    def _offset(self, table: NkiTable) -> str:
         """Where a tile's first element lies in a table."""
         name, (b, h) = table.name, _place(table)
         start = f"({b} * {name}.shape[1] + {h}) * {name}.shape[2]"
@@ -180,7 +182,7 @@ class NkiPrinter(NkiEmitter):
             "pair": f"({start} + q0) * {name}.shape[3] + k0",
         }[table.kind]
 
-    def _iota(self, node: Expr) -> Value:
+    def _iota(self, node: Expr) -> NkiValue:
         form = self.affine[node]
         offset = offset_of(form, self.prefix)
         if self.pools.keys_first:
@@ -205,7 +207,7 @@ class NkiPrinter(NkiEmitter):
         )
         return tile
 
-    def _operation(self, node: Expr, args: list[Value]) -> Value:
+    def _operation(self, node: Expr, args: list[NkiValue]) -> NkiValue:
         op = node.op
         if op == "cast":
             return self._cast(node, args[0])
@@ -234,13 +236,13 @@ class NkiPrinter(NkiEmitter):
             "let it depend on q_idx or kv_idx alone, or write it with other operations",
         )
 
-    def _quotient(self, node: Expr, above: Value, below: Value) -> Value:
+    def _quotient(self, node: Expr, above: NkiValue, below: NkiValue) -> NkiValue:
         inverse = self.inverse(below)
         result = self.binary("multiply", "multiply", above, inverse)
         self.pools.give(inverse)
         return self._rounded(node, result)
 
-    def _cast(self, node: Expr, arg: Value) -> Value:
+    def _cast(self, node: Expr, arg: NkiValue) -> NkiValue:
         source = node.args[0].dtype
         if arg.place == "static":
             return arg
@@ -254,7 +256,7 @@ class NkiPrinter(NkiEmitter):
             )
         return self._rounded(node, arg)
 
-    def _rounded(self, node: Expr, value: Value) -> Value:
+    def _rounded(self, node: Expr, value: NkiValue) -> NkiValue:
         """16-bit results are rounded by writing them; all else stays float32."""
         pool = ops.HALF_POOLS.get(node.dtype)
         if pool is None or value.place == "static" or value.pool == pool:
@@ -270,7 +272,7 @@ class NkiPrinter(NkiEmitter):
         return result
 
 
-def _place(table: Table) -> tuple[str, str]:
+def _place(table: NkiTable) -> tuple[str, str]:
     return "b" if table.per_batch else "0", "h" if table.per_head else "0"
 
 
@@ -293,7 +295,7 @@ def python_of(node: Expr, prefix: str) -> str:
     prefix: of the captured numbers' names, the mod's kind.
     """
     if node.op == "const":
-        return ops.number(node)
+        return ops.number_text(node)
     if node.op == "scalar":
         return f"{prefix}_scalar{node.value}"
     captured = number_of(node)

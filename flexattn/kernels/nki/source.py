@@ -15,10 +15,10 @@ from flexattn.kernels.nki.config import (
     NkiShape,
     shape_of,
 )
-from flexattn.kernels.nki.masks import PrintedMask, print_mask
+from flexattn.kernels.nki.masks import PrintedMask, print_nki_mask
 from flexattn.kernels.nki.printer import NkiPrinter
-from flexattn.kernels.nki.tables import Table, tabulate
-from flexattn.kernels.nki.values import Pools, Value
+from flexattn.kernels.nki.tables import NkiTable, tabulate
+from flexattn.kernels.nki.values import NkiValue, Pools
 from flexattn.mods.expr import Mod, pretty
 from flexattn.problem import Captures, Problem
 
@@ -45,7 +45,7 @@ class NkiSource:
     text: str
     hash: str
     arguments: tuple[str, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[NkiTable, ...]
     tiles: tuple[tuple[str, int], ...]
     results: tuple[str, ...]
 
@@ -57,17 +57,17 @@ class _Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Mods:
+class NkiMods:
     """The mods of one problem in one form, printed."""
 
     score: _Score | None
     mask: PrintedMask | None
     hoisted: tuple[str, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[NkiTable, ...]
     tiles: dict[str, int]
 
 
-def print_mods(problem: Problem, config: NkiConfig, target: str) -> Mods:
+def print_mods(problem: Problem, config: NkiConfig, target: str) -> NkiMods:
     """Both mods as instructions over one set of tiles.
 
     Raises UnsupportedError naming the operation and the target for what cannot be expressed.
@@ -89,25 +89,25 @@ def print_mods(problem: Problem, config: NkiConfig, target: str) -> Mods:
     lengths = (problem.q_len, problem.kv_len)
     pools = Pools(keys_first=config.form == "st")
     printer = NkiPrinter(target, lengths, packed, pools)
-    tables: list[Table] = []
+    tables: list[NkiTable] = []
     score = _print_score(structure.score, printer, tables)
     if score is None and not structure.positive_scale:
         score = _Score((), _scores(pools).text)
     mask = None
     if structure.mask is not None:
         printer.body = []
-        mask, found = print_mask(structure.mask.mod, config.mask, printer, target)
+        mask, found = print_nki_mask(structure.mask.mod, config.mask, printer, target)
         tables += found
     tiles = dict(pools.used)
     if score is not None or (mask is not None and (mask.needs_sbuf or mask.selections)):
         tiles["s"] = 1
     if mask is not None and mask.predicate:
         tiles["keep"] = 1
-    return Mods(score, mask, tuple(printer.hoisted), tuple(tables), tiles)
+    return NkiMods(score, mask, tuple(printer.hoisted), tuple(tables), tiles)
 
 
 def _print_score(
-    captures: Captures | None, printer: NkiPrinter, tables: list[Table]
+    captures: Captures | None, printer: NkiPrinter, tables: list[NkiTable]
 ) -> _Score | None:
     if captures is None:
         return None
@@ -120,8 +120,8 @@ def _print_score(
     return _Score(tuple(printer.body), value.text)
 
 
-def _scores(pools: Pools) -> Value:
-    return Value("tile", f"s{pools.tile('turn')}")
+def _scores(pools: Pools) -> NkiValue:
+    return NkiValue("tile", f"s{pools.tile('turn')}")
 
 
 def render_nki(problem: Problem, config: NkiConfig, target: str, title: str) -> NkiSource:

@@ -20,10 +20,10 @@ from flexattn.kernels.nki.config import (
     memory_of,
     shape_of,
 )
-from flexattn.kernels.nki.printed import RULES, Case
+from flexattn.kernels.nki.printed import RULES, RuleCase
 from flexattn.problem import Problem
 
-Effort = Literal["quick", "full"]
+NkiEffort = Literal["quick", "full"]
 FORMS: tuple[MaskSelect, ...] = ("range", "affine", "select")
 
 
@@ -51,22 +51,22 @@ class NkiSurvey:
     rejected: tuple[tuple[str, int], ...]
 
 
-def reasons(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[str]:
+def nki_reasons(config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs) -> list[str]:
     """Why a config cannot run for a problem on a core; an empty list when it can."""
     case = _case(config, core, needs)
     found = RULES.broken(case, partial(_estimate, config, problem, needs))
     return worded(found, case, {"core": core.name, "refusal": needs.refused}) if found else []
 
 
-def violated(
+def violated_rules(
     config: NkiConfig, problem: Problem, core: NeuronCore, needs: Needs
-) -> list[Rule[Case]]:
+) -> list[Rule[RuleCase]]:
     """The rules that a config breaks; with numbers that mean nothing, the others are not asked."""
     return RULES.broken(_case(config, core, needs), partial(_estimate, config, problem, needs))
 
 
-def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
-    return Case(
+def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> RuleCase:
+    return RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_splits,
@@ -86,34 +86,34 @@ def _case(config: NkiConfig, core: NeuronCore, needs: Needs) -> Case:
     )
 
 
-def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: Case) -> None:
+def _estimate(config: NkiConfig, problem: Problem, needs: Needs, case: RuleCase) -> None:
     shape = shape_of(problem, config)
     case.itemsize, case.lanes = shape.itemsize, shape.lanes
     case.sbuf, case.banks = memory_of(problem, config, dict(needs.tiles), shape)
 
 
-def default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
+def nki_default(problem: Problem, core: NeuronCore, needs_of: NeedsOf) -> NkiConfig:
     """Where to start: the first of a few that fits; raises ConfigError with the reasons."""
     forms = _forms(problem)
     found = able(
         (replace(config, mask=form) for config in _preferences(problem) for form in forms),
-        lambda config: reasons(config, problem, core, needs_of(config)),
+        lambda config: nki_reasons(config, problem, core, needs_of(config)),
         f"no config of the NKI {problem.structure.kind} template fits {problem.describe()}",
         "use smaller head dimensions, or a shorter mod",
     )
     return next(found)
 
 
-def survey(
-    problem: Problem, core: NeuronCore, needs_of: NeedsOf, effort: Effort = "full"
+def nki_survey(
+    problem: Problem, core: NeuronCore, needs_of: NeedsOf, effort: NkiEffort = "full"
 ) -> NkiSurvey:
     """Every config of an effort that fits, each once; raises ConfigError where none does."""
-    first = default(problem, core, needs_of)
+    first = nki_default(problem, core, needs_of)
     offered, rejected = [first], Counter[str]()
     for config in dict.fromkeys((*_grid(problem, effort), *_turned(problem, effort))):
         if config == first:
             continue
-        broken = violated(config, problem, core, needs_of(config))
+        broken = violated_rules(config, problem, core, needs_of(config))
         if broken:
             rejected[broken[0].name] += 1
         else:
@@ -136,7 +136,7 @@ def _preferences(problem: Problem) -> Iterator[NkiConfig]:
         yield NkiPrefillConfig(32, 128, 128, 1, buffers=1)
 
 
-def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
+def _grid(problem: Problem, effort: NkiEffort) -> Iterator[NkiConfig]:
     full = effort == "full"
     heights = (64, 128) if full else (128,)
     widths, sections, values = _sizes(problem, full)
@@ -151,7 +151,7 @@ def _grid(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
         yield from _of_kind(problem, full, rows, width, ahead, chosen)
 
 
-def _turned(problem: Problem, effort: Effort) -> Iterator[NkiConfig]:
+def _turned(problem: Problem, effort: NkiEffort) -> Iterator[NkiConfig]:
     """Configs that compute S^T: rows that fit tiles of many chunks, and no engine to turn P."""
     full = effort == "full"
     prefill = problem.structure.kind == "prefill"

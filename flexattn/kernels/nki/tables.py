@@ -22,13 +22,13 @@ from flexattn.problem import INDEX_RANGES
 
 TableKind = Literal["uniform", "row", "key", "relative", "pair"]
 # What engines compute on whole tiles.
-ON_CHIP = frozenset(("cast", *(op.name for op in OPS.values() if op.nki is not None)))
+_ON_CHIP = frozenset(("cast", *(op.name for op in OPS.values() if op.nki is not None)))
 # What Python computes when a kernel is specialised.
 STATIC = frozenset("add sub mul neg floor_div floor_mod".split())
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class NkiTable:
     """An expression that is evaluated on the host for every index it depends on.
 
     kind: uniform [B, H], row [B, H, L], key [B, H, S], relative [B, H, over kv_idx - q_idx] or
@@ -47,7 +47,7 @@ class Tabulated:
     """Parts of a mod, with a `table` node, by name, for each that became one."""
 
     parts: tuple[Expr, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[NkiTable, ...]
 
 
 def tabulate(mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> Tabulated:
@@ -85,7 +85,7 @@ def is_static(node: Expr) -> bool:
 class _Cutter:
     def __init__(self, mod: Mod, parts: tuple[Expr, ...], target: str, packed: bool) -> None:
         self.mod, self.target, self.packed = mod, target, packed
-        self.tables: list[Table] = []
+        self.tables: list[NkiTable] = []
         self.made: dict[Expr, Expr] = {}
         self.names = Variables()
         self.relative: dict[Expr, bool] = {}
@@ -116,7 +116,7 @@ class _Cutter:
         if kind in ("uniform", "row", "key"):
             return self._table(node, kind)
         joint: TableKind = "relative" if self.relative[node] and not self.packed else "pair"
-        if node.op == "load" or node.op not in ON_CHIP:
+        if node.op == "load" or node.op not in _ON_CHIP:
             return self._table(node, joint)
         return self._rebuilt(node)
 
@@ -143,11 +143,11 @@ class _Cutter:
         part = interned(mod.kind, node, mod.buffers, mod.scalars)
         names = self.names(node)
         head = "h" in names or (self.packed and kind in ("row", "pair"))
-        self.tables.append(Table(name, kind, part, "b" in names, head))
+        self.tables.append(NkiTable(name, kind, part, "b" in names, head))
         return Expr("table", node.dtype, (), name)
 
     def _check_on_chip(self, node: Expr) -> None:
-        if node.op not in ON_CHIP:
+        if node.op not in _ON_CHIP:
             raise UnsupportedError(
                 f"{node.op} of {node.dtype}, on the score",
                 f"no engine of {self.target} computes it",

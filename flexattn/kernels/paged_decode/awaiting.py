@@ -11,7 +11,7 @@ and then the next launch would take it for a word of its own.
 from __future__ import annotations
 
 # Of a word as a signed number: a NaN, but not the one that arithmetic gives, 0x7FFFFFFF.
-EMPTY = -1
+UNWRITTEN = -1
 # Words that a thread waits for at a time; they are registers of it.
 _HELD = 16
 
@@ -71,7 +71,7 @@ def _poll(vector: int, loads: int) -> tuple[str, ...]:
             pairs.append(f"top{made}")
             made += 1
         found = pairs + found[len(pairs) * 2 :]
-    lines += [f"setp.eq.s32 again, {found[0]}, {EMPTY};", "@again bra ASK; }"]
+    lines += [f"setp.eq.s32 again, {found[0]}, {UNWRITTEN};", "@again bra ASK; }"]
     return tuple(lines)
 
 

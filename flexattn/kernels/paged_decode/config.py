@@ -10,7 +10,13 @@ from flexattn.errors import InputTypeError
 from flexattn.kernels.base.config import padded
 from flexattn.problem import Captures
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+SERVING_ITEMSIZE = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
 # Values that a warp holds of a merge at a time: 64 registers of each thread.
 MERGED = 2048
 # Of the kernel that merges.
@@ -69,7 +75,7 @@ class ServingForm:
     @property
     def product_dtype(self) -> str:
         """The dtype that tiles are multiplied in: a cache of 8 bits is exact in float16."""
-        return "float16" if ITEMSIZE[self.kv_dtype] == 1 else self.dtype
+        return "float16" if SERVING_ITEMSIZE[self.kv_dtype] == 1 else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class ServingConfig:
         """
         if device.backend != "cuda":
             return 0
-        held = max(1, min(self.per_sm, device.shared_memory // shared_memory(self, form)))
+        held = max(1, min(self.per_sm, device.shared_memory // serving_shared_memory(self, form)))
         found = device.registers // (held * 32 * self.num_warps) // 8 * 8
         if found > device.max_registers and self.BLOCK_M >= 64:
             return 0
@@ -159,16 +165,20 @@ def check_config(config: object) -> None:
         )
 
 
-def shared_memory(config: ServingConfig, form: ServingForm) -> int:
+def serving_shared_memory(config: ServingConfig, form: ServingForm) -> int:
     """Bytes: the stages of K and V, and a query tile on its way to the matrix instruction."""
     if config.warp_private:
         return config.num_warps * config.BLOCK_M * (form.head_dim_v + 4) * 4
     if config.for_mla:
         numbers_of_rows = 4 * config.BLOCK_M * 4
-        tiles = (config.BLOCK_M + config.BLOCK_N) * form.head_dim_qk * ITEMSIZE[form.kv_dtype]
+        tiles = (
+            (config.BLOCK_M + config.BLOCK_N) * form.head_dim_qk * SERVING_ITEMSIZE[form.kv_dtype]
+        )
         return tiles + numbers_of_rows
     width = padded(form.head_dim_qk) + (0 if form.shared_kv else padded(form.head_dim_v))
-    tiles = max(1, config.num_stages - 1) * config.BLOCK_N * width * ITEMSIZE[form.kv_dtype]
-    if ITEMSIZE[form.kv_dtype] == 1:
+    tiles = (
+        max(1, config.num_stages - 1) * config.BLOCK_N * width * SERVING_ITEMSIZE[form.kv_dtype]
+    )
+    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
         tiles += 2 * config.BLOCK_N * width
-    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * ITEMSIZE[form.dtype]
+    return tiles + config.BLOCK_M * padded(form.head_dim_qk) * SERVING_ITEMSIZE[form.dtype]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 from flexattn.device import Device
-from flexattn.kernels.base.dialect import Dialect, Tensor
-from flexattn.kernels.paged_decode.awaiting import EMPTY, await_context
-from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.paged_decode.awaiting import UNWRITTEN, await_context
+from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
-WARPS = Dialect(
+WARPS_DIALECT = Dialect(
     gluon=True,
-    tile=Tensor("[WARPS, KEYS_PER_WARP, BLOCK_M]", "MMA"),
-    key=Tensor("[WARPS, KEYS_PER_WARP, 1]", "MMA"),
+    tile=TensorForm("[WARPS, KEYS_PER_WARP, BLOCK_M]", "MMA"),
+    key=TensorForm("[WARPS, KEYS_PER_WARP, 1]", "MMA"),
 )
 # Vectors of parts that a thread awaits at a time.
 AWAITED = 16
@@ -54,7 +54,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
         shape = warps, own // inside, inside
         return linear(kept, [split(base) for base in lanes], *shape)
 
-    in_word = 4 // ITEMSIZE[form.kv_dtype]
+    in_word = 4 // SERVING_ITEMSIZE[form.kv_dtype]
     # Elements that a thread reads side by side of K, and so of Q, and of V: 8 threads have a row.
     k_side = 4 * in_word
     v_side = min(k_side, form.head_dim_v // 8)
@@ -117,7 +117,7 @@ def warp_sizes(form: ServingForm, config: ServingConfig, device: Device) -> dict
         "MERGE_ROWS": _merge_rows(form, config),
         "MERGE_PARTS": _parts(form, config),
         "VECTOR": _vector(form, config),
-        "EMPTY": EMPTY,
+        "EMPTY": UNWRITTEN,
     }
 
 

@@ -10,31 +10,31 @@ from collections.abc import Iterator
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.dialect import Dialect, Tensor
+from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
 MLA = Dialect(
     gluon=True,
-    tile=Tensor("[BLOCK_M, KEYS]", "MMA_S"),
-    key=Tensor("[1, KEYS]", "MMA_S"),
+    tile=TensorForm("[BLOCK_M, KEYS]", "MMA_S"),
+    key=TensorForm("[1, KEYS]", "MMA_S"),
 )
 LATENT, ROPE = 512, 64
-ROWS, KEYS = 64, 64
+_ROWS, _KEYS = 64, 64
 # Fewer keys of a page are more copies a tile than one warp can ask for.
 LEAST_PAGE = 16
 # Of a thread of the second warpgroup, and of the loading warp: the first has what they leave.
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+_CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
-def space() -> Iterator[ServingConfig]:
+def mla_space() -> Iterator[ServingConfig]:
     """Every config of this kind, which a search tries and a plan can be given.
 
     Shares of few tiles cost more to merge. No default is of this kind before one has run on a GPU.
     """
     for least in (1, 2, 4, 8):
-        yield ServingConfig(ROWS, 2 * KEYS, 4, 1, 1, least, "launch", "whole")
+        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
 
 
 def described(form: ServingForm) -> Argument:
@@ -45,7 +45,7 @@ def described(form: ServingForm) -> Argument:
 
 def box(form: ServingForm) -> int:
     """Keys of one copy."""
-    return min(form.page, KEYS) if form.page else KEYS
+    return min(form.page, _KEYS) if form.page else _KEYS
 
 
 def context(form: ServingForm) -> dict[str, object]:
@@ -54,21 +54,21 @@ def context(form: ServingForm) -> dict[str, object]:
         "jit": "gluon.jit",
         "by_request": ", BY_REQUEST",
         "per_lane": max(1, form.requests // 32),
-        "boxes": KEYS // box(form),
+        "boxes": _KEYS // box(form),
         "box_keys": box(form),
-        "consumer_registers": CONSUMER_REGISTERS,
-        "producer_registers": PRODUCER_REGISTERS,
+        "consumer_registers": _CONSUMER_REGISTERS,
+        "producer_registers": _PRODUCER_REGISTERS,
         "by_lane": ", BY_LANE",
         "prefetched_before": True,
     }
 
 
-def sizes(form: ServingForm) -> dict[str, int]:
+def mla_sizes(form: ServingForm) -> dict[str, int]:
     """Constants of that kernel alone."""
-    return {"KEYS": KEYS, "HALF": LATENT // 2, "BOX": box(form)}
+    return {"KEYS": _KEYS, "HALF": LATENT // 2, "BOX": box(form)}
 
 
-def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
     page, widths = form.page, (form.head_dim_qk, form.head_dim_v)
     whole_boxes = page == 0 or (page >= LEAST_PAGE and page & (page - 1) == 0)
@@ -85,9 +85,9 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         (not form.prefix, "the MLA template takes no prefix that requests share"),
         (form.aligned, "the copy engine reads what lies at multiples of 16 bytes"),
         (
-            numbers == (ROWS, 2 * KEYS, 4, 1, 1) and config.least >= 1,
-            f"the MLA template has BLOCK_M={ROWS}, BLOCK_N={2 * KEYS}, num_warps=4, num_stages=1 "
-            "and per_sm=1",
+            numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) and config.least >= 1,
+            f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
+            "num_stages=1 and per_sm=1",
         ),
         (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )

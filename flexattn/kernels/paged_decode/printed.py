@@ -11,7 +11,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     BLOCK_M: int
@@ -30,17 +30,17 @@ class Case:
     accumulators: int = 0
 
 
-def accumulators(c: Case) -> int:
+def accumulators(c: RuleCase) -> int:
     """Numbers of a tile that registers add up."""
     return c.BLOCK_M * (c.BLOCK_N + c.v_padded)
 
 
-def estimate(c: Case) -> None:
+def estimate(c: RuleCase) -> None:
     """Write into a case what its config takes."""
     c.accumulators = accumulators(c)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(),
     fit=(
         Rule(

@@ -12,7 +12,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     BLOCK_M: int
@@ -46,7 +46,7 @@ class Case:
     held: int = 0
 
 
-def held(c: Case) -> int:
+def held(c: RuleCase) -> int:
     """Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests."""
     kv_tiles = floor(c.keys_per_warp * c.kv_itemsize * (c.qk_dim + c.v_dim) / 128)
     widened = 32 if c.kv_itemsize == 1 else 0
@@ -57,12 +57,12 @@ def held(c: Case) -> int:
     return ends + kv_tiles + q_and_output + scores + widened
 
 
-def estimate(c: Case) -> None:
+def estimate(c: RuleCase) -> None:
     """Write into a case what its config takes."""
     c.held = held(c)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(),
     fit=(
         Rule(

@@ -15,12 +15,12 @@ from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import (
     COMBINE_WARPS,
-    ITEMSIZE,
     LINE,
+    SERVING_ITEMSIZE,
     ServingConfig,
     ServingForm,
 )
-from flexattn.kernels.paged_decode.layouts import WARPS, serving_layouts, warp_sizes
+from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.reads import (
     predicated_loads,
@@ -28,7 +28,7 @@ from flexattn.kernels.paged_decode.reads import (
     reads_last_keys,
 )
 from flexattn.kernels.paged_decode.scales import scale_arguments, scale_constants, scale_context
-from flexattn.kernels.printers.mask_parts import MaskParts, whole
+from flexattn.kernels.printers.mask_parts import MaskParts, whole_mask
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.printers.score_printer import whole_score
 from flexattn.kernels.printers.span import (
@@ -68,8 +68,8 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     if form.scaled:
         found.append(Argument("K_SCALE", "*fp32", 4))
     found += scale_arguments(form)
-    q_step = 16 // ITEMSIZE[form.dtype] if form.aligned else 1
-    kv_step = 16 // ITEMSIZE[form.kv_dtype] if form.aligned else 1
+    q_step = 16 // SERVING_ITEMSIZE[form.dtype] if form.aligned else 1
+    kv_step = 16 // SERVING_ITEMSIZE[form.kv_dtype] if form.aligned else 1
     found += [Argument(f"stride_q{axis}", "u32", q_step) for axis in "mh"]
     for tensor in "" if described else "k" if tied(form) else "kv":
         found += [Argument(f"stride_{tensor}{axis}", "u32", kv_step) for axis in "pnh"]
@@ -84,14 +84,14 @@ def serving_arguments(form: ServingForm, described: bool = False) -> tuple[Argum
     return (*found, *captured_arguments(form.mask))
 
 
-def combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
+def _combine_arguments(form: ServingForm) -> tuple[Argument, ...]:
     """Arguments of the kernel that merges the parts of work tiles."""
     return (*_written(form), *_described(form), *captured_arguments(form.mask))
 
 
 def render_serving(form: ServingForm, config: ServingConfig, device: Device, title: str) -> Source:
     """The kernel of a form with a config for a device; title goes into its header."""
-    dialect = WARPS if config.warp_private else mla.MLA if config.for_mla else TRITON
+    dialect = WARPS_DIALECT if config.warp_private else mla.MLA if config.for_mla else TRITON
     traits = _traits(form, device, dialect)
     score = None if form.score is None else whole_score(form.score, traits)
     mask = _printed(form.mask, form, traits)
@@ -102,7 +102,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     used: list[MaskParts | PrintedScore] = [each for each in (score, mask) if each is not None]
     qk = rendering.named_pieces("qk", form.head_dim_qk)
     v = rendering.named_pieces("v", form.head_dim_v)
-    eight = ITEMSIZE[form.kv_dtype] == 1
+    eight = SERVING_ITEMSIZE[form.kv_dtype] == 1
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
@@ -153,7 +153,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
-            header.append(f"{name}: {rendering.one_line(captures)}")
+            header.append(f"{name}: {rendering.expression_line(captures)}")
     found = serving_arguments(form, config.for_mla)
     if config.for_mla:
         return rendering.make_source(
@@ -196,7 +196,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
         device,
         [title],
         context,
-        combine_arguments(form),
+        _combine_arguments(form),
         COMBINE_WARPS,
         1,
     )
@@ -293,14 +293,14 @@ def _shared(
         "MERGE_ROWS": merged.rows,
         "MERGE_PARTS": merged.parts,
         "LANES": 32 * config.num_warps,
-        "Q_LINES": -(-form.head_dim_qk * ITEMSIZE[form.dtype] // LINE),
-        "Q_LINE": LINE // ITEMSIZE[form.dtype],
+        "Q_LINES": -(-form.head_dim_qk * SERVING_ITEMSIZE[form.dtype] // LINE),
+        "Q_LINE": LINE // SERVING_ITEMSIZE[form.dtype],
     }
 
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
-        settings |= mla.sizes(form)
+        settings |= mla.mla_sizes(form)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {
@@ -365,4 +365,4 @@ def _printed(captures: Captures | None, form: ServingForm, traits: Traits) -> Ma
     if traits.predicated_loads:
         # Nothing but its end bounds what is free, so no tile begins before it.
         needed = "start_n + BLOCK_N > free_high"
-    return whole(captures, traits, needed)
+    return whole_mask(captures, traits, needed)

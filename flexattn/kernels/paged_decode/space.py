@@ -15,7 +15,7 @@ from flexattn.kernels.paged_decode.config import (
     Combine,
     ServingConfig,
     ServingForm,
-    shared_memory,
+    serving_shared_memory,
 )
 from flexattn.kernels.paged_decode.invariant import invariant_config, invariant_reasons
 
@@ -38,18 +38,18 @@ def workspace(
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
-def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
+def serving_reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
     if config.warp_private:
-        broken = serving_warps.reasons(config, form, device)
+        broken = serving_warps.warps_reasons(config, form, device)
         return broken + (invariant_reasons(config, form) if form.split_keys else [])
     if form.split_keys:
         return invariant_reasons(config, form)
     if config.for_mla:
-        return mla.reasons(config, form, device)
-    case = printed_serving.Case(
+        return mla.mla_reasons(config, form, device)
+    case = printed_serving.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,
@@ -59,7 +59,7 @@ def reasons(config: object, form: ServingForm, device: Device) -> list[str]:
         config.combine == "await",
         config.combine in COMBINES,
         padded(form.head_dim_v),
-        shared_memory(config, form),
+        serving_shared_memory(config, form),
         device.shared_memory,
         device.max_registers,
     )
@@ -78,18 +78,18 @@ def serving_candidates(form: ServingForm, device: Device) -> Iterator[ServingCon
         of, do = "batch-invariant serving", "use head dimensions of 64 or 128, or leave it out"
     return able(
         _preferences(form, device),
-        lambda config: reasons(config, form, device),
+        lambda config: serving_reasons(config, form, device),
         f"no config of {of} fits {form}",
         do,
     )
 
 
-def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
+def serving_space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     """Every config worth trying for a form on a device, the static default first."""
     candidates = list(serving_candidates(form, device))
     if form.split_keys:
         counts = (replace(candidates[0], per_sm=each) for each in (1, 2, 3, 4))
-        fewer = [each for each in counts if not reasons(each, form, device)]
+        fewer = [each for each in counts if not serving_reasons(each, form, device)]
         return tuple(dict.fromkeys((candidates[0], *fewer)))
     first, height = candidates[0], next(c.BLOCK_M for c in candidates if c.split_policy == "even")
     heights = {height, 16, 64} if form.rows > 16 or form.ragged else {height}
@@ -102,8 +102,8 @@ def space(form: ServingForm, device: Device) -> tuple[ServingConfig, ...]:
     )
     able = (
         config
-        for config in (*serving_warps.space(form), *mla.space(), *grid)
-        if not reasons(config, form, device)
+        for config in (*serving_warps.warps_space(form), *mla.mla_space(), *grid)
+        if not serving_reasons(config, form, device)
     )
     return tuple(dict.fromkeys((first, *able)))
 
@@ -113,7 +113,7 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
         yield invariant_config(form)
         return
     if device.capability == 90 and 0 < form.rows <= 8:
-        for each in serving_warps.preferences(form):
+        for each in serving_warps.warps_defaults(form):
             programs = each.programs(device)
             # Each head has as many: more idle ones than this cost more than walking apart gives.
             if programs % form.kv_heads <= programs // 8:

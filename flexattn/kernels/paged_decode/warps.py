@@ -8,10 +8,15 @@ from itertools import product
 from flexattn.device import Device
 from flexattn.kernels.base.rule import worded
 from flexattn.kernels.paged_decode import printed_warps as printed_serving_warps
-from flexattn.kernels.paged_decode.config import ITEMSIZE, ServingConfig, ServingForm, SplitPolicy
+from flexattn.kernels.paged_decode.config import (
+    SERVING_ITEMSIZE,
+    ServingConfig,
+    ServingForm,
+    SplitPolicy,
+)
 
 
-def preferences(form: ServingForm) -> Iterator[ServingConfig]:
+def warps_defaults(form: ServingForm) -> Iterator[ServingConfig]:
     """The static defaults for at most 8 rows, best first: measured on an H200."""
     if form.requests == 1 and form.mask is None:
         # Of 128k keys 128.4.2 is 0.7 % ahead, but a form has no length: the tuner's records do.
@@ -19,7 +24,7 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     if form.offset:
         # Few keys of a request's own: a cascade's passes end 6 % earlier than with the next one.
         yield ServingConfig(8, 64, 4, 1, 2, 1, "await", "heads")
-    if ITEMSIZE[form.kv_dtype] == 1:
+    if SERVING_ITEMSIZE[form.kv_dtype] == 1:
         # Within 0.7 % of the next one where requests are long, 3 to 7 % ahead where few or short.
         yield ServingConfig(8, 64, 2, 1, 4, 1, "await", "heads")
     wide, narrow = (ServingConfig(8, keys, 4, 1, 2, 1, "await", "heads") for keys in (128, 64))
@@ -29,7 +34,7 @@ def preferences(form: ServingForm) -> Iterator[ServingConfig]:
     yield from (narrow, wide) if least else (wide, narrow)
 
 
-def space(form: ServingForm) -> Iterator[ServingConfig]:
+def warps_space(form: ServingForm) -> Iterator[ServingConfig]:
     """Every config of this kind; not all of them can run."""
     policies: tuple[SplitPolicy, ...] = ("heads", "round")
     height = 8 if 0 < form.rows <= 8 else 16
@@ -40,9 +45,9 @@ def space(form: ServingForm) -> Iterator[ServingConfig]:
         yield ServingConfig(height, warps * keys, warps, 1, per_sm, least, "await", policy)
 
 
-def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
+def warps_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
     """Why a config of this kind cannot run for a form on a device; empty where it can."""
-    case = printed_serving_warps.Case(
+    case = printed_serving_warps.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,
@@ -53,8 +58,8 @@ def reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[st
         config.split_policy == "round",
         config.split_policy in ("heads", "round"),
         config.combine == "await",
-        ITEMSIZE[form.dtype],
-        ITEMSIZE[form.kv_dtype],
+        SERVING_ITEMSIZE[form.dtype],
+        SERVING_ITEMSIZE[form.kv_dtype],
         form.head_dim_qk,
         form.head_dim_v,
         form.kv_heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flexattn.kernels.base.dialect import Dialect, Tensor
+from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.printers.triton_printer import (
     TILE,
     MultiPrinter,
@@ -23,12 +23,14 @@ from flexattn.problem import Captures, Structure
 # The two halves of a backward: one holds query rows and walks the keys, the other holds keys and
 # walks the rows. What is held lies along a tile's first axis.
 OVER_KEYS = Dialect(
-    tile=Tensor("[BLOCK_M2, BLOCK_N2]"), key=Tensor("[1, BLOCK_N2]"), row=Tensor("[BLOCK_M2]")
+    tile=TensorForm("[BLOCK_M2, BLOCK_N2]"),
+    key=TensorForm("[1, BLOCK_N2]"),
+    row=TensorForm("[BLOCK_M2]"),
 )
 OVER_ROWS = Dialect(
-    tile=Tensor("[BLOCK_N1, BLOCK_M1]"),
-    key=Tensor("[1, BLOCK_M1]"),
-    row=Tensor("[BLOCK_N1]"),
+    tile=TensorForm("[BLOCK_N1, BLOCK_M1]"),
+    key=TensorForm("[1, BLOCK_M1]"),
+    row=TensorForm("[BLOCK_N1]"),
     walked="q_idx",
     within="start_m < q_len",
 )
@@ -166,7 +168,7 @@ class _PlacePrinter(MultiPrinter):
 def _along_diagonals(printer: MultiPrinter, load: Expr, prefix: str) -> _PlacePrinter:
     """Where a load reads on the diagonals of a tile: of its first row, and keys `diagonal_kv`."""
     view = View(prefix, q_idx="start_m", kv_idx="diagonal_kv", by_row=False)
-    dialect = replace(printer.dialect, key=Tensor("[BLOCK_N2]"))
+    dialect = replace(printer.dialect, key=TensorForm("[BLOCK_N2]"))
     traits = replace(printer.traits, dialect=dialect)
     found = _PlacePrinter(printer.mod, printer.contiguous, traits, view, (load,))
     found.run()

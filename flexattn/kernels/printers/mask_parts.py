@@ -88,7 +88,7 @@ class MaskParts:
         return (*(line for part in self.parts for line in part.printed.lines), *sum(bounds, ()))
 
 
-def whole(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> MaskParts:
+def whole_mask(captures: Captures, traits: Traits, needed: str = "i < num_kv") -> MaskParts:
     """A mask_mod in one part; of lists, the first num_kv tiles need it."""
     printed = print_mod(captures.mod, captures.contiguous, traits)
     return MaskParts((MaskPart(printed, needed),))
@@ -106,7 +106,7 @@ def mask_parts(
     form = mask_form(captures.mod.expr, INDEX_RANGES)
     span, rest, same = form.span, form.span.rest, None
     if packed_heads > 1 and span.per_head:
-        return whole(captures, traits, "masked")
+        return whole_mask(captures, traits, "masked")
     documents = form.documents if segments else None
     if documents is not None:
         same, rest = make("eq", "bool", (documents.row, documents.key)), documents.rest

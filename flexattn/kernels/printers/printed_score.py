@@ -9,7 +9,7 @@ Fused = Literal["", "ramp", "columns", "diagonals", "softcap"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """Which keys a prefill tile can need, where the score_mod's own mask says so.
 
     lines: statements on row_start. first, last: the first key, and one past the last.
@@ -53,7 +53,7 @@ class PrintedScore:
     strip: bool
     rows: tuple[str, ...]
     empties: bool
-    limits: Limits | None
+    limits: KeyLimits | None
     ramp: Ramp | None = None
     fused: Fused = ""
 

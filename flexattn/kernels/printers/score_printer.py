@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexattn.kernels.printers.printed_score import Fused, Limits, PrintedScore, Ramp
+from flexattn.kernels.printers.printed_score import Fused, KeyLimits, PrintedScore, Ramp
 from flexattn.kernels.printers.triton_printer import Printed, Traits, View, print_mod
 from flexattn.mods.analysis.dependence import FREE, Variables, slope_of
 from flexattn.mods.expr import Expr, const, terms_of, walk
@@ -325,7 +325,7 @@ class _Score:
             texts.append(f"({printed.result})")
         return " | ".join(texts)
 
-    def _limits(self, keep: Expr) -> Limits | None:
+    def _limits(self, keep: Expr) -> KeyLimits | None:
         """The keys outside of which a comparison fails for every row of the tile."""
         lines: list[str] = []
         first, last = "0", "kv_len"
@@ -352,7 +352,7 @@ class _Score:
             first = f"{self.tl}.minimum({first}, kv_len).to({self.tl}.int32)"
         if last != "kv_len":
             last = f"{self.tl}.maximum({last}, 0).to({self.tl}.int32)"
-        return Limits(tuple(lines), first, last)
+        return KeyLimits(tuple(lines), first, last)
 
 
 def _sum(texts: list[str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flexattn.mods import Bound
 from flexattn.mods.expr import Expr, Mod, walk
 from flexattn.mods.ops import OPS
-from flexattn.mods.outside import read
+from flexattn.mods.outside import read_places
 from flexattn.mods.signatures import MaskMod, ScoreMod
 from flexattn.util.lru import Lru
 
@@ -94,7 +94,7 @@ def mask_callable(bound: Bound | None) -> MaskMod | None:
 
 
 def _load(buffer: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-    return read(buffer, index)[0]
+    return read_places(buffer, index)[0]
 
 
 def _text(node: Expr, args: list[str]) -> str:

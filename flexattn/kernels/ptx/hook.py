@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from flexattn.kernels.ptx.assembler import Ptxas, assembled_by
-from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, module_of
+from flexattn.kernels.ptx.stages import OWN_STAGES, Stages, pass_of
 
 _wanted: ContextVar[Stages | None] = ContextVar("flexattn_stages", default=None)
 _lock = Lock()
@@ -81,9 +81,8 @@ def _assembled(ptxas: Ptxas, make: Callable[..., Any], given: Any, metadata: Any
 
 def _passed(name: str, make: Callable[..., Any], given: Any, metadata: Any) -> str:
     ptx: str = make(given, metadata)
-    found = module_of(name)
+    found = pass_of(name)
     warps = found.block_warps(ptx)
     if warps is not None:
         metadata["num_warps"] = warps
-    merged: str = found.merged(ptx)
-    return merged
+    return found.merged(ptx)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Protocol, cast
 
 from flexattn.kernels.ptx.assembler import Ptxas
 
 
+class Pass(Protocol):
+    """What the module of a pass gives."""
+
+    def merged(self, ptx: str) -> str:
+        """The PTX after the pass; raises RenderError where it is not as the pass knows it."""
+
+    def block_warps(self, text: str) -> int | None:
+        """The warps that a block of a kernel starts after it; None where they stay."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """passes: over the PTX, in order, each by its module in kernels/. ptxas: what assembles it.
-
-    A pass's module has `merged(ptx)`, and `block_warps(text)` for the warps that a block of a
-    kernel starts after it, None where the text does not ask for the pass.
-    """
+    """passes: over the PTX, in order, each by its module in kernels/. ptxas: what assembles it."""
 
     passes: tuple[str, ...] = ()
     ptxas: Ptxas = ""
@@ -25,12 +31,12 @@ class Stages:
 OWN_STAGES = Stages()
 
 
-def module_of(name: str) -> Any:
+def pass_of(name: str) -> Pass:
     """The module of a pass."""
-    return import_module(f"flexattn.kernels.{name}")
+    return cast(Pass, import_module(f"flexattn.kernels.{name}"))
 
 
 def block_warps(stages: Stages, text: str) -> int | None:
     """The warps that a block starts after the passes; None where they do not change that."""
-    found = (module_of(name).block_warps(text) for name in stages.passes)
+    found = (pass_of(name).block_warps(text) for name in stages.passes)
     return next((warps for warps in found if warps is not None), None)

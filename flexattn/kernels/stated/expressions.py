@@ -130,11 +130,11 @@ class Python(
 
     def _print_Piecewise(self, expr: sp.Piecewise) -> str:
         """One of two, in a line."""
-        (then, condition), (other, _) = pieces(expr)
+        (then, condition), (other, _) = branches(expr)
         return f"{self._print(then)} if {self._print(condition)} else {self._print(other)}"
 
 
-def pieces(expr: sp.Basic) -> list[tuple[sp.Basic, sp.Basic]]:
+def branches(expr: sp.Basic) -> list[tuple[sp.Basic, sp.Basic]]:
     """(value, condition) of each piece; anything else is one piece."""
     if not isinstance(expr, sp.Piecewise):
         return [(expr, True)]

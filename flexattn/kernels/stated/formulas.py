@@ -11,14 +11,14 @@ from flexattn.kernels.stated import symbols as s
 from flexattn.kernels.stated.statement import Steps
 
 # Barriers, scratch of reductions and layout changes, beside the tiles themselves.
-SHARED_SLACK = 2048
+_SHARED_SLACK = 2048
 # Addresses, loop state, row statistics and what the mods hold, beside the tiles themselves.
 WGMMA_SLACK, MMA_SLACK, KEYS_SLACK, MFMA_SLACK, FMA_SLACK = 26, 40, 100, 120, 24
 WMMA_SLACK, WMMA_ROWS = 24, 128
 # Of a key in a product that adds a ramp: 16 bfloat16 numbers.
 RAMP_BYTES = 32
 # What a mod reads for each key of a tile, before it is used.
-GATHER_REGISTERS = 8
+_GATHER_REGISTERS = 8
 
 # Of AMD's GPUs those whose waves have 32 threads; fitted to gfx1100, the tightest of them.
 RDNA = And(s.is_hip, Eq(s.warp_size, 32))
@@ -62,13 +62,13 @@ ramp = let("ramp", Piecewise((RAMP_BYTES, s.adds_ramp), (0, True)))
 q_tile = let("q_tile", s.BLOCK_M * s.qk_padded * s.itemsize)
 kv_tiles = let("kv_tiles", s.BLOCK_N * (held * s.itemsize + ramp))
 
-SHARED_MEMORY = let.formula(
+SHARED_MEMORY_FORMULA = let.formula(
     "shared_memory",
     "Bytes of shared memory. Q, P on its way to a product, K and V ahead of it; exact but for the "
     "slack where nothing is loaded by a mod.",
     Piecewise(
         (Max(q_tile, kv_tiles + p_tile), s.is_hip),
-        (q_tile + kv_tiles + p_tile + SHARED_SLACK, True),
+        (q_tile + kv_tiles + p_tile + _SHARED_SLACK, True),
     ),
 )
 
@@ -91,8 +91,8 @@ fma = floor(3 * (made + operands)) + FMA_SLACK
 gathered = let(
     "gathered",
     Piecewise(
-        (floor(scores) + GATHER_REGISTERS, s.loads_tile),
-        (GATHER_REGISTERS, s.loads_keys),
+        (floor(scores) + _GATHER_REGISTERS, s.loads_tile),
+        (_GATHER_REGISTERS, s.loads_keys),
         (0, True),
     ),
     "A value for every score takes as many registers as the scores.",
@@ -117,7 +117,7 @@ wmma = floor(Rational(2, 3) * (2 * made + held_rows + held_keys)) + WMMA_SLACK +
 shared_out = floor(made + Rational(3, 2) * keys) + KEYS_SLACK
 mma = floor(made + q + s.BLOCK_N * words / 2) + MMA_SLACK
 
-REGISTERS = let.formula(
+REGISTERS_FORMULA = let.formula(
     "registers",
     "Registers of one thread, roughly. No config passes that spills in a loop, and few others "
     "are refused.",

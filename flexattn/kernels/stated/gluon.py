@@ -9,7 +9,7 @@ import sympy as sp
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers, registers of a thread of its producer, whether its words have a meaning.
-CONFIG = (
+_CONFIG = (
     consumers, BLOCK_N, num_stages, consumer_regs, producer_regs,
     ping_pong, persistent, known_words, l2_swizzle, q_in_regs, lazy_rescale, v_itemsize, heads,
     v_box,
@@ -23,7 +23,7 @@ CONFIG = (
 # of the output is 2, and of v too where a config does not keep its eight bits.
 # runs: the mask keeps one run of blocks in each row of them. scored: there is a score_mod.
 # lists_differ: heads have lists of blocks of their own. mixed: k and v are narrower than q.
-PROBLEM = (
+_PROBLEM = (
     itemsize, qk_dim, v_dim, qk_padded, v_padded, out_padded, v_columns,
     mask_rows, mask_keys, runs,
     decodes, scored, loads_keys, loads_tile, dense_layout, lists_differ, mixed,
@@ -31,20 +31,20 @@ PROBLEM = (
     "itemsize qk_dim v_dim qk_padded v_padded out_padded v_columns mask_rows mask_keys runs "
     "decodes scored loads_keys loads_tile dense_layout lists_differ mixed"
 )  # fmt: skip
-DEVICE = (shared_limit, has_wgmma) = sp.symbols("shared_limit has_wgmma")
+_DEVICE = (shared_limit, has_wgmma) = sp.symbols("shared_limit has_wgmma")
 
-SYMBOLS: tuple[sp.Symbol, ...] = (*CONFIG, *PROBLEM, *DEVICE)
+_SYMBOLS: tuple[sp.Symbol, ...] = (*_CONFIG, *_PROBLEM, *_DEVICE)
 FP8_PV = sp.Eq(v_itemsize, 1)
 # What a config takes, as the formulas below have it.
-ESTIMATED = (shared_memory, own_output, q_slots, registers) = sp.symbols(
+_ESTIMATED = (shared_memory, own_output, q_slots, registers) = sp.symbols(
     "shared_memory own_output q_slots registers"
 )
 
-ROWS, THREADS, ITEMSIZE = 64, 128, 2
+_ROWS, _THREADS, _ITEMSIZE = 64, 128, 2
 # The barriers, and what the compiler keeps for starting the warps.
-SHARED_SLACK = 1024
+_SHARED_SLACK = 1024
 # Addresses, loop state, row statistics, and what the mods hold.
-REGISTER_SLACK, SCORE_REGISTERS, GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
+_REGISTER_SLACK, SCORE_REGISTERS, _GATHER_REGISTERS, LISTS_REGISTERS = 28, 8, 40, 16
 PARTS_REGISTERS = 16
 # Of lazy_rescale, beside parts of Q, in shared memory or in registers; of the main loop beside the
 # products of weights of 8 bits, or beside lazy_rescale and a Q that is held.
@@ -56,21 +56,21 @@ SM_THREAD_REGISTERS = 512
 # Of the 16 of a block, less the one at which all warps meet and one that the compiler may take.
 # The inequality counts the one at which each consumer meets its own.
 NAMED_BARRIERS = 14
-QK_DIMS, V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
+STATED_QK_DIMS, STATED_V_DIMS = (64, 96, 128, 192, 256), (64, 96, 128, 256)
 
 
 let = Steps()
 
 # Shared memory.
-q_tile = let("q_tile", ROWS * consumers * qk_padded * itemsize)
+q_tile = let("q_tile", _ROWS * consumers * qk_padded * itemsize)
 keys = let("keys", num_stages * BLOCK_N * qk_padded * itemsize)
 values = let("values", num_stages * BLOCK_N * v_padded * v_itemsize)
 exchanged = let(
     "exchanged",
-    sp.Piecewise((8 * consumers * sp.Max(BLOCK_N, ROWS), loads_keys), (0, True)),
+    sp.Piecewise((8 * consumers * sp.Max(BLOCK_N, _ROWS), loads_keys), (0, True)),
     "What a mod reads for keys or diagonals, at most two words for each, is exchanged there.",
 )
-loaded = let("loaded", q_tile + keys + values + exchanged + SHARED_SLACK)
+loaded = let("loaded", q_tile + keys + values + exchanged + _SHARED_SLACK)
 boxed = let(
     "boxed", v_box > 0, "Of any head dimensions, copies of Q, K and the output have 64 columns."
 )
@@ -79,8 +79,10 @@ halved = let(
     sp.And(persistent, sp.Eq(qk_padded, 256), sp.Eq(v_padded, 256), sp.Not(boxed)),
     "An output of 256 columns leaves a persistent block in two halves.",
 )
-out_rows = let("out_rows", sp.Piecewise((ROWS // 2 * consumers, halved), (ROWS * consumers, True)))
-output = let("output", ITEMSIZE * out_rows * out_padded)
+out_rows = let(
+    "out_rows", sp.Piecewise((_ROWS // 2 * consumers, halved), (_ROWS * consumers, True))
+)
+output = let("output", _ITEMSIZE * out_rows * out_padded)
 three = let(
     "three",
     sp.And(sp.Eq(qk_padded, 192), sp.Not(boxed)),
@@ -92,7 +94,7 @@ in_whole = let(
 )
 in_boxes = let("in_boxes", sp.And(boxed, out_padded <= qk_padded))
 through_q = let(
-    "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, ITEMSIZE))
+    "through_q", sp.And(sp.Or(in_parts, in_whole, in_boxes), sp.Eq(itemsize, _ITEMSIZE))
 )
 two_parts = let("two_parts", sp.And(three, sp.Eq(v_padded, 128)))
 early = let(
@@ -108,7 +110,7 @@ slots = let(
     "It loads it while this one is multiplied, if there is room for both.",
 )
 
-SHARED_MEMORY = let.formula(
+_SHARED_MEMORY = let.formula(
     "shared_memory own_output q_slots",
     "Bytes of shared memory; whether the output has tiles of its own; tiles of Q. In bytes: Q, "
     "the stages of K and V, the output where it does not leave through Q's place, the barriers.",
@@ -116,8 +118,8 @@ SHARED_MEMORY = let.formula(
 )
 
 # Registers of a consumer's thread.
-scores = let("scores", ROWS * BLOCK_N / THREADS)
-accumulator = let("accumulator", ROWS * v_columns / THREADS)
+scores = let("scores", _ROWS * BLOCK_N / _THREADS)
+accumulator = let("accumulator", _ROWS * v_columns / _THREADS)
 weights = let(
     "weights",
     sp.Piecewise((scores / 4 + accumulator, FP8_PV), (scores / 2, True)),
@@ -133,7 +135,7 @@ gathered = let(
     "gathered",
     sp.Piecewise(
         (sp.floor(scores) + 8, loads_tile),
-        (GATHER_REGISTERS + sp.floor(sp.Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
+        (_GATHER_REGISTERS + sp.floor(sp.Max(0, qk_padded - v_padded) / 4) + lists, loads_keys),
         (0, True),
     ),
     "Mods that read are fitted to compiled kernels.",
@@ -154,11 +156,11 @@ beside = let(
     "beside", sp.floor(HELD_REGISTERS * q_in_regs) + parts + lazy + mainloop + scored_registers
 )
 
-REGISTERS = let.formula(
+_REGISTERS = let.formula(
     "registers",
     "Registers of a consumer's thread. Accumulator and scores in fp32, P, and what mods hold; "
     "loops of what passes do not spill.",
-    sp.floor(scores + accumulator + weights) + REGISTER_SLACK + beside + gathered,
+    sp.floor(scores + accumulator + weights) + _REGISTER_SLACK + beside + gathered,
 )
 
 
@@ -189,7 +191,7 @@ held_parts = sp.And(
     sp.Ne(v_padded, BLOCK_N),
 )
 # Those of the numbers alone: the others are asked where these hold.
-SHAPE: tuple[Inequality, ...] = (
+_SHAPE: tuple[Inequality, ...] = (
     Inequality(
         "consumers",
         sp.And(consumers >= 1, consumers <= 3),
@@ -237,7 +239,7 @@ SHAPE: tuple[Inequality, ...] = (
         "the order, the tile_scheduler or the l2_swizzle of {config} is none of those there are",
     ),
 )
-FIT: tuple[Inequality, ...] = (
+_FIT: tuple[Inequality, ...] = (
     Inequality("arch", has_wgmma, "{arch} has no wgmma: the Gluon template is Hopper's"),
     Inequality("prefill", sp.Not(decodes), "the Gluon template is for prefill"),
     Inequality(
@@ -259,8 +261,8 @@ FIT: tuple[Inequality, ...] = (
         sp.Or(sp.Not(FP8_PV), sp.And(sp.Eq(itemsize, 1), BLOCK_N >= 32)),
         "fp8_pv: V and weights of 8 bits are of fp8, in tiles of at least 32 keys",
     ),
-    _one_of(qk_dim, QK_DIMS),
-    _one_of(v_dim, V_DIMS),
+    _one_of(qk_dim, STATED_QK_DIMS),
+    _one_of(v_dim, STATED_V_DIMS),
     _in_boxes(qk_dim),
     _in_boxes(v_dim),
     Inequality(
@@ -295,8 +297,8 @@ FIT: tuple[Inequality, ...] = (
         "mask block",
         sp.Or(
             sp.Eq(mask_rows, 0),
-            _divides(ROWS * consumers / heads, mask_rows),
-            sp.And(runs, _divides(ROWS, mask_rows)),
+            _divides(_ROWS * consumers / heads, mask_rows),
+            sp.And(runs, _divides(_ROWS, mask_rows)),
         ),
         "a tile of {consumers} times 64 rows, of {heads} heads, does not divide the mask's block "
         "of {mask_rows}",
@@ -324,17 +326,17 @@ FIT: tuple[Inequality, ...] = (
     ),
 )
 # What can run, and is offered to an exhaustive search alone.
-WORTH: tuple[Inequality, ...] = (
+_WORTH: tuple[Inequality, ...] = (
     # Nothing is loaded while the one tile of keys is in use.
     Inequality("no overlap", num_stages >= 2, "no overlap: {num_stages} stage of K and V"),
 )
 
-HOPPER = Statement(
+HOPPER_STATEMENT = Statement(
     "the Gluon template, Hopper's prefill",
-    SYMBOLS,
-    FIT,
-    SHAPE,
-    WORTH,
-    ESTIMATED,
-    (SHARED_MEMORY, REGISTERS),
+    _SYMBOLS,
+    _FIT,
+    _SHAPE,
+    _WORTH,
+    _ESTIMATED,
+    (_SHARED_MEMORY, _REGISTERS),
 )

@@ -10,28 +10,28 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
 # dQ's does, dQ is added in order, and words and numbers are among those that there are.
-CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, deterministic, known_words) = symbols(
-    "BLOCK_M BLOCK_N num_stages pipelined dq_later deterministic known_words"
+_CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, deterministic, known_words) = (
+    symbols("BLOCK_M BLOCK_N num_stages pipelined dq_later deterministic known_words")
 )
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
 # gets a gradient, weights are dropped, and a mod reads memory for a query and a key.
-PROBLEM = (
+_PROBLEM = (
     itemsize, qk_dim, v_dim, head_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
     drops, loads_pairs,
 ) = symbols(
     "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads drops "
     "loads_pairs"
 )  # fmt: skip
-DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
+_DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
     "has_wgmma shared_limit consumer_registers"
 )
-ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
+_ESTIMATED = (shared_memory, registers) = symbols("shared_memory registers")
 # Threads that share a tile; barriers beside the tiles, in bytes; addresses and what is known of
 # rows and keys, in registers; the most registers that hold a tile of dQ.
-THREADS = 256
+_THREADS = 256
 BARRIERS = 512
-BESIDE = 32
+_BESIDE = 32
 DQ_REGISTERS = 64
 
 let = Steps()
@@ -48,19 +48,19 @@ score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
 kept = let(
     "kept", Piecewise((floor(BLOCK_M * BLOCK_N / 8), drops), (0, True)), "A bit of each weight."
 )
-SHARED = let.formula(
+_SHARED = let.formula(
     "shared_memory",
     "Bytes of shared memory.",
     walked_tiles + held_tiles + score_tiles + kept + BARRIERS,
 )
 let = Steps()
-dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / THREADS))
-scores = let("scores", floor(BLOCK_M * BLOCK_N / THREADS), "Of one tile; dP has as many.")
-dq_tile = let("dq_tile", floor(BLOCK_M * head_dim / THREADS))
-REGISTERS = let.formula(
+dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / _THREADS))
+scores = let("scores", floor(BLOCK_M * BLOCK_N / _THREADS), "Of one tile; dP has as many.")
+dq_tile = let("dq_tile", floor(BLOCK_M * head_dim / _THREADS))
+_REGISTERS = let.formula(
     "registers",
     "Registers of a consumer's thread.",
-    dk_dv + Max(2 * scores, floor(scores / 2) + dq_tile) + BESIDE,
+    dk_dv + Max(2 * scores, floor(scores / 2) + dq_tile) + _BESIDE,
 )
 
 
@@ -68,11 +68,11 @@ def _one_of(size: Any, among: tuple[int, ...]) -> Any:
     return Or(*(Eq(size, each) for each in among))
 
 
-HOPPER_BACKWARD = Statement(
+HOPPER_BACKWARD_STATEMENT = Statement(
     "Hopper's backward",
-    (*CONFIG, *PROBLEM, *DEVICE),
-    estimated=ESTIMATED,
-    formulas=(SHARED, REGISTERS),
+    (*_CONFIG, *_PROBLEM, *_DEVICE),
+    estimated=_ESTIMATED,
+    formulas=(_SHARED, _REGISTERS),
     shape=(
         Inequality(
             "tile",
@@ -162,7 +162,7 @@ HOPPER_BACKWARD = Statement(
         ),
         Inequality(
             "dq",
-            BLOCK_M * head_dim <= DQ_REGISTERS * THREADS,
+            BLOCK_M * head_dim <= DQ_REGISTERS * _THREADS,
             "a tile of dQ of {BLOCK_M}x{head_dim} has more than 64 registers a thread",
         ),
         Inequality(

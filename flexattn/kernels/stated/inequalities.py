@@ -7,7 +7,7 @@ from typing import Any
 from sympy import And, Eq, Mod, Ne, Not, Or
 
 from flexattn.kernels.stated import symbols as s
-from flexattn.kernels.stated.formulas import RDNA, REGISTERS, SHARED_MEMORY
+from flexattn.kernels.stated.formulas import RDNA, REGISTERS_FORMULA, SHARED_MEMORY_FORMULA
 from flexattn.kernels.stated.statement import Inequality, Statement
 
 
@@ -33,7 +33,7 @@ _KNOWN_ROWS = Or(
 _NO_HINTS = And(Eq(s.waves_per_eu, 0), Eq(s.matrix_rows, 0))
 
 # Those of the numbers alone: the others are asked where these hold.
-SHAPE: tuple[Inequality, ...] = (
+_SHAPE: tuple[Inequality, ...] = (
     Inequality(
         "hints",
         Or(_NO_HINTS, And(s.is_hip, s.waves_per_eu <= MOST_WAVES, _KNOWN_ROWS)),
@@ -55,7 +55,7 @@ SHAPE: tuple[Inequality, ...] = (
     Inequality("order", s.known_order, "the order of {config} is none of those there are"),
 )
 # A tile never spans two blocks of a mask; it may cover one that no tile divides.
-FIT: tuple[Inequality, ...] = (
+_FIT: tuple[Inequality, ...] = (
     Inequality(
         "dtype",
         s.itemsize >= 2,
@@ -106,7 +106,7 @@ _TMA_CAN = And(
     s.v_padded <= 256,
 )
 # What can run, and is offered to an exhaustive search alone.
-WORTH: tuple[Inequality, ...] = (
+_WORTH: tuple[Inequality, ...] = (
     # The estimate is of mods as heavy as those measured: heavier ones need room.
     Inequality(
         "headroom",
@@ -127,12 +127,12 @@ WORTH: tuple[Inequality, ...] = (
     ),
 )
 
-TRITON = Statement(
+TRITON_STATEMENT = Statement(
     "the Triton templates for prefill and decode",
     s.SYMBOLS,
-    FIT,
-    SHAPE,
-    WORTH,
+    _FIT,
+    _SHAPE,
+    _WORTH,
     s.ESTIMATED,
-    (SHARED_MEMORY, REGISTERS),
+    (SHARED_MEMORY_FORMULA, REGISTERS_FORMULA),
 )

@@ -13,12 +13,12 @@ from flexattn.kernels.stated.statement import Inequality, Statement
 
 # A config's numbers, num_splits 1 for prefill, and truth values: dma where DMA turns P, turned
 # where keys lie on the partitions, so that nothing need turn it.
-SIZES = (
+_SIZES = (
     BLOCK_M, BLOCK_N, num_splits, section, score_buffers, value_buffers, buffers, kv_buffers,
 ) = symbols(
     "BLOCK_M BLOCK_N num_splits section score_buffers value_buffers buffers kv_buffers"
 )  # fmt: skip
-WORDS = (dma, turned) = symbols("dma turned")
+_WORDS = (dma, turned) = symbols("dma turned")
 # What mods ask for, and what a core has.
 NEEDS = (refused, range_select) = symbols("refused range_select")
 CORE = (sbuf_limit, has_dma_transpose, has_range_select, has_bf16_psum) = symbols(
@@ -26,18 +26,18 @@ CORE = (sbuf_limit, has_dma_transpose, has_range_select, has_bf16_psum) = symbol
 )
 # Bytes of a partition of SBUF, banks of PSUM, bytes of an element, elements of a tile in one
 # partition.
-ESTIMATED = (sbuf, banks, itemsize, lanes) = symbols("sbuf banks itemsize lanes")
+_ESTIMATED = (sbuf, banks, itemsize, lanes) = symbols("sbuf banks itemsize lanes")
 # fp32 numbers of a PSUM bank.
-COLUMNS = BANK_BYTES // 4
+_COLUMNS = BANK_BYTES // 4
 
-NKI = Statement(
+NKI_STATEMENT = Statement(
     "the NKI templates for prefill and decode",
-    (*SIZES, *WORDS, *NEEDS, *CORE),
-    estimated=ESTIMATED,
+    (*_SIZES, *_WORDS, *NEEDS, *CORE),
+    estimated=_ESTIMATED,
     shape=(
         *(
             Inequality("at least one", size >= 1, f"{size.name}={{{size.name}}} is below 1")
-            for size in SIZES
+            for size in _SIZES
         ),
         Inequality(
             "rows",
@@ -78,8 +78,8 @@ NKI = Statement(
             "form",
             Or(
                 Not(turned),
-                score_buffers * lanes <= COLUMNS,
-                Eq(Mod(COLUMNS, BLOCK_M), 0),
+                score_buffers * lanes <= _COLUMNS,
+                Eq(Mod(_COLUMNS, BLOCK_M), 0),
                 has_bf16_psum,
             ),
             "form=st: tiles of BLOCK_M={BLOCK_M} rows cross the end of a PSUM bank",

@@ -13,10 +13,10 @@ from textwrap import indent, wrap
 
 from sympy import And, Basic, Not, Or, Piecewise, Symbol, Tuple, preorder_traversal
 
-from flexattn.kernels.stated.expressions import Python, fitted, pieces
+from flexattn.kernels.stated.expressions import Python, branches, fitted
 from flexattn.kernels.stated.statement import Formula, Inequality, Statement, Step
 
-WIDTH = 99
+_WIDTH = 99
 _HEAD = '''"""Feasibility of {about}.
 
 Printed of {stated}, which says what the numbers mean, by `make golden`.
@@ -43,7 +43,7 @@ def text(statement: Statement, stated: str) -> str:
         _case(statement),
         functions,
         _estimate(statement.formulas) if statement.formulas else "",
-        f"\n\nRULES: Rules[Case] = Rules(\n{rules})\n",
+        f"\n\nRULES: Rules[RuleCase] = Rules(\n{rules})\n",
     ]
     return "".join(parts)
 
@@ -52,7 +52,7 @@ def _case(statement: Statement) -> str:
     truths = _truths(statement)
     lines = [
         "@dataclass(slots=True, eq=False, repr=False)",
-        "class Case:",
+        "class RuleCase:",
         '    """The numbers of one case."""',
         "",
     ]
@@ -78,7 +78,7 @@ def _truths(statement: Statement) -> set[Basic]:
         if isinstance(part, And | Or | Not):
             whole += part.args
         elif isinstance(part, Piecewise):
-            whole += [condition for _, condition in pieces(part)]
+            whole += [condition for _, condition in branches(part)]
     return {each for each in whole if isinstance(each, Symbol)}
 
 
@@ -86,7 +86,7 @@ def _function(formula: Formula, python: Python) -> str:
     kinds = [_kind(truth) for _, truth in _given(formula)]
     kind = kinds[0] if len(kinds) == 1 else f"tuple[{', '.join(kinds)}]"
     body = _Body(python, formula.steps).returned(formula.value, 4)
-    head = f"def {formula.names[0]}(c: Case) -> {kind}:\n"
+    head = f"def {formula.names[0]}(c: RuleCase) -> {kind}:\n"
     return head + indent(_docstring(formula.says), "    ") + "".join(body)
 
 
@@ -103,10 +103,10 @@ def _kind(truth: bool) -> str:
 
 
 def _docstring(says: str) -> str:
-    if len(says) + 10 <= WIDTH:
+    if len(says) + 10 <= _WIDTH:
         return f'"""{says}"""\n'
     first, _, rest = says.partition(". ")
-    return "\n".join([f'"""{first}.', "", *wrap(rest, WIDTH - 4), '"""', ""])
+    return "\n".join([f'"""{first}.', "", *wrap(rest, _WIDTH - 4), '"""', ""])
 
 
 class _Body:
@@ -121,7 +121,7 @@ class _Body:
 
     def returned(self, value: Basic, depth: int) -> Iterator[str]:
         """Lines that return a value: each piece in a branch of its own, with its own steps."""
-        cases = pieces(value)
+        cases = branches(value)
         for at, (piece, condition) in enumerate(cases):
             later = self._needed(part for case in cases[at + 1 :] for part in case)
             shared = [step for step in self._needed([piece]) if step in later]
@@ -143,15 +143,15 @@ class _Body:
     def _taken(self, steps: Collection[Step], depth: int) -> Iterator[str]:
         for step in [each for each in self._left.values() if each in steps]:
             del self._left[step.symbol]
-            comment = wrap(step.why, WIDTH - 2 - depth)
+            comment = wrap(step.why, _WIDTH - 2 - depth)
             yield from (f"{' ' * depth}# {line}\n" for line in comment)
             yield from self._assigned(step.symbol.name, step.value, depth)
 
     def _assigned(self, name: str, value: Basic, depth: int) -> Iterator[str]:
-        cases = pieces(value)
+        cases = branches(value)
         if len(cases) <= 2:
             lines = [*self._line(f"{name} = ", value, "", depth)]
-            if len(cases) == 1 or len(lines[0]) <= WIDTH:
+            if len(cases) == 1 or len(lines[0]) <= _WIDTH:
                 yield from lines
                 return
         word = "if"
@@ -164,7 +164,7 @@ class _Body:
             word = "elif"
 
     def _line(self, before: str, value: Basic, behind: str, depth: int) -> Iterator[str]:
-        lines = fitted(before, value, behind, WIDTH - depth, self._python)
+        lines = fitted(before, value, behind, _WIDTH - depth, self._python)
         yield from (f"{' ' * depth}{line}\n" for line in lines)
 
 
@@ -174,7 +174,7 @@ def _symbols(value: Basic) -> set[Basic]:
 
 def _estimate(formulas: Iterable[Formula]) -> str:
     lines = [
-        "def estimate(c: Case) -> None:",
+        "def estimate(c: RuleCase) -> None:",
         '    """Write into a case what its config takes."""',
     ]
     for each in formulas:
@@ -192,9 +192,9 @@ def _rule(rule: Inequality, python: Python) -> str:
     """A row: the name, the words, and what must hold; in as few lines as a formatter takes."""
     name, says = json.dumps(rule.name), json.dumps(rule.says)
     row = f"{name}, {says}, lambda c: {python.doprint(rule.holds)}"
-    if len(row) + len("Rule(),") <= WIDTH - 8:
+    if len(row) + len("Rule(),") <= _WIDTH - 8:
         lines = [f"Rule({row}),"]
-    elif len(row) <= WIDTH - 12:
+    elif len(row) <= _WIDTH - 12:
         lines = ["Rule(", f"    {row}", "),"]
     else:
         parts = [f"{name},", *_words(rule.says), *_held(rule, python)]
@@ -204,12 +204,12 @@ def _rule(rule: Inequality, python: Python) -> str:
 
 def _held(rule: Inequality, python: Python) -> list[str]:
     inside = python.doprint(rule.holds)
-    if WIDTH - 12 - len("lambda c: ,") < len(inside) <= WIDTH - 16:
+    if _WIDTH - 12 - len("lambda c: ,") < len(inside) <= _WIDTH - 16:
         return ["lambda c: (", f"    {inside}", "),"]
-    return fitted("lambda c: ", rule.holds, ",", WIDTH - 12, python)
+    return fitted("lambda c: ", rule.holds, ",", _WIDTH - 12, python)
 
 
 def _words(says: str) -> list[str]:
     """A string, in several lines where it is long."""
-    lines = wrap(says, WIDTH - 16, drop_whitespace=False)
+    lines = wrap(says, _WIDTH - 16, drop_whitespace=False)
     return [json.dumps(line) for line in lines[:-1]] + [f"{json.dumps(lines[-1])},"]

@@ -13,15 +13,15 @@ from sympy import And, Eq, Mod, Not, Or, Symbol, symbols
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers; whether its words of who merges parts say "await", or anything that there is.
-CONFIG = (BLOCK_M, BLOCK_N, num_warps, num_stages, per_sm, least, awaits, known_combine) = symbols(
-    "BLOCK_M BLOCK_N num_warps num_stages per_sm least awaits known_combine"
+_CONFIG = (BLOCK_M, BLOCK_N, num_warps, num_stages, per_sm, least, awaits, known_combine) = (
+    symbols("BLOCK_M BLOCK_N num_warps num_stages per_sm least awaits known_combine")
 )
 # Columns of V as tiles hold them, bytes of shared memory that the kernel needs and may have,
 # registers of a thread.
-LIMITS = (v_padded, shared_memory, shared_limit, max_registers) = symbols(
+_LIMITS = (v_padded, shared_memory, shared_limit, max_registers) = symbols(
     "v_padded shared_memory shared_limit max_registers"
 )
-ESTIMATED = (accumulators,) = symbols("accumulators,")
+_ESTIMATED = (accumulators,) = symbols("accumulators,")
 # Of a thread's registers, what does not accumulate.
 OTHERS = 55
 
@@ -37,10 +37,10 @@ def _tile(size: Symbol) -> Inequality:
     return Inequality("power of two", powers, words)
 
 
-PROGRAMS = Statement(
+PROGRAMS_STATEMENT = Statement(
     "paged decode where all warps of a program share a tile",
-    (*CONFIG, *LIMITS),
-    estimated=ESTIMATED,
+    (*_CONFIG, *_LIMITS),
+    estimated=_ESTIMATED,
     formulas=(ACCUMULATORS,),
     fit=(
         Inequality(

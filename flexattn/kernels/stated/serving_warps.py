@@ -14,7 +14,7 @@ from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether tiles go round the programs, its split_policy is
 # known, and parts are awaited.
-CONFIG = (
+_CONFIG = (
     BLOCK_M, BLOCK_N, num_warps, keys_per_warp, num_stages, per_sm, least,
     goes_round, known_policy, awaits,
 ) = symbols(
@@ -24,7 +24,7 @@ CONFIG = (
 # A form's sizes: bytes of an element of q and of the cache, rows of the longest request, 0 where
 # lengths are given; then truth values: whether k and v are as q, there is a mask_mod, as
 # ServingForm has them.
-FORM = (
+_FORM = (
     itemsize, kv_itemsize, qk_dim, v_dim, kv_heads, requests, rows, same_dtype, masked,
     aligned, shared_kv, prefix, offset,
 ) = symbols(
@@ -33,12 +33,12 @@ FORM = (
 )  # fmt: skip
 # interpreted: no device. programs: of a launch. thread_registers: of one thread, for as many
 # programs of an SM.
-DEVICE = (interpreted, capability, programs, thread_registers) = symbols(
+_DEVICE = (interpreted, capability, programs, thread_registers) = symbols(
     "interpreted capability programs thread_registers"
 )
-ESTIMATED = (held,) = symbols("held,")
+_ESTIMATED = (held,) = symbols("held,")
 # Of a thread's registers, what addresses and the loop take beside its tile.
-BESIDE = 40
+_BESIDE = 40
 # Operands of 16 bits, on their way from 8 into products: with none left for them, tiles spill.
 WIDENED = 32
 
@@ -48,7 +48,7 @@ widened = let("widened", Piecewise((WIDENED, Eq(kv_itemsize, 1)), (0, True)))
 scores = let("scores", floor(keys_per_warp * BLOCK_M / 16))
 q_and_output = let("q_and_output", floor(BLOCK_M * (floor(qk_dim / 2) + v_dim) / 32))
 ends = let("ends", floor(requests / 32) * Piecewise((2, masked), (1, True)), "Of requests.")
-HELD = let.formula(
+_HELD = let.formula(
     "held",
     "Registers of a thread that hold a tile, K, V and Q in words, and the ends of requests.",
     kv_tiles + widened + scores + q_and_output + ends,
@@ -59,11 +59,11 @@ def _one_of(size: Any, among: tuple[int, ...]) -> Any:
     return Or(*(Eq(size, each) for each in among))
 
 
-WARPS = Statement(
+WARPS_STATEMENT = Statement(
     "paged decode where each warp has a part of a tile for itself",
-    (*CONFIG, *FORM, *DEVICE),
-    estimated=ESTIMATED,
-    formulas=(HELD,),
+    (*_CONFIG, *_FORM, *_DEVICE),
+    estimated=_ESTIMATED,
+    formulas=(_HELD,),
     fit=(
         Inequality(
             "arch",
@@ -120,7 +120,7 @@ WARPS = Statement(
         ),
         Inequality(
             "registers",
-            Or(interpreted, held + BESIDE <= thread_registers),
+            Or(interpreted, held + _BESIDE <= thread_registers),
             "{held} registers hold a thread's K, V, Q, scores and output",
         ),
         Inequality(

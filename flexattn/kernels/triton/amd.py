@@ -6,13 +6,11 @@ They stand apart from triton/config.py: what NVIDIA's kernels are made of knows 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Config
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-
-AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
 
 # Of a CU of CDNA, and of a WGP of RDNA.
 SIMDS = 4
@@ -38,12 +36,14 @@ class AmdDecodeConfig(DecodeConfig):
     matrix_instr_nonkdim: int = 0
 
 
-def for_device(config: AnyConfig, device: Device) -> AnyConfig:
+def for_device(config: TritonConfigT, device: Device) -> TritonConfigT:
     """The config as a device's compiler takes it: with room for hints where it is AMD's."""
     if device.backend != "hip" or isinstance(config, AmdPrefillConfig | AmdDecodeConfig):
         return config
     kind: Any = AmdDecodeConfig if isinstance(config, DecodeConfig) else AmdPrefillConfig
-    hinted: AnyConfig = kind(**{each.name: getattr(config, each.name) for each in fields(config)})
+    hinted: TritonConfigT = kind(
+        **{each.name: getattr(config, each.name) for each in fields(config)}
+    )
     return hinted
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.base.config import power_above
 from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.triton.amd import for_device
-from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT, TritonOrder
 from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask
 from flexattn.problem import Problem
-
-AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
 # Waves of programs on the SMs that a split of the keys makes; one wave is what 0 splits mean.
 WAVES = (0.5, 1.5, 2, 3)
@@ -42,7 +40,7 @@ def decode_axes(
     yield from _hinted(_decode_grid(problem, device, every, height), device, every)
 
 
-def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[Order, ...]:
+def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[TritonOrder, ...]:
     """The orders of tiles that differ in what they do to this problem.
 
     Heads side by side pay where they share keys, or where a mask makes some tiles long.
@@ -50,7 +48,7 @@ def orders(problem: Problem, config: PrefillConfig, every: bool) -> tuple[Order,
     if problem.q_len <= config.BLOCK_M or problem.Hq == 1:
         return ("last",)
     masked = problem.structure.sparsity is not None
-    worth: dict[Order, bool] = {
+    worth: dict[TritonOrder, bool] = {
         "last": True,
         "first": every and masked,
         "group": problem.Hq > problem.Hkv,
@@ -73,7 +71,9 @@ def split_counts(problem: Problem, config: DecodeConfig, device: Device, every: 
     return [0, *sorted(allowed - {once.num_splits})]
 
 
-def _hinted(configs: Iterator[AnyConfig], device: Device, every: bool) -> Iterator[AnyConfig]:
+def _hinted(
+    configs: Iterator[TritonConfigT], device: Device, every: bool
+) -> Iterator[TritonConfigT]:
     """Each config with what AMD's compiler may be told besides; as it is for another's."""
     if device.backend != "hip":
         yield from configs

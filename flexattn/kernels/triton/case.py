@@ -18,7 +18,7 @@ _HINTED = (AmdPrefillConfig, AmdDecodeConfig)
 
 def case_of(
     config: PrefillConfig | DecodeConfig, structure: Structure, device: Device
-) -> printed.Case:
+) -> printed.RuleCase:
     """What the symbols of stated/symbols.py stand for; nothing is estimated yet."""
     splits, use_tma, known_order, waves, rows = 0, False, True, 0, 0
     if isinstance(config, DecodeConfig):
@@ -28,7 +28,7 @@ def case_of(
     if isinstance(config, _HINTED):
         waves, rows = config.waves_per_eu, config.matrix_instr_nonkdim
         device = limited(device, config)
-    return printed.Case(
+    return printed.RuleCase(
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_warps,

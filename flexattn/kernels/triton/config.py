@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from flexattn.kernels.base.config import Language
 from flexattn.kernels.base.features import loads_early
 from flexattn.kernels.base.knobs import knob
 
-Order = Literal["last", "first", "group", "heads"]
-ORDERS: tuple[Order, ...] = ("last", "first", "group", "heads")
+TritonOrder = Literal["last", "first", "group", "heads"]
+ORDERS: tuple[TritonOrder, ...] = ("last", "first", "group", "heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     use_tma: bool = False
-    order: Order = "last"
+    order: TritonOrder = "last"
     early_loads: bool = knob(True, False, word="late", moves=loads_early)
 
     heads: ClassVar[int] = 1
@@ -53,3 +53,6 @@ class DecodeConfig:
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"
+
+
+TritonConfigT = TypeVar("TritonConfigT", PrefillConfig, DecodeConfig)

@@ -10,20 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from flexattn.device import LIMITS, Device
+from flexattn.device import Device
 from flexattn.kernels.base.config import padded
-from flexattn.kernels.base.estimate import Estimate
+from flexattn.kernels.base.estimate import Estimate, bandwidth
 from flexattn.kernels.triton.config import DecodeConfig
 from flexattn.kernels.triton.tiles import decode_grid
 from flexattn.problem import ITEMSIZE, Problem
 from flexattn.problem.mask_class import kept
 
-# An H200's memory, in bytes a microsecond: of a device whose own nobody knows.
-BANDWIDTH = 4.8e6
-
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class DecodeCosts:
     """Microseconds, fitted to 111 records and 4 studies of an H200.
 
     In the median times are off by 4.4 %, ratios of numbers of splits by 2.4 %.
@@ -46,11 +43,11 @@ class Costs:
     memory: float = 0.96
 
 
-COSTS = Costs()
+COSTS = DecodeCosts()
 
 
 def expected(
-    problem: Problem, config: DecodeConfig, device: Device, costs: Costs = COSTS
+    problem: Problem, config: DecodeConfig, device: Device, costs: DecodeCosts = COSTS
 ) -> Estimate | None:
     """What a decode config is expected to take; None where there is nothing to do."""
     if not problem.q_len or not problem.kv_len or not problem.B:
@@ -69,7 +66,7 @@ def expected(
     chain = turns * steps * imbalance**0.5 * step
     busy = on_one * steps * costs.busy * work
     read = grid.num_work_tiles * tiles * config.BLOCK_N * columns
-    read *= ITEMSIZE[structure.dtype_of("k")] / (_bandwidth(device) * costs.memory)
+    read *= ITEMSIZE[structure.dtype_of("k")] / (bandwidth(device) * costs.memory)
     body = (chain**4 + busy**4 + read**4) ** 0.25
     merge = costs.merge + costs.per_split * grid.num_splits if grid.num_splits > 1 else 0.0
     bound = "memory" if read >= max(chain, busy) else "latency" if chain > busy else "products"
@@ -100,8 +97,3 @@ def _resident(problem: Problem, config: DecodeConfig, device: Device) -> int:
     taken += config.BLOCK_M * padded(structure.head_dim_qk) * structure.itemsize
     by_registers = device.registers // (32 * config.num_warps * device.max_registers)
     return max(1, min(device.shared_memory // max(1, taken), by_registers))
-
-
-def _bandwidth(device: Device) -> float:
-    limits = LIMITS.get(device.name)
-    return limits.bandwidth * 1e6 if limits else BANDWIDTH

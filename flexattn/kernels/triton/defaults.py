@@ -10,7 +10,7 @@ from flexattn.device import Device, is_rdna
 from flexattn.kernels.base import features
 from flexattn.kernels.base.estimate import best_first
 from flexattn.kernels.triton.amd import for_device
-from flexattn.kernels.triton.config import DecodeConfig, Order, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonOrder
 from flexattn.kernels.triton.cost import expected, other_splits
 from flexattn.kernels.triton.tiles import fit_to_mask
 from flexattn.mods.analysis.mask_form import mask_form
@@ -80,7 +80,7 @@ def _prefill(structure: Structure, device: Device) -> Iterator[PrefillConfig]:
 
 
 @lru_cache(maxsize=256)
-def _order(structure: Structure) -> Order:
+def _order(structure: Structure) -> TritonOrder:
     """Tiles of all heads side by side where a mask makes some longer: 2 to 15 % off on an H200.
 
     Those of a window are as long as each other: head after head they find keys in the L2 cache,

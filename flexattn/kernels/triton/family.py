@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
@@ -18,7 +18,7 @@ from flexattn.kernels.triton import printed
 from flexattn.kernels.triton.amd import hints
 from flexattn.kernels.triton.axes import decode_axes, prefill_axes
 from flexattn.kernels.triton.case import case_of
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
 from flexattn.kernels.triton.cost import expected
 from flexattn.kernels.triton.defaults import decode_defaults, prefill_defaults
 from flexattn.kernels.triton.invariant import invariant_config
@@ -27,26 +27,26 @@ from flexattn.kernels.triton.tiles import decode_grid, fit_to_mask, prefill_grid
 from flexattn.problem import Kind, Problem, Structure
 from flexattn.settings import log
 
-C = TypeVar("C", PrefillConfig, DecodeConfig)
-
-TRITON = Feasibility(printed.RULES, case_of, printed.estimate)
+TRITON_FEASIBILITY = Feasibility(printed.RULES, case_of, printed.estimate)
 
 
-class _Family(KernelFamily[C]):
+class _Family(KernelFamily[TritonConfigT]):
     """What prefill and decode have in common."""
 
     name = "triton"
     language: Language = "triton"
-    feasibility: Feasibility = TRITON
+    feasibility: Feasibility = TRITON_FEASIBILITY
 
-    def fit_to_mask(self, config: C, structure: Structure) -> C:
+    def fit_to_mask(self, config: TritonConfigT, structure: Structure) -> TritonConfigT:
         return fit_to_mask(config, structure)
 
-    def render(self, structure: Structure, config: C, device: Device, title: str) -> Source:
+    def render(
+        self, structure: Structure, config: TritonConfigT, device: Device, title: str
+    ) -> Source:
         options = hints(config) + (UNFUSED if structure.batch_invariant else ())
         return hinted(render(structure, config, device, title), options)
 
-    def _short(self, config: C, own: list[str]) -> str:
+    def _short(self, config: TritonConfigT, own: list[str]) -> str:
         parts = [f"{config.BLOCK_M}x{config.BLOCK_N} w{config.num_warps} s{config.num_stages}"]
         parts += own + [f"{name}={value}" for name, value in hints(config)]
         return " ".join(parts + words(config))
@@ -62,7 +62,7 @@ class _Prefill(_Family[PrefillConfig]):
         return prefill_axes(problem, device, effort == "exhaustive")
 
     def invariant(self, problem: Problem, device: Device) -> PrefillConfig:
-        return invariant_config(problem, device, TRITON)
+        return invariant_config(problem, device, TRITON_FEASIBILITY)
 
     def tile(self, config: PrefillConfig) -> PrefillConfig:
         return replace(at_rest(config), order="last")
@@ -71,12 +71,12 @@ class _Prefill(_Family[PrefillConfig]):
         self, config: PrefillConfig, structure: Structure, device: Device
     ) -> PrefillConfig:
         """The copy engine, as for torch, is a hint."""
-        found = TRITON.violated(config, structure, device) if config.use_tma else []
+        found = TRITON_FEASIBILITY.violated(config, structure, device) if config.use_tma else []
         if all(rule.name != "tma" for rule in found):
             return config
         plain = replace(config, use_tma=False)
-        kept = set(TRITON.reasons(plain, structure, device))
-        lost = set(TRITON.reasons(config, structure, device)) - kept
+        kept = set(TRITON_FEASIBILITY.reasons(plain, structure, device))
+        lost = set(TRITON_FEASIBILITY.reasons(config, structure, device)) - kept
         log.debug("kernel_options['USE_TMA'] has no effect: %s", "; ".join(sorted(lost)))
         return plain
 
@@ -97,7 +97,7 @@ class _Decode(_Family[DecodeConfig]):
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[DecodeConfig]:
         def can_run(config: DecodeConfig) -> bool:
-            return not TRITON.violated(config, problem.structure, device)
+            return not TRITON_FEASIBILITY.violated(config, problem.structure, device)
 
         return decode_defaults(problem, device, can_run)
 
@@ -107,7 +107,7 @@ class _Decode(_Family[DecodeConfig]):
     def axes(self, problem: Problem, device: Device, effort: Effort) -> Iterator[DecodeConfig]:
         can_run = (
             each for each in self.defaults(problem, device)
-            if not TRITON.violated(each, problem.structure, device)
+            if not TRITON_FEASIBILITY.violated(each, problem.structure, device)
         )  # fmt: skip
         return decode_axes(problem, device, effort == "exhaustive", next(can_run).BLOCK_M)
 

@@ -12,7 +12,7 @@ from flexattn.kernels.base.rule import Rule, Rules
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Case:
+class RuleCase:
     """The numbers of one case."""
 
     BLOCK_M: int
@@ -53,7 +53,7 @@ class Case:
     registers: int = 0
 
 
-def shared_memory(c: Case) -> int:
+def shared_memory(c: RuleCase) -> int:
     """Bytes of shared memory.
 
     Q, P on its way to a product, K and V ahead of it; exact but for the slack where nothing is
@@ -84,7 +84,7 @@ def shared_memory(c: Case) -> int:
     return kv_tiles + p_tile + q_tile + 2048
 
 
-def registers(c: Case) -> int:
+def registers(c: RuleCase) -> int:
     """Registers of one thread, roughly.
 
     No config passes that spills in a loop, and few others are refused.
@@ -127,13 +127,13 @@ def registers(c: Case) -> int:
     return floor(c.BLOCK_N * words / 2 + made + q) + 40
 
 
-def estimate(c: Case) -> None:
+def estimate(c: RuleCase) -> None:
     """Write into a case what its config takes."""
     c.shared_memory = shared_memory(c)
     c.registers = registers(c)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule(
             "hints",

@@ -9,7 +9,7 @@ from flexattn.kernels.base.features import loads_tiles, multiplies_ramp, skips_f
 from flexattn.kernels.base.knobs import values
 from flexattn.kernels.base.source import BASE_2, Source
 from flexattn.kernels.base.tiles import tiles_per_q, walks_runs
-from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole
+from flexattn.kernels.printers.mask_parts import MaskParts, mask_parts, whole_mask
 from flexattn.kernels.printers.printed_score import PrintedScore
 from flexattn.kernels.printers.score_printer import print_score
 from flexattn.kernels.printers.triton_ops import triton_type
@@ -37,7 +37,7 @@ def render(
     runs, prefill = walks_runs(structure, config), structure.kind == "prefill"
     if structure.mask is not None:
         needed = "masked" if structure.batch_invariant else "i < num_kv"
-        mask = whole(structure.mask, traits, needed)
+        mask = whole_mask(structure.mask, traits, needed)
         if runs:
             heads = structure.packed_heads
             mask = mask_parts(structure.mask, traits, heads, _looks_ahead(structure), prefill)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
 
 from flexattn.device import Device
 from flexattn.kernels.base.tiles import Geometry, tile_for, tiles_per_q
-from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
+from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig, TritonConfigT
 from flexattn.problem import Problem, Structure
 
-AnyConfig = TypeVar("AnyConfig", PrefillConfig, DecodeConfig)
 
-
-def fit_to_mask(config: AnyConfig, structure: Structure) -> AnyConfig:
+def fit_to_mask(config: TritonConfigT, structure: Structure) -> TritonConfigT:
     """The config with its tiles cut to the mask's blocks."""
     sparsity = structure.sparsity
     if sparsity is None:

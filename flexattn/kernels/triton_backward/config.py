@@ -14,7 +14,7 @@ from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
 from flexattn.problem import Structure
 
 # Barriers and scratch, beside the tiles; registers of addresses and loop state, beside those too.
-SHARED_SLACK, REGISTER_SLACK = 2048, 40
+_SHARED_SLACK, _REGISTER_SLACK = 2048, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BackwardConfig:
 
 
 @dataclass(slots=True)
-class Case:
+class RuleCase:
     """What the rules ask: bytes of shared memory, registers of a thread, and their limits."""
 
     config: BackwardConfig
@@ -76,10 +76,10 @@ class Case:
     registers: int = 0
 
 
-def case_of(config: BackwardConfig, structure: Structure, device: Device) -> Case:
+def case_of(config: BackwardConfig, structure: Structure, device: Device) -> RuleCase:
     """The numbers of a config, a structure and a device."""
     wgmma = device.has_wgmma and structure.itemsize == 2 and config.num_warps >= 4
-    return Case(
+    return RuleCase(
         config,
         structure.itemsize,
         padded(structure.head_dim_qk),
@@ -101,7 +101,7 @@ def _whole(structure: Structure) -> bool:
     return one and structure.head_dim_v * structure.itemsize % 16 == 0
 
 
-def estimate(case: Case) -> None:
+def estimate(case: RuleCase) -> None:
     """Write what a config takes into its case: of the half that takes more."""
     c, width = case.config, case.qk + case.v
     halves = (c.BLOCK_N1, c.BLOCK_M1), (c.BLOCK_M2, c.BLOCK_N2)
@@ -110,16 +110,16 @@ def estimate(case: Case) -> None:
     if case.diagonals:
         # Scores are turned through shared memory, in float32 and a buffer a stage.
         queries_half += 4 * c.num_stages * c.BLOCK_M2 * c.BLOCK_N2
-    case.shared_memory = max(keys_half, queries_half) + SHARED_SLACK
+    case.shared_memory = max(keys_half, queries_half) + _SHARED_SLACK
     keys = c.BLOCK_N1 * width + 2 * c.BLOCK_N1 * c.BLOCK_M1
     queries = c.BLOCK_M2 * case.qk + 2 * c.BLOCK_M2 * c.BLOCK_N2
-    case.registers = REGISTER_SLACK + max(keys, queries) // case.threads
+    case.registers = _REGISTER_SLACK + max(keys, queries) // case.threads
     if case.itemsize == 4:
         # Without matrix instructions operands lie in registers, too.
         case.registers += (held + walked) * max(case.qk, case.v) // case.threads // 4
 
 
-def _shared_elements(case: Case, held: int, walked: int, width: int) -> int:
+def _shared_elements(case: RuleCase, held: int, walked: int, width: int) -> int:
     """Elements that one half has in shared memory: tiles that are held and walked, and weights."""
     stages = case.config.num_stages
     if case.hip:  # what is held stays in registers
@@ -131,11 +131,11 @@ def _shared_elements(case: Case, held: int, walked: int, width: int) -> int:
     return (held + stages * walked) * width + apart * held * walked
 
 
-def _powers(case: Case) -> bool:
+def _powers(case: RuleCase) -> bool:
     return all(size >= 16 and not size & (size - 1) for _, size in case.config.tiles)
 
 
-RULES: Rules[Case] = Rules(
+RULES: Rules[RuleCase] = Rules(
     shape=(
         Rule("tiles", "tiles are powers of two of at least 16", _powers),
         Rule(

@@ -31,7 +31,7 @@ from flexattn.kernels.triton_backward.tiles import reads_runs, tile_counts
 from flexattn.problem import Structure
 
 # Elements of the output that a program of delta reads at once.
-ELEMENTS = 4096
+_ELEMENTS = 4096
 
 
 def render(structure: Structure, config: BackwardConfig, device: Device, title: str) -> Source:
@@ -90,7 +90,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
 def rows_of_delta(structure: Structure) -> int:
     """How many query rows a program of delta takes."""
     width = sum(piece.tile for piece in named_pieces("v", structure.head_dim_v))
-    return max(16, min(128, ELEMENTS // power_above(width)))
+    return max(16, min(128, _ELEMENTS // power_above(width)))
 
 
 def render_delta(structure: Structure, device: Device, through_lse: bool) -> Source:

@@ -2,4 +2,4 @@
 
 from flexattn.mods.algebra.evaluation import verdicts
 from flexattn.mods.algebra.lower import Bounds, TableUse, bounds_of
-from flexattn.mods.algebra.tables import Table, tables_of
+from flexattn.mods.algebra.tables import Extremes, tables_of

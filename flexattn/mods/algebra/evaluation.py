@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexattn.mods.algebra.lower import Bounds
-from flexattn.mods.algebra.tables import Table
+from flexattn.mods.algebra.tables import Extremes
 from flexattn.mods.expr import Expr, walk
 from flexattn.mods.ops import OPS, dtype_of
 
@@ -18,7 +18,7 @@ def verdicts(
     corners: Mapping[str, Tensor],
     tensors: Sequence[Tensor],
     scalars: Sequence[int | float | bool],
-    tables: Sequence[Table],
+    tables: Sequence[Extremes],
 ) -> tuple[Tensor, Tensor]:
     """Whether every element of each tile is kept, and whether any may be.
 
@@ -52,7 +52,7 @@ def verdicts(
     return found[bounds.must], found[bounds.may]
 
 
-def _read(table: Table, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
+def _read(table: Extremes, places: list[Tensor], searched: int, greatest: bool) -> Tensor:
     values = table.most if greatest else table.least
     if searched < 0:
         return _at(values[0], places)

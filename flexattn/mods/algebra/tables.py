@@ -22,7 +22,7 @@ _PIECES, _SHORT = 2**20, 2**12
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Extremes:
     """Extremes of a captured tensor, contiguous, with the searched dimension last.
 
     least, most: [levels, ..., pieces], in the tensor's dtype. A piece is 2**shift neighbours.
@@ -40,7 +40,7 @@ class Table:
 
 def tables_of(
     uses: Sequence[TableUse], tensors: Sequence[Tensor], tile: tuple[int, int]
-) -> tuple[Table, ...]:
+) -> tuple[Extremes, ...]:
     """The tables that a mod's bounds read, for tiles of (query rows, keys).
 
     Asks the device once whether the tensors that are searched are sorted, unless a CUDA graph is
@@ -51,7 +51,7 @@ def tables_of(
     ordered = dict(zip(searched, _sorted([moved[i] for i in searched]), strict=True))
     shift = _trailing_zeros(math.gcd(*tile))
     return tuple(
-        Table(values[None], values[None], 0)
+        Extremes(values[None], values[None], 0)
         if ordered.get(i, True)
         else _levels(values, min(shift, 7))
         for i, values in enumerate(moved)
@@ -82,7 +82,7 @@ def _sorted(tensors: list[Tensor]) -> list[bool]:
     return found
 
 
-def _levels(values: Tensor, shift: int) -> Table:
+def _levels(values: Tensor, shift: int) -> Extremes:
     count = values.shape[-1]
     if count <= _SHORT:
         shift = 0
@@ -103,7 +103,7 @@ def _levels(values: Tensor, shift: int) -> Table:
             found.append(
                 torch.cat([op(last[..., :-step], last[..., step:]), last[..., -step:]], -1)
             )
-    return Table(torch.stack(least), torch.stack(most), shift)
+    return Extremes(torch.stack(least), torch.stack(most), shift)
 
 
 def _trailing_zeros(value: int) -> int:

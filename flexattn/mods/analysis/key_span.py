@@ -16,7 +16,7 @@ from flexattn.mods.simplify import make
 
 KEY = Expr("var", "int64", (), "kv_idx")
 # Where whole tiles may still be added to a bound in 32 bits.
-SMALL = 2**30
+_SMALL = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def key_span(expr: Expr, ranges: Mapping[str, Range]) -> KeySpan:
             below.append(make("le", "bool", (found.low, KEY)))
             above.append(make("lt", "bool", (KEY, found.high)))
     low, high = (
-        None if bound is None else _clamped(bound, (-SMALL, SMALL), ranges)
+        None if bound is None else _clamped(bound, (-_SMALL, _SMALL), ranges)
         for bound in (both.low, both.high)
     )
     return KeySpan(low, high, conjunction(below), conjunction(above), conjunction(rest))

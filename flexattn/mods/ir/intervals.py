@@ -65,7 +65,7 @@ def trunc_mod(x: Range, y: Range) -> Range | None:
     return max(-most, min(x[0], 0)), min(most, max(x[1], 0))
 
 
-def both(x: Range, y: Range) -> Range | None:
+def meet(x: Range, y: Range) -> Range | None:
     """and."""
     positive = [r for r in (x, y) if r[0] >= 0]
     return (0, min(r[1] for r in positive)) if positive else None

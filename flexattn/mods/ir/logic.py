@@ -40,7 +40,7 @@ def _bits(
 
 
 LOGIC = (
-    _bits("and", "&", "bitwise_and", "__and__", intervals.both, "logical_and"),
+    _bits("and", "&", "bitwise_and", "__and__", intervals.meet, "logical_and"),
     _bits("or", "|", "bitwise_or", "__or__", intervals.either, "logical_or"),
     _bits("xor", "^", "bitwise_xor", "__xor__", intervals.differ, "logical_xor"),
     _bits("shl", "<<", "bitwise_left_shift", "__lshift__", intervals.shifted_left),

@@ -33,7 +33,7 @@ def matmul(stationary: Tensor, moving: Tensor) -> float:
     return 4.0 * cycles if stationary.dtype == "float32" else float(cycles)
 
 
-def transposed(core: NeuronCore, data: Tensor) -> float:
+def transpose_cost(core: NeuronCore, data: Tensor) -> float:
     """[cost] nc_transpose on the Tensor Engine: max(P, min(64, F)).
 
     It is a matmul [arch2]: float32 takes four passes, two with v3's transpose mode [arch3].

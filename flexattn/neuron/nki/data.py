@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import Machine, current
+from flexattn.neuron.nki.machine import Machine, current_machine
 from flexattn.neuron.nki.rules import check, column, engine_of, issue, on_chip, same
 from flexattn.neuron.nki.tensor import Tensor
 
@@ -28,7 +28,7 @@ def dma_copy(dst: Tensor, src: Tensor) -> None:
 def dma_transpose(dst: Tensor, src: Tensor, axes: tuple[int, ...] | None = None) -> None:
     """dst = src with its two axes swapped; 2-byte data, from NeuronCore-v3."""
     _reachable(dst, src)
-    core = current().core
+    core = current_machine().core
     check(core.has_dma_transpose, core.name, "DMA engines transpose from NeuronCore-v3 on")
     check(src.ndim == 2 and dst.ndim == 2, f"{src.shape}", "this subset transposes 2-D tiles")
     check(axes in (None, (1, 0)), f"axes {axes}", "two axes are swapped by (1, 0)")
@@ -48,7 +48,7 @@ def tensor_copy(dst: Tensor, src: Tensor, engine: Any = None) -> None:
     on_chip(dst, src)
     same(dst, src)
     chosen = engine_of(engine, ("vector", "scalar", "gpsimd"))
-    core = current().core
+    core = current_machine().core
     if chosen == "scalar":
         check(core.has_scalar_copy, f"engine scalar on {core.name}", "use nisa.activation")
     if chosen == "gpsimd":
@@ -84,7 +84,7 @@ def _reachable(*tensors: Tensor) -> None:
 
 def _transfer(dst: Tensor, src: Tensor, charged: int) -> Machine:
     """Count a transfer; each DMA engine serves eight partitions."""
-    machine = current()
+    machine = current_machine()
     core = machine.core
     machine.counts[machine.instruction] += 1
     machine.counts["dma instructions"] += 1

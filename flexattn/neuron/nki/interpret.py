@@ -16,14 +16,21 @@ import torch
 from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, NeuronCore
 from flexattn.errors import KernelError
 from flexattn.neuron.nki import data, matrix, scalar, vector
-from flexattn.neuron.nki.machine import DTYPES, Machine, Storage, current, fault, running
+from flexattn.neuron.nki.machine import (
+    NKI_DTYPES,
+    Machine,
+    Storage,
+    current_machine,
+    fault,
+    running,
+)
 from flexattn.neuron.nki.operators import OPERATORS
 from flexattn.neuron.nki.tensor import Tensor
 
 Engine = enum.Enum("Engine", "unknown tensor scalar gpsimd dma vector sync")
 ReduceCmd = enum.Enum("ReduceCmd", "idle reset reduce reset_reduce load_reduce")
 BUFFERS = ("sbuf", "psum", "hbm", "shared_hbm", "private_hbm")
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in NKI_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ def interpret(
     numerics: False counts and checks without computing; results are empty then.
     Raises KernelError for whatever breaks a rule.
     """
-    kernel = load(source)[function]
+    kernel = _load(source)[function]
     machine = Machine(core, numerics)
     with running(machine), _one_thread():
         try:
@@ -92,7 +99,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def load(source: str) -> dict[str, Any]:
+def _load(source: str) -> dict[str, Any]:
     """A kernel source's names, with this interpreter in the place of the package nki."""
     nki = _package()
     modules = {"nki": nki, "nki.isa": nki.isa, "nki.language": nki.language}
@@ -111,7 +118,7 @@ def load(source: str) -> dict[str, Any]:
 
 
 def _package() -> Any:
-    language: dict[str, Any] = {name: name for name in DTYPES}
+    language: dict[str, Any] = {name: name for name in NKI_DTYPES}
     language |= {name: name for name in BUFFERS} | dict(OPERATORS)
     language |= {"ndarray": _ndarray, "tile_size": _TileSize()}
     isa: dict[str, Any] = {"engine": Engine, "reduce_cmd": ReduceCmd}
@@ -154,7 +161,7 @@ def _keywords(instruction: Callable[..., Any]) -> Callable[..., Any]:
                 got = f"nisa.{instruction.__name__}: {name}={kwargs[name]!r}"
                 raise fault(got, "it is a tensor")
         kwargs.pop("name", None)  # every instruction has one, for profilers
-        current().instruction = instruction.__name__
+        current_machine().instruction = instruction.__name__
         return instruction(**kwargs)
 
     return call
@@ -167,7 +174,9 @@ def _ndarray(
         raise fault(f"the buffer {buffer!r}", f"it is one of {BUFFERS}")
     if address is not None:
         raise fault(f"address={address}", "this subset leaves addresses to the allocator")
-    return Tensor.whole(current().allocate(tuple(int(size) for size in shape), dtype, buffer))
+    return Tensor.whole(
+        current_machine().allocate(tuple(int(size) for size in shape), dtype, buffer)
+    )
 
 
 def _hbm(value: Any, numerics: bool) -> Any:
@@ -176,7 +185,7 @@ def _hbm(value: Any, numerics: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype not in _NAMES:
-        raise fault(f"a tensor of {value.dtype}", f"kernels take {', '.join(DTYPES)}")
+        raise fault(f"a tensor of {value.dtype}", f"kernels take {', '.join(NKI_DTYPES)}")
     if value.numel() == 0:
         raise fault(f"a tensor of shape {tuple(value.shape)}", "kernels take no empty tensors")
     shape = tuple(value.shape) or (1,)

@@ -14,7 +14,7 @@ from flexattn.device.neuroncore import BANK_BYTES, PARTITIONS, PSUM_BANKS, Neuro
 from flexattn.errors import KernelError
 from flexattn.neuron.nki.timeline import Timeline
 
-DTYPES: dict[str, torch.dtype] = {
+NKI_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-ON_CHIP = ("sbuf", "psum")
+_ON_CHIP = ("sbuf", "psum")
 # What new memory holds, as in AWS's simulator: reading it before writing shows in the result.
 POISON_INT = 4
 
@@ -51,11 +51,11 @@ class Storage:
 
     @property
     def on_chip(self) -> bool:
-        return self.buffer in ON_CHIP
+        return self.buffer in _ON_CHIP
 
     @property
     def itemsize(self) -> int:
-        return DTYPES[self.dtype].itemsize
+        return NKI_DTYPES[self.dtype].itemsize
 
     @property
     def per_partition(self) -> int:
@@ -87,8 +87,8 @@ class Machine:
 
     def allocate(self, shape: tuple[int, ...], dtype: str, buffer: str) -> Storage:
         """Poisoned memory; raises KernelError where it does not fit."""
-        if dtype not in DTYPES:
-            raise fault(f"a tensor of {dtype!r}", f"this subset has {', '.join(DTYPES)}")
+        if dtype not in NKI_DTYPES:
+            raise fault(f"a tensor of {dtype!r}", f"this subset has {', '.join(NKI_DTYPES)}")
         if any(size < 1 for size in shape):
             raise fault(f"a tensor of shape {shape}", "every size is at least 1")
         storage = Storage(shape, dtype, buffer, None)
@@ -96,7 +96,7 @@ class Machine:
             self._fit(storage)
         if self.numerics:
             count = storage.per_partition * shape[0]
-            kind = DTYPES[dtype]
+            kind = NKI_DTYPES[dtype]
             poison = float("nan") if kind.is_floating_point else POISON_INT
             storage.data = torch.full((count,), poison, dtype=kind)
         return storage
@@ -122,7 +122,7 @@ class Machine:
 _current: ContextVar[Machine | None] = ContextVar("flexattn_nki_machine", default=None)
 
 
-def current() -> Machine:
+def current_machine() -> Machine:
     """The machine of the kernel that runs; raises KernelError outside of one."""
     machine = _current.get()
     if machine is None:

@@ -8,13 +8,13 @@ import torch
 
 from flexattn.device.neuroncore import PARTITIONS, STATIONARY_MAX
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import Machine, current
+from flexattn.neuron.nki.machine import Machine, current_machine
 from flexattn.neuron.nki.rules import check, engine_of, issue, on_chip
 from flexattn.neuron.nki.tensor import Tensor
 
 __all__ = ["nc_matmul", "nc_transpose"]
 
-FLOATS = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
 def nc_matmul(
@@ -31,7 +31,7 @@ def nc_matmul(
     on_chip(stationary, moving, only="sbuf")
     on_chip(dst, only="psum")
     check(isinstance(accumulate, bool), f"accumulate={accumulate!r}", "it is True or False")
-    machine = current()
+    machine = current_machine()
     core = machine.core
     k, m, n = stationary.shape[0], stationary.free, moving.free
     check(k == moving.shape[0], f"{k} against {moving.shape[0]} rows", "both contract over K")
@@ -43,7 +43,7 @@ def nc_matmul(
     kinds = ("float32", "bfloat16") if core.has_bf16_psum else ("float32",)
     check(dst.dtype in kinds, f"dst of {dst.dtype}", f"{core.name} writes {kinds}")
     for each in (stationary, moving):
-        check(each.dtype in FLOATS, f"a {each.dtype} operand", f"operands are of {FLOATS}")
+        check(each.dtype in _FLOATS, f"a {each.dtype} operand", f"operands are of {_FLOATS}")
     mixed = (stationary.dtype == "float32") != (moving.dtype == "float32")
     check(not mixed, f"{stationary.dtype} by {moving.dtype}", "float32 goes with float32")
     _one_run(dst)
@@ -82,8 +82,8 @@ def nc_transpose(dst: Tensor, data: Tensor, engine: Any = None) -> None:
         on_chip(data, only="sbuf")
         on_chip(dst, only="psum")
         check(len(dst.banks()) == 1, "dst in two PSUM banks", "a matmul writes one bank")
-        core = current().core
-        machine = issue("tensor", costs.transposed(core, data), (data,), (dst,))
+        core = current_machine().core
+        machine = issue("tensor", costs.transpose_cost(core, data), (data,), (dst,))
     if machine.numerics:
         dst.put(_turned(machine, data, chosen))
 

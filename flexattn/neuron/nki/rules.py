@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import Machine, current, fault
+from flexattn.neuron.nki.machine import Machine, current_machine, fault
 from flexattn.neuron.nki.operators import Operator
 from flexattn.neuron.nki.tensor import Tensor
 
@@ -22,7 +22,7 @@ _CLOCK = {
 def check(holds: bool, got: str, rule: str) -> None:
     """Raise KernelError where the instruction that runs breaks a rule."""
     if not holds:
-        raise fault(f"nisa.{current().instruction}: {got}", rule)
+        raise fault(f"nisa.{current_machine().instruction}: {got}", rule)
 
 
 def on_chip(*operands: Any, only: str = "") -> None:
@@ -92,7 +92,7 @@ def engine_of(engine: Any, allowed: tuple[str, ...]) -> str:
 
 def issue(engine: str, cycles: float, reads: tuple[Any, ...], writes: tuple[Any, ...]) -> Machine:
     """Count an instruction of a compute engine and place it on the timeline."""
-    machine = current()
+    machine = current_machine()
     core = machine.core
     machine.counts[machine.instruction] += 1
     machine.counts[f"{engine} instructions"] += 1

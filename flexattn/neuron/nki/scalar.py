@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import current
+from flexattn.neuron.nki.machine import current_machine
 from flexattn.neuron.nki.operators import Operator
 from flexattn.neuron.nki.rules import binary, check, column, issue, on_chip, operand, same
 from flexattn.neuron.nki.tensor import Tensor
@@ -35,7 +35,7 @@ def activation(
     known = isinstance(op, Operator) and op.unary
     check(known, f"op={op!r}", "it is an activation function")
     operand(scale, data)
-    core = current().core
+    core = current_machine().core
     if bias is not None:
         operand(bias, data)
         numeric = not isinstance(bias, Tensor) and bias != 0

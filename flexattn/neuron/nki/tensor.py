@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexattn.device.neuroncore import BANK_BYTES
-from flexattn.neuron.nki.machine import DTYPES, Storage, fault
+from flexattn.neuron.nki.machine import NKI_DTYPES, Storage, fault
 from flexattn.neuron.nki.timeline import Span
 
 _INT_RANGE = {
@@ -171,7 +171,7 @@ class Tensor:
 
     def put(self, values: torch.Tensor) -> None:
         """Write float32 or equal-typed values, converted once."""
-        self.array().copy_(cast(values, self.dtype).reshape(self.shape))
+        self.array().copy_(_cast(values, self.dtype).reshape(self.shape))
 
 
 def _dense(shape: Sequence[int]) -> list[int]:
@@ -179,9 +179,9 @@ def _dense(shape: Sequence[int]) -> list[int]:
     return [prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
     """A conversion as the engines do it: to integers the nearest, ties to even, saturating."""
-    kind = DTYPES[dtype]
+    kind = NKI_DTYPES[dtype]
     if values.dtype == kind:
         return values
     if kind.is_floating_point or not values.dtype.is_floating_point:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexattn.neuron.nki import costs
-from flexattn.neuron.nki.machine import DTYPES, current
+from flexattn.neuron.nki.machine import NKI_DTYPES, current_machine
 from flexattn.neuron.nki.operators import Operator
 from flexattn.neuron.nki.rules import (
     binary,
@@ -76,7 +76,7 @@ def tensor_scalar(
     _gpsimd_in_sbuf(chosen, dst, data)
     if chosen == "scalar":
         _scalar_can(first, second)
-    cycles = costs.copied(current().core, dst, data)
+    cycles = costs.copied(current_machine().core, dst, data)
     if chosen == "gpsimd":
         cycles = costs.gpsimd(data)
     machine = issue(chosen, cycles, (data, operand0, operand1), (dst,))
@@ -162,7 +162,7 @@ def tensor_copy_predicated(
     machine = issue("vector", cycles, (src, predicate, dst), (dst,))
     if machine.numerics:
         chosen = (predicate.array() != 0).reshape(dst.shape) != reverse_pred
-        kind = DTYPES[dst.dtype]
+        kind = NKI_DTYPES[dst.dtype]
         new = src.array().reshape(dst.shape) if isinstance(src, Tensor) else column(src)
         dst.array().copy_(torch.where(chosen, new.to(kind), dst.array()))
 
@@ -184,7 +184,7 @@ def range_select(
 
     reduce_res: the maximum of each row.
     """
-    core = current().core
+    core = current_machine().core
     check(core.has_range_select, core.name, "it exists from NeuronCore-v3 on")
     on_chip(dst, on_true_tile, bound0, bound1, reduce_res)
     same(dst, on_true_tile)

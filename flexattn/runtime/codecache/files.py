@@ -19,7 +19,7 @@ from flexattn.runtime.codecache.private import private_folder
 from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, refuse_others
 
-MAX_TEXT = 2**24
+_MAX_TEXT = 2**24
 # Seconds after which an unfinished file is one of a writer that died.
 _AGE = 3600.0
 # A carriage return ends a comment too: what stands behind it is code.
@@ -70,7 +70,7 @@ def _kept(path: Path, text: str) -> Path:
 def _holds(path: Path, text: bytes) -> bool:
     """Whether a file of this user or of root holds a text, whatever the comments at its head."""
     try:
-        found = read_regular(path, MAX_TEXT, trusted=True)
+        found = read_regular(path, _MAX_TEXT, trusted=True)
     except CacheError:
         return False
     return found is not None and _without_header(found) == _without_header(text)

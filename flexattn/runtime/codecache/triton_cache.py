@@ -10,7 +10,7 @@ from flexattn.runtime.codecache.private import private_folder
 from flexattn.settings import say_once
 
 P = ParamSpec("P")
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 # What a directory says that is read-only, full, somebody else's, or no directory.
 _REFUSALS = frozenset({
@@ -19,7 +19,7 @@ _REFUSALS = frozenset({
 })  # fmt: skip
 
 
-def with_triton_cache(compile: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def with_triton_cache(compile: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
     """What `compile` returns, a second time in this process's private folder if it must.
 
     Triton writes each step of a compile to TRITON_CACHE_DIR, and raises OSError where it cannot.

@@ -19,7 +19,7 @@ from flexattn.settings import current, log, say_once
 MAX_SPILLED = 4
 
 
-class Candidate(Protocol):
+class Servable(Protocol):
     """A config that may serve.
 
     form: of the template; candidates of one form are one text with other numbers. tiles: equal for
@@ -45,8 +45,8 @@ class Candidate(Protocol):
         ...
 
 
-C = TypeVar("C", bound=Candidate)
-Build = Callable[[Source], Kernel]
+_C = TypeVar("_C", bound=Servable)
+_Build = Callable[[Source], Kernel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Served(Generic[C]):
+class Served(Generic[_C]):
     """The candidate that serves, its kernels in the order of its sources, and all attempts."""
 
-    candidate: C
+    candidate: _C
     kernels: tuple[Kernel, ...]
     attempts: tuple[Attempt, ...]
 
@@ -84,12 +84,12 @@ class _Failed(Exception):
 
 
 def serve(
-    candidates: Iterable[C],
-    build: Build,
+    candidates: Iterable[_C],
+    build: _Build,
     device: Device,
     title: str,
     memory: Memory | None = None,
-) -> Served[C]:
+) -> Served[_C]:
     """The first candidate that builds, loads, and whose loops spill little.
 
     Of those that all spill, the one that spills least, of at most four that are compiled for it.
@@ -100,7 +100,7 @@ def serve(
     left = list(candidates)
     alone = len(left) == 1
     attempts: list[Attempt] = []
-    spilled: list[tuple[int, int, C]] = []
+    spilled: list[tuple[int, int, _C]] = []
     while left:
         candidate = left.pop(0)
         chance = _Chance(build, device, title, memory)
@@ -133,7 +133,7 @@ def serve(
     _give_up(title, device, attempts)
 
 
-def told(candidates: Iterable[Candidate], device: Device, memory: Memory) -> list[Attempt]:
+def told(candidates: Iterable[Servable], device: Device, memory: Memory) -> list[Attempt]:
     """What is known of candidates without compiling any."""
     found = []
     for candidate in candidates:
@@ -151,13 +151,13 @@ def told(candidates: Iterable[Candidate], device: Device, memory: Memory) -> lis
 class _Chance:
     """One try of one candidate. remembered: its outcome was known."""
 
-    build: Build
+    build: _Build
     device: Device
     title: str
     memory: Memory | None
     remembered: bool = False
 
-    def take(self, candidate: C) -> tuple[tuple[Kernel, ...], Outcome]:
+    def take(self, candidate: _C) -> tuple[tuple[Kernel, ...], Outcome]:
         """Its kernels, none where it is known to spill; raises _Failed."""
         kernels: list[Kernel] = []
         worst = Outcome("built")
@@ -179,7 +179,7 @@ class _Chance:
             kernels.append(kernel)
         return tuple(kernels), worst
 
-    def _sources(self, candidate: Candidate) -> tuple[Source, ...]:
+    def _sources(self, candidate: Servable) -> tuple[Source, ...]:
         try:
             return candidate.sources()
         except Exception as error:  # one template's fault must not keep another from serving
@@ -229,7 +229,7 @@ def spills_of(kernel: Kernel) -> tuple[int, int, int]:
     return 0, 0, 0
 
 
-def _next(left: Sequence[C], failed: C, outcome: Outcome) -> list[C]:
+def _next(left: Sequence[_C], failed: _C, outcome: Outcome) -> list[_C]:
     """Which of the others to try, after one did not serve.
 
     What spills: the last tiles of its form, which have the most registers left, then the next
@@ -257,7 +257,7 @@ def _strict(outcome: Outcome) -> bool:
     return current().strict and outcome.kind != "shared memory"
 
 
-def _refused_before(candidate: Candidate, outcome: Outcome, title: str) -> NoReturn:
+def _refused_before(candidate: Servable, outcome: Outcome, title: str) -> NoReturn:
     raise BuildError(
         f"{title}: {candidate.describe()}: {outcome}",
         "FLEXATTN_STRICT=1: the first candidate serves",

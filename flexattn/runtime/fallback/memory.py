@@ -23,13 +23,13 @@ from flexattn.errors import CacheError
 from flexattn.kernels.base.source import Source
 from flexattn.records.codec import decode
 from flexattn.runtime.fallback.environment import compiler_of, folder_name
-from flexattn.runtime.fallback.outcome import Kind, Outcome
+from flexattn.runtime.fallback.outcome import Outcome, OutcomeKind
 from flexattn.settings import current, say_once
 from flexattn.util.files import publish, read_regular, sealed, unsealed
 from flexattn.util.lru import Lru
 
-SCHEMA = 1
-MAX_FILE = 2**14
+_SCHEMA = 1
+_MAX_FILE = 2**14
 # Files of one environment; the oldest go first.
 MAX_FILES = 2048
 
@@ -40,7 +40,7 @@ class Noted:
 
     schema: int
     source: str
-    kind: Kind
+    kind: OutcomeKind
     reason: str
     loop_spills: int
     loop_instructions: int
@@ -95,7 +95,7 @@ class Memory:
         self._noted = True
         self._known.put((folder, source.hash, device.arch), (outcome,))
         noted = Noted(
-            SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
+            _SCHEMA, source.hash, outcome.kind, outcome.reason, outcome.loop_spills,
             outcome.loop_instructions, outcome.stack,
             title[:400], compiler_of(device), datetime.now(timezone.utc).isoformat()[:19],
         )  # fmt: skip
@@ -153,12 +153,12 @@ def _read(path: Path) -> Outcome | None:
 
 def _entry(path: Path) -> Noted | None:
     try:
-        raw = read_regular(path, MAX_FILE)
+        raw = read_regular(path, _MAX_FILE)
         if raw is None:
             return None
         noted: Noted = decode(Noted, unsealed(raw), "outcome")
-        if noted.schema != SCHEMA:
-            raise CacheError(f"schema {noted.schema}", f"this version reads schema {SCHEMA}")
+        if noted.schema != _SCHEMA:
+            raise CacheError(f"schema {noted.schema}", f"this version reads schema {_SCHEMA}")
         return noted
     except CacheError as error:
         words = f"{path}: not used, what it tells of is compiled: {error.line}"

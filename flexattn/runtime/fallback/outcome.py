@@ -10,8 +10,8 @@ from typing import Literal, get_args
 from flexattn.errors import BuildError, DriverError, RenderError
 from flexattn.runtime.resources import spills_too_much, starved
 
-Kind = Literal["built", "compiler", "check", "shared memory", "loader", "passing"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+OutcomeKind = Literal["built", "compiler", "check", "shared memory", "loader", "passing"]
+_KINDS: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
 # The driver's words for a kernel that it will never take. OUT_OF_RESOURCES: of registers.
 _REFUSED_BY_LOADER = frozenset(
@@ -40,7 +40,7 @@ class Outcome:
     memory of each thread.
     """
 
-    kind: Kind
+    kind: OutcomeKind
     reason: str = ""
     loop_spills: int = 0
     stack: int = 0

@@ -2,7 +2,7 @@
 
 from bench import first_traffic
 from bench.first_traffic_child import SIZES, workload
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 
 
 def process(longest=9.0, **changes):
@@ -35,6 +35,6 @@ def test_what_belongs_before_traffic_is_a_fault_in_every_process():
 
 
 def test_warm_is_told_one_length_of_each_kind_of_call():
-    rows = parse(workload(SIZES), "a server", "the bench").rows
+    rows = parse_workload(workload(SIZES), "a server", "the bench").rows
     assert [row.shape.q_len for row in rows] == [SIZES.warmed, 1, SIZES.warmed]
     assert {row.shape.kv_len for row in rows} == {SIZES.warmed}

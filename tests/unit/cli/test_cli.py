@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from flexattn.cli import demo_cpu, demo_gpu, picture
 from flexattn.cli.app import app
 from flexattn.cli.bench import Benched
-from flexattn.cli.parts import Compiled, Parts
-from flexattn.cli.trial import Trial, Variant
-from flexattn.cli.workloads import FULL, SMALL
+from flexattn.cli.parts import CompiledWorkload, Parts
+from flexattn.cli.trial import DemoTrial, DemoVariant
+from flexattn.cli.workloads import FULL_WORKLOADS, SMALL_WORKLOADS
 from flexattn.device import KNOWN
 from flexattn.mods.bind import clear
 from flexattn.settings import child_environment, override
@@ -154,29 +154,33 @@ def test_no_cell_of_the_devices_is_cut(flexattn, monkeypatch, columns):
 
 
 def test_a_trial_is_green_only_if_every_variant_is():
-    good, bad = Variant("a", True), Variant("b", False, "over budget")
-    assert Trial("w", "s", (good,), 0.0, 1.0).passed
-    assert not Trial("w", "s", (good, bad), 0.0, 1.0).passed
-    assert not Trial("w", "s", (), 0.0, 1.0).passed
+    good, bad = DemoVariant("a", True), DemoVariant("b", False, "over budget")
+    assert DemoTrial("w", "s", (good,), 0.0, 1.0).passed
+    assert not DemoTrial("w", "s", (good, bad), 0.0, 1.0).passed
+    assert not DemoTrial("w", "s", (), 0.0, 1.0).passed
 
 
 def test_the_demo_runs_the_same_workloads_small_and_full():
-    assert [w.name for w in SMALL] == [w.name for w in FULL]
-    gemma, decode = FULL[1], FULL[2]
+    assert [w.name for w in SMALL_WORKLOADS] == [w.name for w in FULL_WORKLOADS]
+    gemma, decode = FULL_WORKLOADS[1], FULL_WORKLOADS[2]
     assert (gemma.softcap, gemma.window, gemma.D) == (50.0, 4096, 256)
     assert gemma.Hq == 2 * gemma.Hkv
     assert (decode.Hq, decode.Hkv, decode.D, decode.decodes) == (32, 8, 128, True)
 
 
 def test_the_demo_ends_in_three_sentences():
-    trial = Trial("w", "s", (Variant("a", True),), 0.5, 2.0)
-    found = Parts((trial,), (Compiled("w", "a", 168), Compiled("w", "b", note="too large")), ())
-    first, second, third = demo_cpu.sentences(found)
+    trial = DemoTrial("w", "s", (DemoVariant("a", True),), 0.5, 2.0)
+    found = Parts(
+        (trial,),
+        (CompiledWorkload("w", "a", 168), CompiledWorkload("w", "b", note="too large")),
+        (),
+    )
+    first, second, third = demo_cpu.cpu_sentences(found)
     assert "at most 25% of what is allowed" in first
     assert "1 of them" in second and "with no register spills" in second
     assert "no GPU" in third
     row = Benched("prefill", "hit", "c", {}, {"torch": 2.5, "default": 1.1}, True, 1.0, 4.0)
-    first, second, third = demo_gpu.sentences([row], "NVIDIA H200")
+    first, second, third = demo_gpu.gpu_sentences([row], "NVIDIA H200")
     assert first.startswith("1. On NVIDIA H200") and "2.50 times for prefill" in first
     assert "at most 25% of what is allowed" in second and third.startswith("3. ")
 
@@ -185,7 +189,7 @@ def test_the_demo_s_picture_is_characters_too():
     shown = picture.text_bars({"prefill": {"torch": 200.0, "ours": 100.0}}, "µs").splitlines()
     assert shown[0] == "prefill" and shown[1].endswith(" 200 µs")
     assert shown[1].count("█") == 2 * shown[2].count("█") == picture.LONGEST
-    assert "blocks of 128 x 128" in str(picture.window(FULL))
+    assert "blocks of 128 x 128" in str(picture.window(FULL_WORKLOADS))
 
 
 SMOKE = """
@@ -196,19 +200,19 @@ SMOKE = """
     from rich.console import Console
 
     from flexattn.cli import bench, demo_gpu
-    from flexattn.cli.workloads import Workload
+    from flexattn.cli.workloads import DemoWorkload
     from tests.quick_interpreter import hurry
 
     hurry()
     tiny = [
-        Workload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
-        Workload("decode", 1, 4, 2, 1, 71, 16),
+        DemoWorkload("window", 1, 2, 1, 71, 71, 16, window=20, softcap=50.0),
+        DemoWorkload("decode", 1, 4, 2, 1, 71, 16),
     ]
     if sys.argv[1] == "wrong":
         right = bench.flex_attention
         bench.flex_attention = lambda *a, **k: right(*a, **k) * 1.1
     method = replace(demo_gpu.METHOD, budget_s=0.0)  # the default and what is nearest to it
-    passed = demo_gpu.show(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
+    passed = demo_gpu.show_gpu(Console(width=200), Path(sys.argv[2]), tiny, "cpu", "none", method)
     print("all green" if passed else "something red")
 """
 

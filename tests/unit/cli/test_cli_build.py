@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 
 from flexattn.cli import build as verb
 from flexattn.cli.app import app
-from flexattn.cli.build import Report
+from flexattn.cli.build import BuildReport
 from flexattn.kernels.choose.space import survey
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.record import Failed
 from flexattn.settings import child_environment, override
-from flexattn.tune.builds import Built, twins
+from flexattn.tune.builds import BuiltConfig, twins
 from tests.problems import problem
 
 ROOT = Path(__file__).parents[3]
-GOOD = Built(
+GOOD = BuiltConfig(
     PrefillConfig(64, 64, 4, 2, True, "group"), 155, shared_memory=4096,
     matrix_instructions=12, code_hash="c" * 64, seconds=1.25,
 )  # fmt: skip
@@ -32,7 +32,7 @@ SPILLED = replace(
     GOOD, code_hash="d" * 64, spills=9,
     failed=Failed("resources", "spills", "9 spills in loops, 64 bytes of stack a thread"),
 )  # fmt: skip
-CRASHED = Built(
+CRASHED = BuiltConfig(
     PrefillConfig(128, 64, 4, 2),
     failed=Failed("crash", "SIGSEGV", "its process ended with SIGSEGV"),
 )
@@ -66,7 +66,7 @@ def built(monkeypatch):
 
 
 def report(*built):
-    return Report("p", "d", "full", built, tuple(twins(built)), (("registers", 7),))
+    return BuildReport("p", "d", "full", built, tuple(twins(built)), (("registers", 7),))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_report_takes_any_problem(built):
     from flexattn.device import named
 
     device, wanted = named("nvidia-h200"), problem("decode")
-    built += [Built(DecodeConfig(16, 64, 4, 2))]
+    built += [BuiltConfig(DecodeConfig(16, 64, 4, 2))]
     counts = []
     found = verb.report_of(wanted, device, "full", begin=counts.append)
     assert counts == [len(survey(wanted, device).configs)]

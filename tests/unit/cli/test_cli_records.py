@@ -313,7 +313,7 @@ def test_doctor_lists_what_calls_met_without_a_record(flexattn, tmp_path, monkey
     found = json.loads(flexattn("doctor", "--json").stdout)["untuned"]
     assert [each["problem"].split()[-2] for each in found] == ["kv_len=700", "kv_len=5000"]
     assert {(each["device"], each["how"]) for each in found} == {("nvidia-h200", "default")}
-    monkeypatch.setattr(doctor, "SHOWN", 1)
+    monkeypatch.setattr(doctor, "_SHOWN", 1)
     shown = flexattn("doctor").stdout
     assert f"2 in {tmp_path / 'cache' / 'untuned.jsonl'}; `flexattn tune --from-untuned`" in shown
     assert "kv_len=700 D=128 on nvidia-h200: default" in shown and "1 more" in shown

@@ -43,7 +43,7 @@ def called(case, monkeypatch):
         raise Prepared(problem)
 
     monkeypatch.setattr(plan, "detect", lambda device: H200)
-    monkeypatch.setattr(plan, "prepare", prepare)
+    monkeypatch.setattr(plan, "prepare_launch", prepare)
     call = make_call(q, k, k, built.score_mod, mask, None, True, False, None, None)
     with pytest.raises(Prepared) as found:
         plan.plan(call)

@@ -125,9 +125,9 @@ def test_choices_are_shown_in_help(flexattn, verb, shown):
 
 def test_choices_are_those_of_the_package():
     """They stand apart from it, for it imports torch."""
-    assert get_args(Kind) == choices.KINDS
+    assert get_args(Kind) == choices.KIND_CHOICES
     assert get_args(Effort) == choices.EFFORTS
-    assert set(choices.DTYPES) == set(ITEMSIZE)
+    assert set(choices.DTYPE_CHOICES) == set(ITEMSIZE)
     assert set(choices.DTYPE_NAMES.values()) == set(ITEMSIZE)
     for tanh in choices.TANHS:
         assert options.parse({"TANH": tanh})
@@ -198,7 +198,7 @@ def test_what_is_nearly_right_is_named(flexattn, arguments, near):
 
 def test_what_is_near_nothing_has_no_guess():
     with pytest.raises(InputError) as found:
-        choices.choice("--kind", "xyz", choices.KINDS)
+        choices.choice("--kind", "xyz", choices.KIND_CHOICES)
     assert found.value.do == "" and found.value.rule == "it is prefill, decode or backward"
 
 

@@ -14,7 +14,7 @@ from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
 from flexattn.tune.tasks import mods_of, task_from
-from flexattn.tune.workload import Workload, parse
+from flexattn.tune.workload import Workload, parse_workload
 from tests.failing_builds import Builder
 from tests.work import renders
 
@@ -39,7 +39,7 @@ MODELS = {
 def rows(name):
     calls = [{"name": "prefill", "q_len": 2048}, {"name": "decode", "mixes": [[4, 1, 2048]]}]
     layer = {"heads": [32, 8], "head_dim": 128, "calls": calls} | MODELS[name]
-    return parse({"layers": [layer]}, "a model", "a test").rows
+    return parse_workload({"layers": [layer]}, "a model", "a test").rows
 
 
 def kernels_of(row):
@@ -89,7 +89,7 @@ def test_a_new_length_fills_no_template(monkeypatch):
 def test_training_and_decode_have_the_lengths_that_they_say():
     calls = [{"name": "training", "q_len": 512, "backward": True}]
     layer = {"heads": [4, 4], "head_dim": 64, "calls": calls}
-    trained = parse({"layers": [layer]}, "a model", "a test").rows
+    trained = parse_workload({"layers": [layer]}, "a model", "a test").rows
     for row in (*trained, rows("causal")[1]):
         assert list(rows_like(row)) == [row]
 

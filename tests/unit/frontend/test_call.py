@@ -15,7 +15,7 @@ from flexattn.device import named
 from flexattn.frontend import admission
 from flexattn.frontend.admission import make_call
 from flexattn.frontend.call import TENSORS, Call
-from flexattn.frontend.guards import key_of
+from flexattn.frontend.guards import guard_key
 from flexattn.kernels.choose import options
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
@@ -73,14 +73,14 @@ def test_every_field_is_looked_at_here():
 def test_calls_that_differ_in_one_argument_are_not_taken_for_each_other(name):
     """Two keys listed the arguments by hand: what one forgot, it took for the call before."""
     other = BASE._replace(**{name: OTHERS[name]})
-    assert key_of(other) != key_of(BASE) == key_of(Call(*BASE))
+    assert guard_key(other) != guard_key(BASE) == guard_key(Call(*BASE))
     changed = isinstance(OTHERS[name], torch.Tensor)
     assert any(x is OTHERS[name] for x in other.tensors) == changed
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_of_a_call_is_no_part_of_its_key(name):
-    assert key_of(BASE._replace(**{name: FOUND[name]})) == key_of(BASE)
+    assert guard_key(BASE._replace(**{name: FOUND[name]})) == guard_key(BASE)
 
 
 def negated(x):
@@ -104,7 +104,7 @@ def test_a_fact_of_a_tensor_that_differs(name):
     assert getattr(one, name) != getattr(other, name)
     for field in ("q", "k", "v", "sinks", *sorted(EIGHT)):
         given = BASE._replace(**{field: PLAIN})
-        assert key_of(given) != key_of(given._replace(**{field: CHANGED[name]}))
+        assert guard_key(given) != guard_key(given._replace(**{field: CHANGED[name]}))
     # The index of a GPU is all that is left.
     assert {*CHANGED, "device"} == {*TensorFacts._fields}
 

@@ -50,7 +50,7 @@ def test_the_seam_is_where_this_torch_has_it():
     from torch._inductor.lowering import lowerings
 
     assert seam.open_seam() == ""
-    for name in (seam.NODE, seam.BACKWARD):
+    for name in (seam.NODE, seam.BACKWARD_NODE):
         lowered = lowerings[getattr(torch.ops.higher_order, name)]
         assert lowered.__module__ != seam.__name__ or lowered.__wrapped__
         assert lowered.__code__.co_filename == seam.__file__
@@ -126,8 +126,10 @@ class Listed:
 def test_lists_are_looked_at_once_until_somebody_writes_to_them(monkeypatch):
     """A look waits for the device; so it is kept with the tensors, as an eager call keeps it."""
     mask, seen = Listed(monkeypatch), []
-    look = mask_class.look
-    monkeypatch.setattr(mask_class, "look", lambda *given: seen.append(given) or look(*given))
+    look = mask_class.look_at_lists
+    monkeypatch.setattr(
+        mask_class, "look_at_lists", lambda *given: seen.append(given) or look(*given)
+    )
     whole = [mask.call() for _ in range(3)]
     assert len(seen) == 1 and torch.equal(whole[0], whole[2])
     assert all(name != "unknown" and runs is not None for name, runs in mask.found)
@@ -175,8 +177,10 @@ def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
     mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
     assert mask.q_num_blocks is not None  # made here, where no compiler takes long for it
     model = inductor.compile(lambda q, k, v, m: flexattn.flex_attention(q, k, v, block_mask=m))
-    look = mask_class.look
-    monkeypatch.setattr(mask_class, "look", lambda *given: seen.append(given) or look(*given))
+    look = mask_class.look_at_lists
+    monkeypatch.setattr(
+        mask_class, "look_at_lists", lambda *given: seen.append(given) or look(*given)
+    )
     for _ in range(2):
         q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 40, 40, 16))
         model(q, k, v, mask).sum().backward()
@@ -217,7 +221,7 @@ def test_a_graph_that_keeps_something_from_autograd_is_torchs(mod, same):
     bound = examples.bound(read_graph(forward, "score", captures))
     assert joint.with_gradients(backward) == [0]
     assert examples.tensors[0].numel() <= 2**18
-    assert joint.agrees(backward, bound, examples, (1, 2, 9, 11)) is same
+    assert joint.joint_agrees(backward, bound, examples, (1, 2, 9, 11)) is same
 
 
 class Read(BaseException):
@@ -316,7 +320,7 @@ def test_a_node_prints_as_one_string_and_back():
     with override(batch_invariant=True):
         assert spec.parsed(text).chosen.batch_invariant
     assert not spec.parsed(text).chosen.batch_invariant
-    assert rules.asked(Call(None, None, None)) == AuxRequest()
+    assert rules.asked_statistics(Call(None, None, None)) == AuxRequest()
 
 
 def test_the_op_gives_the_statistics_that_it_is_asked():

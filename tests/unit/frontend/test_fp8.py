@@ -17,11 +17,11 @@ from flexattn.kernels.choose.space import space
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.measure.gate import judge
-from flexattn.problem import Shape, fingerprint
+from flexattn.problem import Shape
 from flexattn.problem.descales import Descales
 from flexattn.records.key import key_of
 from flexattn.reference import Precision, attention
-from flexattn.runtime.launch import prepare
+from flexattn.runtime.launch import prepare_launch
 from flexattn.tune.serving import serving_task
 from tests.launches import Recorded
 from tests.problems import choices, problem
@@ -177,7 +177,6 @@ def test_every_config_that_is_offered_is_gluon(D, mods):
     assert found and {each.language for each in found} == {"gluon"}
     assert found[0] == default(wanted, H200)
     assert key_of(wanted) != key_of(problem(D=D, **more))
-    assert fingerprint(wanted.structure) != fingerprint(problem(D=D, **more).structure)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,9 @@ def test_a_launch_gives_v_in_sixteen_bits(tile_scheduler):
     q = torch.zeros(2, 16, 4096, 128).to(E4M3)
     k, v = (torch.randn(2, 77, 8, 128).to(E4M3).transpose(1, 2) for _ in range(2))
     descales = Descales(None, torch.ones(2, 8), torch.ones(1, 1).expand(2, 8))
-    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, v, None, descales)
+    launch = prepare_launch(
+        wanted, H200, torch.device("cpu"), kernels, NONE, q, k, v, None, descales
+    )
     given = kernel.fixed
     assert [given[f"{x}_DESCALE"] for x in "QKV"] == [0, None, None], "0 where nothing is given"
     steps = [given[f"{x}_descale_{axis}"] for x in "qkv" for axis in "bh"]

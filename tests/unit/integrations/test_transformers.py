@@ -12,7 +12,7 @@ from flexattn.block_mask.create import create_block_mask
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.integrations import transformers as integration
-from flexattn.integrations.transformers import attend, make_mask
+from flexattn.integrations.transformers import attend_transformers, make_mask
 from tests.support import inputs, sinks
 
 LAYER = SimpleNamespace(is_causal=True)
@@ -81,14 +81,15 @@ def check(got, wanted):
 def test_without_a_mask_the_layer_says_whether_it_is_causal():
     q, k, v = inputs(2, 4, 2, 9, 9)
     call = {"enable_gqa": True}
-    check(attend(LAYER, q, k, v, None), sdpa(q, k, v, is_causal=True, **call))
-    check(attend(ENCODER, q, k, v, None), sdpa(q, k, v, **call))
-    check(attend(LAYER, q, k, v, None, is_causal=False), sdpa(q, k, v, **call))
-    check(attend(LAYER, q[:, :, :1], k, v, None), sdpa(q[:, :, :1], k, v, **call))
+    check(attend_transformers(LAYER, q, k, v, None), sdpa(q, k, v, is_causal=True, **call))
+    check(attend_transformers(ENCODER, q, k, v, None), sdpa(q, k, v, **call))
+    check(attend_transformers(LAYER, q, k, v, None, is_causal=False), sdpa(q, k, v, **call))
+    check(attend_transformers(LAYER, q[:, :, :1], k, v, None), sdpa(q[:, :, :1], k, v, **call))
     near = torch.ones(9, 9, dtype=torch.bool).tril().triu(-2)
-    check(attend(LAYER, q, k, v, None, sliding_window=3), sdpa(q, k, v, near, **call))
+    check(attend_transformers(LAYER, q, k, v, None, sliding_window=3), sdpa(q, k, v, near, **call))
     check(
-        attend(LAYER, q, k, v, None, scaling=0.3), sdpa(q, k, v, is_causal=True, scale=0.3, **call)
+        attend_transformers(LAYER, q, k, v, None, scaling=0.3),
+        sdpa(q, k, v, is_causal=True, scale=0.3, **call),
     )
 
 
@@ -101,7 +102,7 @@ def test_masks_that_are_tensors(shape):
     kept = (table > -0.5) | (torch.arange(shape[3]) == 0)
     for each in (table, kept):
         wanted = sdpa(q, k, v, each[..., :13], enable_gqa=True)
-        check(attend(LAYER, q, k, v, each), wanted)
+        check(attend_transformers(LAYER, q, k, v, each), wanted)
 
 
 def test_softcap_comes_before_what_is_added_and_sinks_after():
@@ -111,14 +112,14 @@ def test_softcap_comes_before_what_is_added_and_sinks_after():
     scores = 2.0 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / math.sqrt(16) / 2.0) + bias
     column = logits.view(1, 4, 1, 1).expand(2, 4, 9, 1)
     weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    got = attend(
+    got = attend_transformers(
         ENCODER, q, k, v, None, softcap=2.0, position_bias=bias, s_aux=logits.view(1, 4, 1, 1)
     )
     check(got, weights @ v.repeat_interleave(2, 1))
     scores = scores - bias
     weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
     check(
-        attend(ENCODER, q, k, v, None, softcap=2.0, s_aux=logits),
+        attend_transformers(ENCODER, q, k, v, None, softcap=2.0, s_aux=logits),
         weights @ v.repeat_interleave(2, 1),
     )
 
@@ -135,14 +136,16 @@ def test_softcap_comes_before_what_is_added_and_sinks_after():
 def test_what_is_refused(given, error, words):
     q, k, v = inputs(2, 4, 2, 9, 13)
     with pytest.raises(error, match=words):
-        attend(LAYER, q, k, v, **{"attention_mask": None, **given})
+        attend_transformers(LAYER, q, k, v, **{"attention_mask": None, **given})
 
 
 def test_dropout_is_passed_on_where_the_layer_trains():
     q, k, v = inputs(2, 4, 2, 9, 13)
-    plain = attend(LAYER, q, k, v, None)[0]
+    plain = attend_transformers(LAYER, q, k, v, None)[0]
     modules = [SimpleNamespace(is_causal=True, training=each) for each in (True, False)]
-    trained, evaluated = (attend(each, q, k, v, None, dropout=0.4)[0] for each in modules)
+    trained, evaluated = (
+        attend_transformers(each, q, k, v, None, dropout=0.4)[0] for each in modules
+    )
     assert torch.equal(evaluated, plain) and not torch.allclose(trained, plain)
 
 

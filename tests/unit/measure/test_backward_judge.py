@@ -9,7 +9,7 @@ from flexattn.measure.backward import Differentiated, judge_of, make_saved
 from flexattn.measure.gate import Verdict
 from flexattn.runtime.backward import Gradients
 from flexattn.tune.tasks import task_from
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 
 CPU = torch.device("cpu")
 TABLE = torch.linspace(-1, 1, 3 * 90).view(3, 90)
@@ -25,7 +25,7 @@ LEARNED = TABLE.clone().requires_grad_()
 def made_call(dtype="float32"):
     layer = {"heads": [6, 2], "head_dim": [24, 16], "dtype": dtype, "block_size": 16}
     call = {"mixes": [[3, 37, 43]], "backward": True}
-    row = parse({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
+    row = parse_workload({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
     task = task_from(row, learned, causal, named("nvidia-h200"), CPU)
     made = make_saved(task, CPU)
     assert made.out.dtype == made.call.q.dtype and made.lse.dtype == torch.float32

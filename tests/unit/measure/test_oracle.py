@@ -12,7 +12,7 @@ from flexattn.catalogue import causal
 from flexattn.kernels.printers.torch_printer import mask_callable, score_callable
 from flexattn.measure import oracle as oracles
 from flexattn.measure.inputs import make_inputs
-from flexattn.measure.oracle import kept, oracle
+from flexattn.measure.oracle import kept_lanes, oracle
 from flexattn.mods import bind
 from flexattn.problem import DENSE, Layout, Shape, Sparsity, make_problem
 from flexattn.problem.facts import TensorFacts, facts_of, layout_of
@@ -85,7 +85,7 @@ def test_lists_alone_decide_where_there_is_no_mask_mod():
     idx = torch.tensor([[[[1, 0, 2, 3], [0, 3, 1, 2], [2, 0, 1, 3], [0, 1, 2, 3]]]])
     mask = flexattn.BlockMask.from_kv_blocks(num, idx.int(), None, None, **fixed)
     lists, sparsity = of_lists(mask)
-    lane = kept(lists, sparsity, None, 64)
+    lane = kept_lanes(lists, sparsity, None, 64)
     rows = torch.arange(64)
     got = lane(torch.tensor(0), torch.tensor(1), rows[:, None], rows[None, :])
     dense = torch.zeros(4, 4, dtype=torch.bool)
@@ -99,7 +99,7 @@ def test_lists_alone_decide_where_there_is_no_mask_mod():
 def test_full_blocks_skip_the_mask_mod():
     mask = flexattn.create_block_mask(causal, None, None, 64, 64, "cpu", BLOCK_SIZE=BLOCK)
     lists, sparsity = of_lists(mask)
-    lane = kept(lists, sparsity, lambda b, h, q, k: (q < 0) & (k < 0), 64)
+    lane = kept_lanes(lists, sparsity, lambda b, h, q, k: (q < 0) & (k < 0), 64)
     rows = torch.arange(64)
     got = lane(torch.tensor(0), torch.tensor(0), rows[:, None], rows[None, :])
     assert int(got.sum()) == 6 * BLOCK * BLOCK

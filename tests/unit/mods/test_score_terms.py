@@ -13,7 +13,7 @@ from flexattn.kernels.printers.torch_printer import evaluate
 from flexattn.mods import bind
 from flexattn.mods.analysis.dependence import Variables, along_diagonals, slope_of
 from flexattn.mods.expr import VARS, Buffer, Expr, Mod, const, fingerprint
-from flexattn.mods.rules import ONE, RULES
+from flexattn.mods.rules import ONE, REWRITES
 from flexattn.mods.simplify import make
 from flexattn.mods.terms import ALL, split
 from tests.cases import CASES, causal_score
@@ -147,7 +147,7 @@ def check(expr, allowed, shift):
 
 
 @settings(max_examples=400, deadline=None)
-@given(EXPRS, MASKS, st.sets(st.sampled_from(sorted(RULES))), st.integers(-9, 9))
+@given(EXPRS, MASKS, st.sets(st.sampled_from(sorted(REWRITES))), st.integers(-9, 9))
 def test_before_equals_after(expr, mask, off, shift):
     if mask is not None:
         expr = make("where", FLOAT, (mask, expr, number(-math.inf)))
@@ -249,8 +249,8 @@ def test_every_rule_is_used_by_some_mod_and_has_a_proof():
     ]  # fmt: skip
     used = {step.rule for fn in mods for step in terms_of(fn).steps}
     # What a kernel makes of a rise depends on its mask too: kernels/decay_skip.
-    assert used | {"decay_skip"} == set(RULES) and terms_of(mods[0]).rise is not None
-    for name in RULES:
+    assert used | {"decay_skip"} == set(REWRITES) and terms_of(mods[0]).rise is not None
+    for name in REWRITES:
         assert f'"{name}"' in "".join(
             each.__doc__ or "" for each in vars(module).values() if callable(each)
         )

@@ -11,10 +11,10 @@ from flexattn.errors import UnsupportedError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig
 from flexattn.measure.task import Task
 from flexattn.neuron import tune
-from flexattn.neuron.model import estimate
+from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.nki import costs
 from flexattn.neuron.run import prepare
-from flexattn.neuron.tune import environment_of, rank
+from flexattn.neuron.tune import rank, ranking_environment
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of
@@ -77,18 +77,20 @@ def test_a_sample_stands_for_the_whole(target):
     q, k, v = inputs(1, 1, 1, 4096, 8192, 64, dtype=torch.bfloat16)
     prepared = prepare(task.problem, config, target, scale=1.0)
     whole = prepared.interpret(q, k, v, numerics=False).runs[0]
-    assert estimate(task, config, target).time * 1000 == pytest.approx(whole.nanoseconds, rel=0.05)
+    assert nki_estimate(task, config, target).time * 1000 == pytest.approx(
+        whole.nanoseconds, rel=0.05
+    )
 
 
 def test_time_is_no_less_than_the_busiest_engine():
     task = task_of("prefill", Shape(2, 4, 2, 600, 600, 64, 64), mask_mod=causal)
-    guess = estimate(task, NkiPrefillConfig(128, 256, 1024), "trn2")
+    guess = nki_estimate(task, NkiPrefillConfig(128, 256, 1024), "trn2")
     assert guess.time >= guess.bound == max(us for _, us in guess.busy)
 
 
 def test_splits_add_their_merging():
     task = task_of("decode", Shape(1, 8, 2, 1, 4096, 64, 64))
-    one, many = (estimate(task, NkiDecodeConfig(128, 512, n), "trn2").time for n in (1, 8))
+    one, many = (nki_estimate(task, NkiDecodeConfig(128, 512, n), "trn2").time for n in (1, 8))
     assert many > one
 
 
@@ -97,8 +99,8 @@ def test_splits_add_their_merging():
 def test_some_tiles_beat_the_tutorials_by_the_model(mixed, is_causal):
     """By the source's order and by the busiest engine alike; the example ranks the whole space."""
     task = example.task_of("trn2", "float32" if mixed else "bfloat16", is_causal)
-    theirs = estimate(task, NkiPrefillConfig(128, 128, 4096, 1, 1, 1, mixed=mixed), "trn2")
-    ours = estimate(task, NkiPrefillConfig(128, 2048, 4096, 1, mixed=mixed), "trn2")
+    theirs = nki_estimate(task, NkiPrefillConfig(128, 128, 4096, 1, 1, 1, mixed=mixed), "trn2")
+    ours = nki_estimate(task, NkiPrefillConfig(128, 2048, 4096, 1, mixed=mixed), "trn2")
     assert theirs.time >= 1.3 * ours.time and theirs.bound >= 1.3 * ours.bound
 
 
@@ -119,7 +121,7 @@ def test_a_ranking_is_a_record_of_the_model(kind):
     task = task_of(kind, Shape(1, 2, 1, 300 if kind == "prefill" else 2, 700, 64, 64), "trn1")
     record = rank(task)
     assert record.provenance == "model" and record.note
-    assert record.key == key_of(task.problem) and record.environment == environment_of(task)
+    assert record.key == key_of(task.problem) and record.environment == ranking_environment(task)
     times = [trial.screening[0] for trial in record.trials]
     assert times[record.decision.winner] == min(times)
     assert times[1:] == sorted(times[1:]) and record.decision.default == 0
@@ -133,6 +135,6 @@ def test_a_default_that_cannot_be_estimated_says_why(monkeypatch):
     def refuse(task, config, target):
         raise UnsupportedError("a captured number", f"{target} computes in float32")
 
-    monkeypatch.setattr(tune, "estimate", refuse)
+    monkeypatch.setattr(tune, "nki_estimate", refuse)
     with pytest.raises(UnsupportedError, match="trn2 computes"):
         rank(task_of("prefill", Shape(1, 1, 1, 128, 128, 64, 64)))

@@ -10,8 +10,8 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.errors import ConfigError, KernelError
 from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memory_of
 from flexattn.measure.task import Task
-from flexattn.neuron.feasible import reasons, survey
-from flexattn.neuron.model import estimate
+from flexattn.neuron.feasible import target_reasons, target_survey
+from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import CASES, case
@@ -167,7 +167,7 @@ def test_a_reason_is_confirmed_by_force(name):
     problem, score, mask = problem_of("prefill", Shape(1, 1, 1, 200, 900, 64, 64), mask_mod=causal)
     mods = {"score": score, "mask": mask, "scale": 1.0}
     tensors = inputs(1, 1, 1, 200, 900, 64, 64, dtype=torch.bfloat16)
-    assert len(reasons(config, problem, "trn2")) == 1
+    assert len(target_reasons(config, problem, "trn2")) == 1
     with pytest.raises(ConfigError, match="form=st"):
         prepare(problem, config, "trn2", **mods)
     with pytest.raises(KernelError):
@@ -185,7 +185,7 @@ def test_a_tile_may_cross_banks_on_trn3():
 def test_the_space_offers_both_forms(kind, target):
     problem, *_ = problem_of(kind, Shape(1, 8, 2, 200, 9000, 128, 128), mask_mod=causal, lse=True)
     for effort in ("quick", "full"):
-        found = survey(problem, target, effort).configs
+        found = target_survey(problem, target, effort).configs
         assert {config.form for config in found} == {"s", "st"}
         turned = [config for config in found if config.form == "st"]
         assert all(each.mask != "range" and each.transpose == "tensor" for each in turned)
@@ -200,13 +200,13 @@ def test_by_the_model_it_takes_work_from_the_vector_engine(target):
         NkiPrefillConfig(128, 2048, 4096, 1),
         NkiPrefillConfig(128, 2048, 4096, 1, form="st"),
     )
-    assert estimate(long, keys, target).bound < 0.97 * estimate(long, rows, target).bound
+    assert nki_estimate(long, keys, target).bound < 0.97 * nki_estimate(long, rows, target).bound
     short: Task = task_of("decode", Shape(1, 8, 2, 1, 8192, 128, 128), target)
     rows, keys = (
         NkiDecodeConfig(128, 2048, 1, 4096, 1),
         NkiDecodeConfig(32, 2048, 1, 4096, 1, form="st"),
     )
-    assert estimate(short, keys, target).time < 0.9 * estimate(short, rows, target).time
+    assert nki_estimate(short, keys, target).time < 0.9 * nki_estimate(short, rows, target).time
 
 
 def test_several_tiles_and_sections_with_a_bias_for_each_head():

@@ -19,7 +19,7 @@ from flexattn.problem.mask_class import (
     UNKNOWN,
     keeps_all,
     known_class,
-    look,
+    look_at_lists,
     mask_class,
     representative,
 )
@@ -78,13 +78,16 @@ def test_full_blocks_count_wherever_they_are_listed(separate):
 def test_order_and_padding_of_the_lists_do_not_matter():
     num = torch.tensor([[[2, 1]]])
     one, other = torch.tensor([[[[0, 1, 7, 7], [3, 0, 0, 0]]]]), torch.tensor([[[[1, 0], [3, 9]]]])
-    assert look((num, one, None, None), 4)[0] == look((num, other, None, None), 4)[0]
+    assert (
+        look_at_lists((num, one, None, None), 4)[0]
+        == look_at_lists((num, other, None, None), 4)[0]
+    )
 
 
 def test_found_once_and_kept_with_the_mask(monkeypatch):
     looks = []
-    plain = module.look
-    monkeypatch.setattr(module, "look", lambda *args: looks.append(1) or plain(*args))
+    plain = module.look_at_lists
+    monkeypatch.setattr(module, "look_at_lists", lambda *args: looks.append(1) or plain(*args))
     mask = create_block_mask(causal, None, None, 1024, 1024)
     assert known_class(mask) is None and not looks
     first = mask_class(mask)
@@ -195,7 +198,7 @@ def test_a_representative_is_of_its_class(name, blocks):
     dense = representative(name, blocks, blocks)
     counts = dense.sum(-1)
     indices = torch.argsort(dense.to(torch.int8), dim=-1, descending=True, stable=True)
-    assert look((counts, indices, None, None), blocks)[0] == name
+    assert look_at_lists((counts, indices, None, None), blocks)[0] == name
 
 
 def test_of_an_unknown_class_causal_is_the_representative():

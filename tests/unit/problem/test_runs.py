@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import create_block_mask
 from flexattn.catalogue.masks import causal, document, sliding_window
-from flexattn.problem.mask_class import look, mask_class
+from flexattn.problem.mask_class import look_at_lists, mask_class
 from flexattn.problem.runs import known_runs
 from flexattn.runtime.launch import Lists
 
@@ -39,7 +39,7 @@ def lists(*rows, full=()):
     ],
 )
 def test_runs_of_lists(given, expected):
-    _, runs = look(given, 6)
+    _, runs = look_at_lists(given, 6)
     assert (None if runs is None else runs.tolist()) == expected
     assert runs is None or runs.dtype == torch.int32
 

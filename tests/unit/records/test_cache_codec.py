@@ -13,7 +13,7 @@ from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.records.codec import MAX_BYTES, decode_answer, decode_record, encode_record
 from flexattn.records.key import rounded
 from flexattn.records.record import SCHEMA, Failed, Gated, Trial
-from flexattn.records.trials import whole
+from flexattn.records.trials import whole_trials
 from tests.records import decode_record as split, prefill_record as record
 
 RECORD = record(provenance="measured")
@@ -85,7 +85,7 @@ def text_of(data):
 def forged(change):
     data = json.loads(encode_record(RECORD))
     del data["sha256"]
-    data["trials"] = whole(data["trials"], data["config"])
+    data["trials"] = whole_trials(data["trials"], data["config"])
     change(data)
     return text_of(data)
 

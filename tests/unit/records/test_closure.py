@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexattn.records.closure import bare, closure, imports_of, path_of
+from flexattn.records.closure import bare, closure, imports_of, module_path
 
 PACKAGE = Path(__file__).parents[3] / "flexattn"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -114,7 +114,9 @@ def test_a_string_stays_as_it_is():
 
 def test_a_name_is_followed_to_the_module_that_defines_it():
     """flexattn.mods passes on what traces a mod, which a Mod's own module does not reach."""
-    assert ("flexattn.mods", "Mod") in imports_of(path_of("flexattn.problem.problem").read_text())
+    assert ("flexattn.mods", "Mod") in imports_of(
+        module_path("flexattn.problem.problem").read_text()
+    )
     found = closure(["flexattn.problem.problem"])
     assert "flexattn.mods.expr" in found
     assert not {"flexattn.mods", "flexattn.mods.bind", "flexattn.mods.trace"} & set(found)

@@ -9,7 +9,7 @@ import torch
 
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import reasons
-from flexattn.kernels.paged_decode.space import reasons as plan_reasons
+from flexattn.kernels.paged_decode.space import serving_reasons as plan_reasons
 from flexattn.presets import files
 from flexattn.records import layers
 from flexattn.records.codec import decode_record

@@ -10,7 +10,7 @@ from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.records.codec import decode, encode
 from flexattn.records.record import Gated, Trial
-from flexattn.records.trials import lines, whole
+from flexattn.records.trials import lines, whole_trials
 
 TILE = PrefillConfig(128, 64, 4, 3)
 GATE = Gated("out max", 4e-4, 2e-3, 6e-4, True)
@@ -46,13 +46,13 @@ def test_the_first_config_may_stand_before_the_lines():
     config = encode(replace(TILE, num_stages=2))
     rows = json.loads(f"[{lines(TRIALS, encode, config)}]")
     assert [row[0] for row in rows[1:4]] == [{"num_stages": 3}, {}, {"num_stages": 3}]
-    assert decode(tuple[Trial, ...], whole(rows, config), "trials") == TRIALS
+    assert decode(tuple[Trial, ...], whole_trials(rows, config), "trials") == TRIALS
     with pytest.raises(CacheError):
-        decode(tuple[Trial, ...], whole(rows, "no config"), "trials")
+        decode(tuple[Trial, ...], whole_trials(rows, "no config"), "trials")
 
 
 def test_they_come_back():
-    assert decode(tuple[Trial, ...], whole(parsed(TRIALS)), "trials") == TRIALS
+    assert decode(tuple[Trial, ...], whole_trials(parsed(TRIALS)), "trials") == TRIALS
 
 
 def test_whole_lines_of_earlier_files_read_alike():
@@ -60,7 +60,7 @@ def test_whole_lines_of_earlier_files_read_alike():
         {name: each for name, each in encode(trial).items() if each is not None}
         for trial in TRIALS
     ]
-    assert decode(tuple[Trial, ...], whole(earlier), "trials") == TRIALS
+    assert decode(tuple[Trial, ...], whole_trials(earlier), "trials") == TRIALS
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_whole_lines_of_earlier_files_read_alike():
 )
 def test_lines_that_no_first_one_completes_are_refused(rows):
     with pytest.raises(CacheError):
-        decode(tuple[Trial, ...], whole(rows), "trials")
+        decode(tuple[Trial, ...], whole_trials(rows), "trials")

@@ -14,11 +14,10 @@ from flexattn.errors import CacheError
 from flexattn.frontend.admission import make_call
 from flexattn.kernels.choose.options import NONE
 from flexattn.mods import bind
-from flexattn.problem import fingerprint
 from flexattn.problem.mask_class import DENSITY_STEPS, IMBALANCE_STEPS, UNKNOWN
 from flexattn.records import untuned
 from flexattn.records.key import key_of
-from flexattn.records.untuned import bound_of, note, read, untuned_path
+from flexattn.records.untuned import bound_of, note, read_untuned, untuned_path
 from flexattn.settings import override
 from tests.places import own_place
 from tests.problems import choices, problem
@@ -77,7 +76,7 @@ def test_a_miss_is_logged_and_listed_once_and_no_warning(monkeypatch, said, capl
     assert len(untuned_path().read_text().splitlines()) == 1
     call(monkeypatch, kv_len=5000, how="nearest")
     assert len(said()) == 2 and "nearest" in said()[1]
-    assert [each.how for each in read(untuned_path())] == ["default", "nearest"]
+    assert [each.how for each in read_untuned(untuned_path())] == ["default", "nearest"]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
@@ -85,7 +84,7 @@ def test_a_miss_is_shown_to_nobody_who_did_not_ask(monkeypatch, caplog, capfd):
     """As a process has logging that sets nothing up: it was a line on stderr for each problem."""
     call(monkeypatch)
     assert not caplog.records and capfd.readouterr() == ("", "")
-    assert len(read(untuned_path())) == 1
+    assert len(read_untuned(untuned_path())) == 1
 
 
 @pytest.mark.parametrize("how", ["hit", "forced", "hint"])
@@ -97,7 +96,7 @@ def test_what_is_no_miss_is_not_said(monkeypatch, said, how):
 def test_mode_tune_lists_hints_without_a_word(monkeypatch, said):
     with override(mode="tune"):
         call(monkeypatch, how="hint")
-    assert not said() and read(untuned_path())[0].how == "hint"
+    assert not said() and read_untuned(untuned_path())[0].how == "hint"
 
 
 def test_the_interpreter_is_silent(said):
@@ -114,7 +113,7 @@ def test_a_list_that_cannot_be_written_stops_nothing(monkeypatch, said, place, c
 
 
 def test_a_list_has_an_end(monkeypatch, said):
-    monkeypatch.setattr(untuned, "MAX_FILE", 100)
+    monkeypatch.setattr(untuned, "_MAX_FILE", 100)
     call(monkeypatch)
     assert untuned_path().read_bytes() == b"" and "is full" in said()[-1]
 
@@ -123,9 +122,8 @@ def test_a_list_has_an_end(monkeypatch, said):
 def test_a_listed_problem_is_rebuilt(monkeypatch, mods):
     score_mod, mask_mod = mods.get("score"), mods.get("mask")
     met = call(monkeypatch, score_mod=score_mod, mask_mod=mask_mod)
-    (listed,) = read(untuned_path())
+    (listed,) = read_untuned(untuned_path())
     assert listed.problem == met and key_of(listed.problem) == key_of(met)
-    assert fingerprint(listed.problem.structure) == fingerprint(met.structure)
     assert listed.device == "nvidia-h200" and listed.problem.mask_class == met.mask_class
     for captured, fn, kind in (
         (listed.score, score_mod, "score"),
@@ -145,7 +143,7 @@ def test_a_listed_problem_is_rebuilt(monkeypatch, mods):
 def test_sinks_are_listed_by_their_dtype(monkeypatch):
     met = [call(monkeypatch, sinks=torch.zeros(8, dtype=d)) for d in (torch.float32, torch.half)]
     assert [each.structure.sinks for each in met] == ["float32", "float16"]
-    (listed,) = read(untuned_path())  # one key: their dtype changes no config
+    (listed,) = read_untuned(untuned_path())  # one key: their dtype changes no config
     assert listed.problem == met[0]
 
 
@@ -155,7 +153,7 @@ def test_numbers_that_became_arguments_are_kept(monkeypatch):
 
     for factor in (0.25, 0.5, 0.75):
         call(monkeypatch, score_mod=scaled(factor))
-    assert [each.score.scalars for each in read(untuned_path())] == [(), (0.5,)]
+    assert [each.score.scalars for each in read_untuned(untuned_path())] == [(), (0.5,)]
 
 
 def test_contents_of_tensors_are_not_listed(monkeypatch):
@@ -200,10 +198,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_lines_are_skipped_with_a_warning(monkeypatch, said, name):
     call(monkeypatch, score_mod=biased())
-    assert len(read(untuned_path())) == 1
+    assert len(read_untuned(untuned_path())) == 1
     HOSTILE[name](untuned_path())
     before = len(said())
-    assert read(untuned_path()) == [] and len(said()) == before + 1
+    assert read_untuned(untuned_path()) == [] and len(said()) == before + 1
     assert "not used" in said()[-1] and len(said()[-1]) < 1000
 
 
@@ -222,10 +220,12 @@ BLOCKS = {"q_block": 128, "kv_block": 128, "has_full": True, "per_head": False}
 )
 def test_masks_that_cannot_be_rebuilt_are_skipped(monkeypatch, said, change):
     call(monkeypatch, mask_mod=padded())
-    (good,) = read(untuned_path())
+    (good,) = read_untuned(untuned_path())
     assert good.problem.mask_class
     lines(lambda data: data.update(change))(untuned_path())
-    assert read(untuned_path()) == [] and "not used" in said()[-1] and len(said()[-1]) < 1000
+    assert (
+        read_untuned(untuned_path()) == [] and "not used" in said()[-1] and len(said()[-1]) < 1000
+    )
 
 
 def test_every_class_that_is_found_is_read():
@@ -246,8 +246,8 @@ def test_good_lines_beside_bad_ones_are_read_and_a_pipe_is_refused(monkeypatch, 
     with untuned_path().open("a") as file:
         file.write("garbage\n")
         file.write(untuned_path().read_text().splitlines()[0] + "\n")
-    assert len(read(untuned_path())) == 1
-    assert read(tmp_path / "nothing") == []
+    assert len(read_untuned(untuned_path())) == 1
+    assert read_untuned(tmp_path / "nothing") == []
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CacheError):
-        read(tmp_path / "pipe")
+        read_untuned(tmp_path / "pipe")

@@ -13,7 +13,7 @@ from flexattn.device import named
 from flexattn.records import untuned
 from flexattn.records.files import append_line, drop_lines
 from flexattn.records.key import key_of
-from flexattn.records.untuned import drop, note, read, untuned_path
+from flexattn.records.untuned import drop, note, read_untuned, untuned_path
 from flexattn.settings import override
 from tests.problems import problem
 
@@ -29,7 +29,7 @@ def own_list(tmp_path):
 
 
 def listed():
-    return [(key_of(each.problem), each.device) for each in read(untuned_path())]
+    return [(key_of(each.problem), each.device) for each in read_untuned(untuned_path())]
 
 
 def test_what_has_a_record_leaves_and_the_rest_stays_as_it_is():

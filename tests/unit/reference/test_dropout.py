@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.problem.dropout import Dropout
-from flexattn.reference.dropout import kept, philox4x32
+from flexattn.reference.dropout import kept_weights, philox4x32
 
 WORD = 2**32 - 1
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
@@ -24,7 +24,7 @@ SIZES = (2, 3, 256, 384)
 
 def mask(p, seed=5, sizes=SIZES):
     dropout = Dropout.of(p)._replace(seed=torch.tensor([seed]))
-    return kept(dropout, tuple(torch.arange(n) for n in sizes), sizes[1])
+    return kept_weights(dropout, tuple(torch.arange(n) for n in sizes), sizes[1])
 
 
 @pytest.mark.parametrize(("counter", "key", "rounds", "words"), KNOWN)
@@ -47,7 +47,7 @@ def test_the_word_and_the_half_of_each_weight():
 def test_a_slice_has_the_bits_of_the_whole():
     lanes = tuple(torch.arange(a, b) for a, b in ((1, 2), (1, 3), (37, 91), (5, 300)))
     dropout = Dropout.of(0.4)._replace(seed=torch.tensor([5]))
-    assert torch.equal(kept(dropout, lanes, 3), mask(0.4)[1:2, 1:3, 37:91, 5:300])
+    assert torch.equal(kept_weights(dropout, lanes, 3), mask(0.4)[1:2, 1:3, 37:91, 5:300])
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])

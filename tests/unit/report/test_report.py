@@ -14,7 +14,7 @@ from flexattn.records.record import Decision, Failed, Trial
 from flexattn.report import numbers, rivals
 from flexattn.report.importance import FEWEST, importance
 from flexattn.report.limits import limits_of
-from flexattn.report.occupancy import device_of, occupancy
+from flexattn.report.occupancy import occupancy, recorded_device
 from flexattn.report.roofline import reach, work
 from flexattn.report.summary import summarize
 from tests.records import HERE, decode_record, key, prefill_record
@@ -62,8 +62,8 @@ def test_equal_machine_code_has_the_time_of_its_twin():
 def test_a_failure_is_never_a_time():
     failed = Failed("crash", "illegal access", "")
     found = record(Trial(A, screening=(1.0,), failed=failed), Trial(B, same_code_as=0))
-    assert numbers.timed(found) == () and numbers.axes(found) == ()
-    assert [r.count for r in numbers.reasons(found) if r.stage == "crash"] == [2]
+    assert numbers.timed(found) == () and numbers.config_axes(found) == ()
+    assert [r.count for r in numbers.untimed_reasons(found) if r.stage == "crash"] == [2]
 
 
 def test_the_landscape_keeps_the_best_of_each_cell():
@@ -102,7 +102,7 @@ def test_switches_and_words_are_axes_too():
         for order in ("last", "group")
     ]
     found = record(*trials)
-    assert numbers.axes(found) == ("use_tma", "order")
+    assert numbers.config_axes(found) == ("use_tma", "order")
     assert numbers.landscape(found).columns == ("group", "last")
     assert [numbers.label(v) for v in numbers.landscape(found).rows] == ["off", "on"]
 
@@ -128,10 +128,12 @@ def test_no_common_round_is_no_gain():
 
 
 def test_reasons_are_counted_by_stage_with_an_example():
-    stages = [(r.stage, r.name, r.count) for r in numbers.reasons(prefill_record())]
+    stages = [(r.stage, r.name, r.count) for r in numbers.untimed_reasons(prefill_record())]
     assert stages[:2] == [("not built", "shared memory", 31), ("not built", "registers", 12)]
     assert ("gate", "over budget", 1) in stages and ("crash", "illegal access", 1) in stages
-    example = next(r.example for r in numbers.reasons(prefill_record()) if r.stage == "gate")
+    example = next(
+        r.example for r in numbers.untimed_reasons(prefill_record()) if r.stage == "gate"
+    )
     assert example.endswith("out max 3.1e-2 > 2.2e-3")
 
 
@@ -144,14 +146,14 @@ def test_reasons_are_counted_by_stage_with_an_example():
     ],
 )
 def test_a_config_in_a_cell(config, text):
-    assert numbers.short(config) == text
+    assert numbers.short_config(config) == text
 
 
 def test_importances_sum_to_one_and_name_the_axes():
     pytest.importorskip("optuna")
     found = importance(prefill_record())
     assert math.isclose(sum(share for _, share in found.shares), 1) and not found.note
-    assert {axis for axis, _ in found.shares} == set(numbers.axes(prefill_record()))
+    assert {axis for axis, _ in found.shares} == set(numbers.config_axes(prefill_record()))
     # num_splits alone decides the model of decode.
     assert importance(decode_record()).shares[0][0] == "num_splits"
 
@@ -254,13 +256,13 @@ def test_occupancy_is_not_guessed():
     built = Trial(A, registers=64)
     assert occupancy(Trial(A), KNOWN["nvidia-h200"]) is None
     assert occupancy(built, KNOWN["amd-mi300x"]) is None
-    assert device_of("somebody-s-h100", "sm_90").arch == "sm_90"
-    assert device_of("x", "sm_1") is None
+    assert recorded_device("somebody-s-h100", "sm_90").arch == "sm_90"
+    assert recorded_device("x", "sm_1") is None
 
 
 @pytest.mark.parametrize("name", ["h200-decode", "h200-prefill-torch"])
 def test_a_bench_of_the_project_is_read(name):
-    bench = rivals.read(ROOT / "bench" / "results" / f"{name}.json")
+    bench = rivals.read_bench(ROOT / "bench" / "results" / f"{name}.json")
     assert "H200" in bench.machine and "torch-flex-tuned" in bench.rivals
     assert all(row.us > 0 for row in bench.rows)
     assert rivals.geometric_mean(bench, "torch-flex-tuned") > 0.9
@@ -273,7 +275,7 @@ def test_a_red_gate_has_no_time(tmp_path):
     green = {"name": "llama-3 decode", "samples": samples, "gates": {}}
     data = {"schema": 1, "bench": "b", "environments": [{"gpu": "x"}], "rows": [row, green]}
     path.write_text(json.dumps(data))
-    bench = rivals.read(path)
+    bench = rivals.read_bench(path)
     assert math.isnan(bench.rows[0].us) and math.isnan(bench.rows[0].rivals[0].ratio.value)
     assert summarize(prefill_record(), (bench,)).torch is None
     assert summarize(decode_record("Llama-3 Decode"), (bench,)).torch == ("torch-flex", 2.0)
@@ -284,7 +286,7 @@ def test_the_verbs_own_json_is_read(tmp_path):
     us, ratio = {"flexattn": 2.0, "default": 3.0, "torch": None}, {"default": 1.5, "torch": None}
     rows = [{"title": title, "us": us, "ratio": ratio, "passed": title == "a"} for title in "ab"]
     path.write_text(json.dumps({"device": "NVIDIA H200", "rows": rows}))
-    green, red = rivals.read(path).rows
+    green, red = rivals.read_bench(path).rows
     assert (green.us, green.rival("default").ratio.value, green.rival("torch")) == (2, 1.5, None)
     assert math.isnan(red.us) and math.isnan(red.rival("default").ratio.value)
 
@@ -302,6 +304,6 @@ def test_what_is_no_bench_is_refused(text, words, tmp_path):
     path = tmp_path / "bench.json"
     path.write_text(text)
     with pytest.raises(InputError, match=words):
-        rivals.read(path)
+        rivals.read_bench(path)
     with pytest.raises(InputError, match="No such file"):
-        rivals.read(tmp_path / "none.json")
+        rivals.read_bench(tmp_path / "none.json")

@@ -21,9 +21,9 @@ from flexattn.records.codec import encode_record
 from flexattn.records.record import Decision, Failed
 from flexattn.records.store import Store
 from flexattn.report.collect import from_stores
-from flexattn.report.numbers import axes
-from flexattn.report.page import PAGE, html, write
-from flexattn.report.rivals import read
+from flexattn.report.numbers import config_axes
+from flexattn.report.page import PAGE, html, write_page
+from flexattn.report.rivals import read_bench
 from tests.browser import asked, needs_chromium, opened
 from tests.records import decode_record, prefill_record
 
@@ -54,7 +54,7 @@ def written(tmp_path_factory):
         prefill_record(HOSTILE, seed=3, note=HOSTILE, rejected=((HOSTILE, 3),)),
         nothing_timed(),
     )
-    return write(records, tmp_path_factory.mktemp("report"), [read(BENCH)])
+    return write_page(records, tmp_path_factory.mktemp("report"), [read_bench(BENCH)])
 
 
 class Tags(HTMLParser):
@@ -103,7 +103,7 @@ def test_every_picture_is_drawn_in_the_page_with_words(written):
 
 
 def test_pictures_are_files_where_that_is_asked_for(tmp_path):
-    written = write([prefill_record(HOSTILE)], tmp_path, [read(BENCH)], as_png=True)
+    written = write_page([prefill_record(HOSTILE)], tmp_path, [read_bench(BENCH)], as_png=True)
     assert len(written.pictures) == 5
     for path in written.pictures:
         assert re.fullmatch(r"[a-z0-9-]+\.png", path.name)
@@ -135,7 +135,7 @@ def test_the_page_says_why_and_beside_what(written):
 
 
 def test_equal_records_make_equal_pages(tmp_path):
-    made = [write([decode_record()], tmp_path / name).page.read_bytes() for name in "ab"]
+    made = [write_page([decode_record()], tmp_path / name).page.read_bytes() for name in "ab"]
     assert made[0] == made[1]
 
 
@@ -298,14 +298,14 @@ def of_two_templates():
     ],
 )
 def test_what_is_not_computed_is_said_in_a_sentence(make, sentence, tmp_path):
-    text = " ".join(Tags(write([make()], tmp_path).page.read_text()).text.split())
+    text = " ".join(Tags(write_page([make()], tmp_path).page.read_text()).text.split())
     assert sentence in text
 
 
 def test_no_axis_says_which_template_alone(tmp_path):
     """A mixed space had an axis `template`, and one for each number that only one of them has."""
-    assert axes(of_two_templates()) == ("num_stages", "lazy_rescale")
-    labels = write([of_two_templates()], tmp_path).page.read_text()
+    assert config_axes(of_two_templates()) == ("num_stages", "lazy_rescale")
+    labels = write_page([of_two_templates()], tmp_path).page.read_text()
     assert ">template<" not in labels and ">none<" not in labels
 
 
@@ -314,7 +314,7 @@ def test_plans_are_reported_too(tmp_path):
     shipped, faults = from_stores([Store(ROOT / "configs" / "nvidia-h200")])
     found = [record for record in shipped if record.key.kind == "serving"][:2]
     assert len(found) == 2 and not faults
-    page = Tags(write(found, tmp_path).page.read_text())
+    page = Tags(write_page(found, tmp_path).page.read_text())
     assert len([a for tag, a in page.tags if tag == "svg" and float(a["width"]) > 300]) >= 4
 
 

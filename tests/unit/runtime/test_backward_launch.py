@@ -8,8 +8,8 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, softcap
 from flexattn.device import named
-from flexattn.frontend.gradients import Asked, _problem, run_backward
-from flexattn.kernels.base.binding import bind
+from flexattn.frontend.gradients import AskedGradients, _problem, run_backward
+from flexattn.kernels.base.binding import bind_arguments
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.mods import bind as bound
 from flexattn.runtime import backward
@@ -27,7 +27,7 @@ class Recorded:
         self.source, self.launched = source, launched
 
     def prepare(self, programs, fixed, given, boxes=None, spare=()):
-        found = bind(self.source.arguments, fixed, given, boxes, spare)
+        found = bind_arguments(self.source.arguments, fixed, given, boxes, spare)
         names = [each.name for each in self.source.arguments]
 
         def launch(stream, values):
@@ -57,7 +57,7 @@ def test_every_argument_has_a_value(language, mask_mod, batch, monkeypatch):
     mask = mask_mod and create_block_mask(mask_mod, None, None, 300, 400, device="cpu")
     lists = None if mask is None else BothLists.of(mask)
     score = bound(softcap(20.0), "score")
-    asked = Asked(score, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
+    asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, ())
     problem, launched = _problem(asked, q, k, v, lists), []
 
     def kernels(problem, target, index, options):

@@ -11,7 +11,7 @@ from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
 from flexattn.runtime.machine_code import sections
 from flexattn.runtime.resources import Resources
 from flexattn.settings import override
-from flexattn.tune.builds import Built, build_all, twins, unfit
+from flexattn.tune.builds import BuiltConfig, build_all, twins, unfit
 from flexattn.tune.pool import Pool
 from tests import build_doubles
 from tests.build_doubles import CRASHES, HANGS, RAISES, REFUSED, SCALAR, SPILLS, number, troubled
@@ -119,9 +119,9 @@ def test_what_is_not_worth_timing(taken, dtype, error):
 
 def test_twins_are_launched_in_the_same_way():
     """Stages that load nothing ahead give one code; more shared memory makes it another launch."""
-    code = Built(PrefillConfig(64, 64, 4, 2), shared_memory=4096, code_hash="c" * 64)
+    code = BuiltConfig(PrefillConfig(64, 64, 4, 2), shared_memory=4096, code_hash="c" * 64)
     found = [
-        Built(PrefillConfig(64, 64, 4, 1)),
+        BuiltConfig(PrefillConfig(64, 64, 4, 1)),
         code,
         replace(code, config=PrefillConfig(64, 64, 4, 3)),
         replace(code, shared_memory=8192),

@@ -11,12 +11,12 @@ import torch
 from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.binding import bind
+from flexattn.kernels.base.binding import bind_arguments
 from flexattn.runtime.binary import Binary, TensorMap
 from flexattn.runtime.cuda_launch import CudaLaunch, loaded
-from flexattn.runtime.launch import Box, box_of
+from flexattn.runtime.launch import DescriptorBox, box_of
 
-BOX = Box((2, 3, 40, 64), (7680, 2560, 64, 1))
+BOX = DescriptorBox((2, 3, 40, 64), (7680, 2560, 64, 1))
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 
@@ -63,12 +63,12 @@ class Driver:
 def drive(monkeypatch):
     def make(types, fixed, boxes=(), maps=(), parameters=None, order=1):
         driver = Driver(types)
-        monkeypatch.setattr(cuda_driver, "load", lambda *args: 42)
+        monkeypatch.setattr(cuda_driver, "load_function", lambda *args: 42)
         # As the driver's function: of C, and without argtypes.
         driver.entry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(driver.launch)
         launch = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(driver.entry, ctypes.c_void_p).value)
         monkeypatch.setattr(cuda_driver, "launch_kernel", lambda: launch)
-        monkeypatch.setattr(cuda_driver, "encode", driver.encode)
+        monkeypatch.setattr(cuda_driver, "encode_descriptor", driver.encode)
         count = len(types) + 8 * len(boxes) + 2 if parameters is None else parameters
         binary = Binary(b"", "kernel", "sm_90", 100, 4, count, maps)
         arguments = [Argument(f"a{i}", kind) for i, kind in enumerate(types)]
@@ -78,7 +78,7 @@ def drive(monkeypatch):
         given = [name for name in names if name not in kept][::order]
         found = [i for i, kind in enumerate(types) if kind[0] == "t"]
         described = {f"a{i}": box for i, box in zip(found, boxes, strict=False)}
-        bound = bind(arguments, kept, given, described)
+        bound = bind_arguments(arguments, kept, given, described)
         # What a binary may have other than its source says.
         bound = replace(bound, boxes=bound.boxes + tuple(boxes[len(found) :]))
         return CudaLaunch(binary, bound, 0, 6), driver

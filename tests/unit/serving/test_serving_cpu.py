@@ -15,7 +15,7 @@ from flexattn.errors import (
     UnsupportedError,
 )
 from flexattn.serving import DecodePlan, flex_decode, merge_states
-from flexattn.serving.cache import describe
+from flexattn.serving.cache import describe_cache
 from flexattn.serving.request import Maxima
 
 
@@ -121,11 +121,11 @@ def test_strides_are_counted_in_32_bits():
     far = torch.empty_strided(
         (2, 16, 1, 16), (2**31, 16, 16, 1), dtype=torch.bfloat16, device="meta"
     )
-    assert describe(k, k, maxima, True, 64).steps_k == (256, 16, 16)
+    assert describe_cache(k, k, maxima, True, 64).steps_k == (256, 16, 16)
     # Of one page there is no next one.
-    assert describe(far[:1], far[:1], maxima, True, 64).steps_k == (0, 16, 16)
+    assert describe_cache(far[:1], far[:1], maxima, True, 64).steps_k == (0, 16, 16)
     with pytest.raises(InputError, match=r"below 2\*\*31"):
-        describe(far, far, maxima, True, 64)
+        describe_cache(far, far, maxima, True, 64)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 1, 16), (2, 0, 1, 16)], ids=str)
@@ -136,4 +136,4 @@ def test_a_cache_holds_a_key(shape):
     )  # fmt: skip
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
-        describe(k, k, maxima, True, 64)
+        describe_cache(k, k, maxima, True, 64)

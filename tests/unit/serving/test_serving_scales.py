@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexattn.errors import InputError, InputTypeError
-from flexattn.serving.scales import asked, shape_of, spread, steps_by_axis
+from flexattn.serving.scales import asked_scales, scales_shape, spread_scale, steps_by_axis
 
 SIZES = (5, 16, 3)
 
@@ -19,28 +19,28 @@ SIZES = (5, 16, 3)
     ],
 )  # fmt: skip
 def test_what_is_asked_for(scaled, found):
-    assert asked(scaled, 16) == found
+    assert asked_scales(scaled, 16) == found
 
 
 def test_what_is_none_of_the_choices():
     with pytest.raises(
         InputError, match="one of tensor, head, page, page_head, token, token_head"
     ):
-        asked("keys", 16)
+        asked_scales("keys", 16)
     with pytest.raises(InputError, match="contiguous cache"):
-        asked("page_head", 0)
+        asked_scales("page_head", 0)
     with pytest.raises(InputTypeError, match="a float"):
-        asked(0.5, 16)
+        asked_scales(0.5, 16)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("scales", ["page", "page_head", "token", "token_head"])
 def test_shapes_steps_and_what_they_multiply_agree(scales, layout):
-    shape = shape_of(scales, layout, SIZES)
+    shape = scales_shape(scales, layout, SIZES)
     scale = torch.randn(2 * shape[0], *shape[1:])[::2]
     steps = steps_by_axis({"k_scale": scale, "v_scale": scale}, scales, layout, SIZES)
     cache = [5, 16, 3, 1] if layout == "NHD" else [5, 3, 16, 1]
-    wide = spread(scale, scales, layout).expand(cache)
+    wide = spread_scale(scale, scales, layout).expand(cache)
     for page, key, head in ((0, 0, 0), (4, 15, 2), (2, 7, 1)):
         at = page * steps["p"] + key * steps.get("n", 0) + head * steps.get("h", 0)
         place = (page, key, head) if layout == "NHD" else (page, head, key)

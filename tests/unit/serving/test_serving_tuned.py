@@ -9,7 +9,7 @@ from flexattn.catalogue import sliding_window
 from flexattn.device import INTERPRETER, named
 from flexattn.errors import CacheError, InputError
 from flexattn.kernels.paged_decode.config import ServingConfig
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons
 from flexattn.mods import bind
 from flexattn.problem import Shape
 from flexattn.records.codec import decode_record, encode_record
@@ -223,7 +223,7 @@ def test_records_of_invariant_plans_are_their_own_and_change_no_bit(store):
     assert len(offered) > 1 and {replace(each, per_sm=2) for each in offered} == {fixed}
     store.write(record(plain, next(serving_candidates(plain.problem.form, H200))))
     assert found(invariant) is None
-    assert reasons(replace(fixed, BLOCK_N=128), invariant.problem.form, H200)
+    assert serving_reasons(replace(fixed, BLOCK_N=128), invariant.problem.form, H200)
     store.write(record(invariant, replace(fixed, per_sm=1)))
     assert found(invariant).config == replace(fixed, per_sm=1)
     assert found(plain).config.split_policy == "heads"

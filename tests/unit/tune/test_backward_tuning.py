@@ -27,7 +27,7 @@ from flexattn.runtime.key_lists import BothLists
 from flexattn.settings import override
 from flexattn.tune.subject import subject_of
 from flexattn.tune.tasks import distinct, task_from, task_of
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 
 H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def rows(**call):
         "mask": "flexattn.catalogue:causal",
     }  # fmt: skip
     said = {"name": "train", "mixes": [[2, 300, 300]], "backward": True, **call}
-    return parse({"layers": [{**layer, "calls": [said]}]}, "x", "x").rows
+    return parse_workload({"layers": [{**layer, "calls": [said]}]}, "x", "x").rows
 
 
 def test_a_differentiated_call_is_a_forward_with_lse_and_a_backward():

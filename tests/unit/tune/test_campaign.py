@@ -16,7 +16,7 @@ from flexattn.tune.decide import replay_study
 from flexattn.tune.journal import Entry, Journal, settle
 from flexattn.tune.task_locks import TaskLocks
 from flexattn.tune.tasks import task_of
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 from tests import records
 
 H200 = named("nvidia-h200")
@@ -27,7 +27,7 @@ LENGTHS = [64, 128, 256, 512]
 def tasks():
     mixes = [[1, 1, length] for length in LENGTHS]
     layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"mixes": mixes}]}
-    rows = parse({"layers": [layer]}, "x", "x").rows
+    rows = parse_workload({"layers": [layer]}, "x", "x").rows
     return [task_of(row, H200, torch.device("cpu")) for row in rows]
 
 

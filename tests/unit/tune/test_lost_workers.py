@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from flexattn.measure.worker import Deadlines, Worker
-from flexattn.tune.builds import Built
+from flexattn.tune.builds import BuiltConfig
 from flexattn.tune.method import Method
 from flexattn.tune.subject import Subject
 from flexattn.tune.tuner import tune_subject
@@ -46,7 +46,7 @@ def tuned_beside(fates, at):
 
     def build(configs):
         return [
-            Built(each, registers=9, spills=0, shared_memory=0, code_hash=str(each))
+            BuiltConfig(each, registers=9, spills=0, shared_memory=0, code_hash=str(each))
             for each in configs
         ]
 

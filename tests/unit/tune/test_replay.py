@@ -7,9 +7,9 @@ import pytest
 
 from bench.exhaustive import Plan, measured
 from flexattn.errors import CacheError
-from flexattn.records.trials import whole
+from flexattn.records.trials import whole_trials
 from flexattn.tune.replay import ReplayMeasurer
-from flexattn.tune.studies import load, loads, save
+from flexattn.tune.studies import load_study, loads, save
 from flexattn.tune.trial_table import cost
 from tests.studies import decode_configs, study
 
@@ -19,7 +19,7 @@ SMALL = study(5, decode_configs()[:24], batch=7)
 def test_a_study_survives_its_file(tmp_path):
     path = tmp_path / "nvidia-h200" / "some.json"
     save(SMALL, path)
-    assert load(path) == SMALL
+    assert load_study(path) == SMALL
     text = path.read_text()
     assert len(text.splitlines()) == len(SMALL.trials) + 3, "a line for each config"
     assert [p.name for p in path.parent.iterdir()] == ["some.json"]
@@ -44,7 +44,7 @@ def test_a_study_survives_its_file(tmp_path):
 def test_what_is_no_study_is_refused(tmp_path, change, message):
     save(SMALL, tmp_path / "s.json")
     data = json.loads((tmp_path / "s.json").read_text())
-    data["trials"] = whole(data["trials"])
+    data["trials"] = whole_trials(data["trials"])
     change(data)
     with pytest.raises(CacheError, match=message):
         loads(json.dumps(data))
@@ -58,7 +58,7 @@ def test_text_that_is_no_study_is_refused(text):
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(CacheError, match="nothing"):
-        load(tmp_path / "nothing.json")
+        load_study(tmp_path / "nothing.json")
 
 
 def test_a_seed_gives_the_same_times_again():
@@ -108,7 +108,7 @@ def test_an_exhaustive_measurement_of_a_replay_is_the_study_again(tmp_path):
             assert again == pytest.approx(cost(SMALL.trials, index, SMALL.default), rel=0.02)
             assert found.trials[index].gate == trial.gate
     save(found, tmp_path / "again.json")
-    assert load(tmp_path / "again.json") == found
+    assert load_study(tmp_path / "again.json") == found
 
 
 def test_an_exhaustive_measurement_without_time_keeps_what_it_has():

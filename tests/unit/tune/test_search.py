@@ -12,7 +12,7 @@ from flexattn.tune.decide import replay_study
 from flexattn.tune.method import Method
 from flexattn.tune.replay import ReplayMeasurer
 from flexattn.tune.search import Axes, Everything, Guided, sampler_of
-from flexattn.tune.studies import load, stored
+from flexattn.tune.studies import load_study, stored
 from flexattn.tune.trial_table import cost
 from flexattn.tune.tuner import tune_subject
 from tests.studies import decode_configs, prefill_configs, study
@@ -127,7 +127,7 @@ LONG = ("decode-b1-128k", "prefill-d64-4k-full")
 )
 def test_a_fifth_of_a_measured_space_is_enough(path):
     """The tuner's promise: 3 % of the exhaustive best in the mean, 6 % in nine tunings of ten."""
-    exhaustive = load(path)
+    exhaustive = load_study(path)
     found = regrets(exhaustive, range(10))
     assert statistics.mean(found) <= 0.03, found
     assert found[8] <= 0.06, found

@@ -15,7 +15,7 @@ from flexattn.records.store import Store
 from flexattn.tune import builds, gpu_tuner
 from flexattn.tune.method import method_for
 from flexattn.tune.tasks import plan_task, task_of
-from flexattn.tune.workload import parse
+from flexattn.tune.workload import parse_workload
 
 H200 = named("nvidia-h200")
 TAKEN = builds.Resources(100, 0, 0, 4096, 4, 0)
@@ -80,13 +80,13 @@ def host(monkeypatch):
 
 def rows(*calls):
     layer = {"heads": [4, 2], "head_dim": 64, "calls": list(calls)}
-    return parse({"layers": [layer]}, "x", "x").rows
+    return parse_workload({"layers": [layer]}, "x", "x").rows
 
 
 def test_every_gpu_measures_and_no_kernel_is_built_twice(host, tmp_path):
     decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
     tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
-    ran = tuning.run(tasks, Store(tmp_path), method_for("quick"), 2, False, None)
+    ran = tuning.run_tuning(tasks, Store(tmp_path), method_for("quick"), 2, False, None)
     assert [each.status for each in ran.outcomes] == ["tuned"] * 6
     assert {gpu for gpu, _ in Worker.measured} == {0, 1}
     assert Counter(title for _, title in Worker.measured) == Counter(t.title for t in tasks)
@@ -109,17 +109,19 @@ def test_plans_and_calls_are_tuned_side_by_side(host, tmp_path):
         for row in found
     ]
     store = Store(tmp_path)
-    ran = tuning.run(tasks, store, method_for("quick"), 2, False, None)
+    ran = tuning.run_tuning(tasks, store, method_for("quick"), 2, False, None)
     assert [each.status for each in ran.outcomes] == ["tuned"] * 3, ran.outcomes
     kinds = Counter(record.key.kind for _, record in store.entries())
     assert kinds == {"decode": 1, "serving": 2}
     assert len(store.folders("nvidia-h200")) == 2, "each kind has templates of its own"
-    again = tuning.run(tasks, store, method_for("quick"), 2, False, None)
+    again = tuning.run_tuning(tasks, store, method_for("quick"), 2, False, None)
     assert [each.status for each in again.outcomes] == ["kept"] * 3
 
 
 def test_no_problem_begins_when_the_time_is_over(host, tmp_path):
     decode = rows({"mixes": [[1, 1, 64 << i] for i in range(6)]})
     tasks = [task_of(row, H200, torch.device("cpu")) for row in decode]
-    ran = tuning.run(tasks, Store(tmp_path), method_for("quick"), 2, False, None, time_s=0.0)
+    ran = tuning.run_tuning(
+        tasks, Store(tmp_path), method_for("quick"), 2, False, None, time_s=0.0
+    )
     assert ran.outcomes == () and not Worker.measured

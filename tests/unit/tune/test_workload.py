@@ -19,7 +19,7 @@ from flexattn.problem import Shape
 from flexattn.records.key import key_of
 from flexattn.tune.tables import read_file
 from flexattn.tune.tasks import distinct, plan_task, task_of, tasks
-from flexattn.tune.workload import ModPath, parse, policy_for, read
+from flexattn.tune.workload import ModPath, parse_workload, policy_for, read
 
 H200 = named("nvidia-h200")
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ def test_files_that_are_no_workload(tmp_path):
 
 def plans(**call):
     layer = {"heads": [4, 2], "head_dim": 64, "calls": [{"mixes": [[8, 1, 300]], **call}]}
-    return parse({"layers": [layer]}, "x", "x").rows
+    return parse_workload({"layers": [layer]}, "x", "x").rows
 
 
 def test_pages_and_classes_make_plans_of_a_call():
@@ -217,7 +217,7 @@ def row(**changes):
             }
         ]
     }
-    return replace(parse(data, "x", "x").rows[0], **changes)
+    return replace(parse_workload(data, "x", "x").rows[0], **changes)
 
 
 @pytest.mark.parametrize("sinks", [None, torch.zeros(4, dtype=torch.bfloat16)], ids=["", "sinks"])
@@ -228,7 +228,7 @@ def test_a_task_is_what_dispatch_would_make_of_the_call(monkeypatch, sinks):
     def prepare(problem, *rest):
         raise Prepared(problem)
 
-    monkeypatch.setattr(plan, "prepare", prepare)
+    monkeypatch.setattr(plan, "prepare_launch", prepare)
     task = task_of(row(sinks=sinks is not None), INTERPRETER, CPU)
     clear()
     q, k, v = (torch.zeros(2, heads, 300, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))

@@ -12,12 +12,12 @@ from flexattn.catalogue import alibi, causal
 from flexattn.device import named
 from flexattn.errors import ArgumentError
 from flexattn.kernels.base.arguments import Argument
-from flexattn.kernels.base.binding import bind
+from flexattn.kernels.base.binding import bind_arguments
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.hopper.config import HopperPrefillConfig
 from flexattn.mods import bind as bind_mod
 from flexattn.runtime import launch
-from flexattn.runtime.launch import Lists, prepare
+from flexattn.runtime.launch import Lists, prepare_launch
 from tests.launches import Recorded
 from tests.problems import choices, problem
 
@@ -30,7 +30,7 @@ TAKEN = (
 
 
 def test_values_are_found_by_name():
-    found = bind(TAKEN, {"n": 3}, ("K", "unused", "Q"), {"Q": "box"}, spare=("unused",))
+    found = bind_arguments(TAKEN, {"n": 3}, ("K", "unused", "Q"), {"Q": "box"}, spare=("unused",))
     assert (found.fixed, found.given, found.passed) == ((None, 3, None), ((0, 2), (2, 0)), 3)
     assert found.boxes == ("box",)
 
@@ -50,7 +50,7 @@ def test_values_are_found_by_name():
 )
 def test_what_does_not_match_is_refused_in_words(fixed, given, boxes, words):
     with pytest.raises(ArgumentError, match=words):
-        bind(TAKEN, fixed, given, dict.fromkeys(boxes, "box"))
+        bind_arguments(TAKEN, fixed, given, dict.fromkeys(boxes, "box"))
 
 
 CASES = {
@@ -83,7 +83,7 @@ def launched(case, shuffle):
     q, k, v = (torch.empty(2, h, n, 128, dtype=torch.bfloat16) for h, n in
                ((32, q_len), (8, 8192), (8, 8192)))  # fmt: skip
     lists = Lists.of(create_block_mask(causal, None, None, q_len, 8192, "cpu"))
-    made = prepare(wanted, device, torch.device("cpu"), stub, options, q, k, v, lists)
+    made = prepare_launch(wanted, device, torch.device("cpu"), stub, options, q, k, v, lists)
     bound = bind_mod(score, "score"), bind_mod(causal, "mask")
     rest = made.rest_of(lists, *bound)
     out = made.run(q, k, v, 0.5, rest, slopes)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexattn.kernels.base.estimate import MARGIN, Estimate, best_first
+from flexattn.kernels.base.estimate import ESTIMATE_MARGIN, Estimate, best_first
 
 RULES = ["a", "b"]
 
@@ -15,7 +15,7 @@ def told(**us):
     ("us", "found"),
     [
         ({"a": 10.0, "c": 9.0, "d": 8.0}, ["d", "a", "b"]),
-        ({"a": 10.0, "c": 10.0 / MARGIN + 0.01, "d": 11.0}, ["a", "b"]),
+        ({"a": 10.0, "c": 10.0 / ESTIMATE_MARGIN + 0.01, "d": 11.0}, ["a", "b"]),
         ({"a": 10.0, "b": 8.0}, ["a", "b"]),
         ({"c": 1.0}, ["a", "b"]),
     ],

@@ -22,8 +22,8 @@ from flexattn.kernels.triton.config import PrefillConfig
 from flexattn.problem import Layout
 from flexattn.records.codec import decode_record, encode_record
 from flexattn.records.key import key_of, sizes_of
-from flexattn.report.numbers import axes, effects
-from flexattn.runtime.launch import Lists, prepare
+from flexattn.report.numbers import config_axes, effects
+from flexattn.runtime.launch import Lists, prepare_launch
 from flexattn.tune.search import Axes
 from tests.launches import Recorded
 from tests.problems import choices, problem
@@ -115,7 +115,7 @@ def test_records_with_both_languages_are_kept_and_read():
     assert decode_record(text.encode()) == record
     with pytest.raises(CacheError):
         decode_record(text.replace('"sections"', '"sideways"').encode())
-    names = axes(record)
+    names = config_axes(record)
     # Of the winner's template: an axis of the others would only say which template it is.
     assert {"BLOCK_N", "num_warps"} <= set(names) and not {"template", "consumers"} & set(names)
     assert {effect.axis for effect in effects(record)} == set(names)
@@ -162,7 +162,7 @@ def test_a_launch_fills_what_the_kernel_takes(mask, runs, tile_scheduler):
     if mask is not None:
         lists = Lists.of(create_block_mask(mask, None, None, 4096, 8192, "cpu"))
         lists = lists._replace(runs=torch.zeros(1, 1, 32, 4, dtype=torch.int32) if runs else None)
-    launch = prepare(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
+    launch = prepare_launch(wanted, H200, torch.device("cpu"), kernels, NONE, q, k, k, lists)
     given, boxes = kernel.fixed, kernel.boxes
     assert (
         kernel.programs == launch.geometry.programs == (1024 if tile_scheduler == "grid" else 132)

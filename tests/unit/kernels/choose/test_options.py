@@ -14,7 +14,7 @@ from flexattn import FlexKernelOptions
 from flexattn.errors import ConfigError, InputError
 from flexattn.kernels.choose.options import NONE, Options, for_torch, parse
 from flexattn.kernels.triton.config import DecodeConfig, PrefillConfig
-from flexattn.mods.rules import RULES
+from flexattn.mods.rules import REWRITES
 from flexattn.problem.checks import tf32_allowed
 from flexattn.settings import say_once
 
@@ -63,7 +63,7 @@ def test_every_key_of_torch_is_accepted():
         ({"SPLIT_KV": 3}, Options(num_splits=3)),
         ({"USE_TMA": False}, Options(use_tma=False)),
         ({"RULES_OFF": "row_slope, row"}, Options(rules_off=("row", "row_slope"))),
-        ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(RULES)))),
+        ({"RULES_OFF": "all"}, Options(rules_off=tuple(sorted(REWRITES)))),
         ({"TANH": "exact"}, Options(tanh="exact")),
         ({"MERGE_CONSUMERS": False}, Options(merge_consumers=False)),
         ({"PTXAS": "ptxas", "BACKEND": "TRITON"}, Options("prefill", "triton", ptxas="ptxas")),

@@ -12,7 +12,7 @@ from flexattn.device import named
 from flexattn.kernels.base.source import traits_of
 from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.hopper import space as gluon
-from flexattn.kernels.hopper.printer import print_score
+from flexattn.kernels.hopper.printer import print_consumer_score
 from flexattn.kernels.hopper.tanh import COEFFICIENTS, LIMIT, float_bits
 from tests.families import render
 from tests.problems import problem
@@ -31,7 +31,7 @@ def both(score, b, h, q_idx, kv_idx):
 
 def printed(score_mod, lazy_rescale=True, **more):
     structure = problem(score_mod=score_mod, **more).structure
-    return print_score(structure, traits_of(H200, structure), lazy_rescale)
+    return print_consumer_score(structure, traits_of(H200, structure), lazy_rescale)
 
 
 @pytest.mark.parametrize(

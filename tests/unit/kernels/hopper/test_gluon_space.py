@@ -19,7 +19,7 @@ from flexattn.kernels.hopper.case import case_of
 from flexattn.kernels.hopper.config import CONSUMER_REGISTERS, HopperPrefillConfig
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
 from flexattn.kernels.hopper.tiles import output_and_stages
-from flexattn.kernels.stated import gluon as stated
+from flexattn.kernels.stated.gluon import HOPPER_STATEMENT as STATEMENT
 from flexattn.problem import Layout
 from tests.families import (
     estimates,
@@ -138,21 +138,22 @@ def test_every_rule_has_a_case():
 def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     structure = case.structure
     numbers = case_of(config, structure, device)
-    known = {symbol: getattr(numbers, symbol.name) for symbol in stated.SYMBOLS}
-    taken = (*exact(stated.SHARED_MEMORY, known), exact(stated.REGISTERS, known))
+    known = {symbol: getattr(numbers, symbol.name) for symbol in STATEMENT.symbols}
+    memory, registers = STATEMENT.formulas
+    taken = (*exact(memory, known), exact(registers, known))
     assert estimates(config, structure, device) == (taken[0], taken[-1])
-    known |= dict(zip(stated.ESTIMATED, taken, strict=True))
+    known |= dict(zip(STATEMENT.estimated, taken, strict=True))
 
     def broken(rules, group):
         held = [valued(each.holds, known) for each in group]
         return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
 
-    unfit = broken(HOPPER.feasibility.rules.shape, stated.SHAPE) or broken(
-        HOPPER.feasibility.rules.fit, stated.FIT
+    unfit = broken(HOPPER.feasibility.rules.shape, STATEMENT.shape) or broken(
+        HOPPER.feasibility.rules.fit, STATEMENT.fit
     )
     assert violated(config, structure, device) == unfit
     assert unpromising(config, structure, device) == broken(
-        HOPPER.feasibility.rules.worth, stated.WORTH
+        HOPPER.feasibility.rules.worth, STATEMENT.worth
     )
 
 

@@ -28,7 +28,7 @@ def a_triton_with_gluon(monkeypatch):
 
 
 def test_the_space_and_the_statement_know_the_same_dimensions():
-    assert (gluon.QK_DIMS, gluon.V_DIMS) == (stated.QK_DIMS, stated.V_DIMS)
+    assert (gluon.QK_DIMS, gluon.V_DIMS) == (stated.STATED_QK_DIMS, stated.STATED_V_DIMS)
 
 
 @pytest.mark.parametrize("v_box", [16, 32, 64])

@@ -9,7 +9,7 @@ import torch
 from flexattn import create_block_mask
 from flexattn.catalogue import causal, sliding_window
 from flexattn.device import named
-from flexattn.frontend.gradients import Asked, _problem
+from flexattn.frontend.gradients import AskedGradients, _problem
 from flexattn.kernels.choose.options import NONE, Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
@@ -89,7 +89,7 @@ def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_
     )
     lists = None if mask is None else BothLists.of(mask)
     score = bound(score_mod, "score")
-    asked = Asked(score, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
+    asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
     like = [x.bfloat16() for x in (q, k, v)]
     problem, seen = _problem(asked, *like, lists), {}
     config, width = at_sizes(config, problem), columns(problem.structure)

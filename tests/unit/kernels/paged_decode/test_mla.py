@@ -8,7 +8,7 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.space import reasons, space
+from flexattn.kernels.paged_decode.space import serving_reasons, serving_space
 from flexattn.serving.request import Maxima, form_of
 
 H200 = named("nvidia-h200")
@@ -34,20 +34,20 @@ def form(heads=16, B=64, page=64, q_len=1, dims=(576, 512), total_q=0, **options
     ],
 )
 def test_what_it_does_not_serve_it_names(about, word):
-    assert not reasons(MLA, form(), H200)
-    assert word in "\n".join(reasons(MLA, form(**about), H200))
-    assert not any(each.for_mla for each in space(form(**about), H200))
+    assert not serving_reasons(MLA, form(), H200)
+    assert word in "\n".join(serving_reasons(MLA, form(**about), H200))
+    assert not any(each.for_mla for each in serving_space(form(**about), H200))
 
 
 @pytest.mark.parametrize("change", [{"BLOCK_N": 64}, {"num_stages": 2}, {"combine": "last"}])
 def test_configs_it_does_not_have(change):
-    assert reasons(replace(MLA, **change), form(), H200)
+    assert serving_reasons(replace(MLA, **change), form(), H200)
 
 
 def test_devices():
     for name in ("nvidia-a100", "nvidia-b200"):
-        assert "sm_90" in "\n".join(reasons(MLA, form(), named(name)))
-    assert {each.least for each in space(form(), H200) if each.for_mla} == {1, 2, 4, 8}
+        assert "sm_90" in "\n".join(serving_reasons(MLA, form(), named(name)))
+    assert {each.least for each in serving_space(form(), H200) if each.for_mla} == {1, 2, 4, 8}
 
 
 def test_all_sms_merge_the_parts_of_one_request():

@@ -10,7 +10,7 @@ from flexattn.device import KNOWN, named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.layouts import serving_layouts
 from flexattn.kernels.paged_decode.source import render_serving
-from flexattn.kernels.paged_decode.space import reasons, serving_candidates, space
+from flexattn.kernels.paged_decode.space import serving_candidates, serving_reasons, serving_space
 from flexattn.mods import bind
 from flexattn.serving.request import Maxima, form_of
 
@@ -63,7 +63,7 @@ def test_the_default(about, warp_private, split_policy, rows):
 def test_devices(name):
     """An A100 may; nothing but Hopper, where it was measured, starts so."""
     device = KNOWN[name]
-    found = [each for each in space(form(), device) if each.warp_private]
+    found = [each for each in serving_space(form(), device) if each.warp_private]
     assert bool(found) is (80 <= device.capability <= 90)
     first = next(serving_candidates(form(), device))
     assert (first.warp_private) is (device.capability == 90)
@@ -86,29 +86,31 @@ def test_devices(name):
     ids=str,
 )
 def test_what_cannot_run_says_why(change, word):
-    found = reasons(replace(WARPS, **change), form(), H200)
+    found = serving_reasons(replace(WARPS, **change), form(), H200)
     assert found and any(word in each for each in found)
-    assert not reasons(WARPS, form(), H200)
+    assert not serving_reasons(WARPS, form(), H200)
 
 
 def test_what_each_split_policy_takes():
     program = ServingConfig(16, 64, 4, 3)
     for change in ({"split_policy": "round"}, {"split_policy": "heads"}, {"combine": "await"}):
-        assert reasons(replace(program, **change), form(1), H200)
-    assert not reasons(replace(program, combine="launch"), form(1), H200)
+        assert serving_reasons(replace(program, **change), form(1), H200)
+    assert not serving_reasons(replace(program, combine="launch"), form(1), H200)
     for split_policy in ("heads", "round"):
-        assert not reasons(replace(WARPS, split_policy=split_policy), form(1), H200)
-        assert reasons(replace(WARPS, split_policy=split_policy, combine="last"), form(1), H200)
+        assert not serving_reasons(replace(WARPS, split_policy=split_policy), form(1), H200)
+        assert serving_reasons(
+            replace(WARPS, split_policy=split_policy, combine="last"), form(1), H200
+        )
     many = form(heads=(300, 300))
-    assert any("300 KV heads" in each for each in reasons(WARPS, many, H200))
-    assert not reasons(replace(WARPS, BLOCK_N=64, per_sm=3), many, H200)
+    assert any("300 KV heads" in each for each in serving_reasons(WARPS, many, H200))
+    assert not serving_reasons(replace(WARPS, BLOCK_N=64, per_sm=3), many, H200)
 
 
 def test_the_tuner_is_offered_the_neighbours():
     """BLOCK_N, warps and programs of an SM; what no registers hold is left out."""
     sizes = lambda about: {  # noqa: E731
         (each.BLOCK_N, each.num_warps, each.per_sm, each.split_policy)
-        for each in space(about, H200)
+        for each in serving_space(about, H200)
         if each.warp_private
     }
     near = [(128, 4, 2), (64, 4, 3), (64, 4, 2), (64, 2, 4), (32, 1, 8), (256, 8, 1), (128, 8, 1)]

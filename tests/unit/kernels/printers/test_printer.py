@@ -8,7 +8,7 @@ import torch
 from flexattn.catalogue import alibi, document, natten_2d, relative_bias, softcap
 from flexattn.errors import UnsupportedError
 from flexattn.kernels.hopper.printer import HOPPER
-from flexattn.kernels.paged_decode.layouts import WARPS
+from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT
 from flexattn.kernels.printers.triton_printer import Traits, print_mod
 from flexattn.mods import bind
 from tests.cases import CASES
@@ -165,7 +165,7 @@ def test_every_case_prints_python_whose_lines_are_in_their_place(entry, traits):
             assert "kv_idx" not in line and not re.search(r"\bscore\b", line)
 
 
-DIALECTS = {"hopper": (HOPPER, {"PropagateNan"}), "warps": (WARPS, None)}
+DIALECTS = {"hopper": (HOPPER, {"PropagateNan"}), "warps": (WARPS_DIALECT, None)}
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -17,14 +17,12 @@ from flexattn.kernels.base.features import loads_early
 from flexattn.kernels.choose.defaults import default, reasons
 from flexattn.kernels.choose.space import LEFT_OUT, QUICK, space, survey
 from flexattn.kernels.hopper.family import PREFILL as HOPPER
-from flexattn.kernels.stated import inequalities
-from flexattn.kernels.stated.formulas import REGISTERS, SHARED_MEMORY
-from flexattn.kernels.stated.symbols import ESTIMATED, SYMBOLS
+from flexattn.kernels.stated.inequalities import TRITON_STATEMENT
 from flexattn.kernels.triton.amd import AmdPrefillConfig
 from flexattn.kernels.triton.axes import orders, split_counts
 from flexattn.kernels.triton.case import case_of
 from flexattn.kernels.triton.config import ORDERS, DecodeConfig, PrefillConfig
-from flexattn.kernels.triton.family import TRITON
+from flexattn.kernels.triton.family import TRITON_FEASIBILITY
 from flexattn.problem import Layout
 from tests.families import estimates, exact, geometry, grid, unpromising, valued, violated
 from tests.problems import problem
@@ -110,9 +108,11 @@ def test_what_can_run_and_is_left_to_an_exhaustive_search(name, config):
 
 def test_every_rule_has_a_case():
     assert {name for name, *_ in BREAKS} == {
-        rule.name for rule in (*TRITON.rules.shape, *TRITON.rules.fit)
+        rule.name for rule in (*TRITON_FEASIBILITY.rules.shape, *TRITON_FEASIBILITY.rules.fit)
     }
-    assert [name for name, _ in UNPROMISING] == [rule.name for rule in TRITON.rules.worth]
+    assert [name for name, _ in UNPROMISING] == [
+        rule.name for rule in TRITON_FEASIBILITY.rules.worth
+    ]
 
 
 # Thirds that sum to 472 in fractions and ended just below in doubles.
@@ -130,20 +130,23 @@ def test_the_printed_rules_say_what_the_inequalities_say(case, config, device):
     """sympy's own exact arithmetic against the Python function that dispatch calls."""
     structure = case.structure
     numbers = case_of(config, structure, device)
-    known = {symbol: getattr(numbers, symbol.name) for symbol in SYMBOLS}
-    taken = exact(SHARED_MEMORY, known), exact(REGISTERS, known)
+    known = {symbol: getattr(numbers, symbol.name) for symbol in TRITON_STATEMENT.symbols}
+    memory, registers = TRITON_STATEMENT.formulas
+    taken = exact(memory, known), exact(registers, known)
     assert estimates(config, structure, device) == taken
-    known |= dict(zip(ESTIMATED, taken, strict=True))
+    known |= dict(zip(TRITON_STATEMENT.estimated, taken, strict=True))
 
     def broken(rules, stated):
         held = [valued(each.holds, known) for each in stated]
         return [rule for rule, holds in zip(rules, held, strict=True) if not holds]
 
-    assert all(valued(each.holds, known) for each in inequalities.SHAPE)
-    unfit = broken(TRITON.rules.fit, inequalities.FIT)
+    assert all(valued(each.holds, known) for each in TRITON_STATEMENT.shape)
+    unfit = broken(TRITON_FEASIBILITY.rules.fit, TRITON_STATEMENT.fit)
     assert violated(config, structure, device) == unfit
     assert bool(reasons(config, structure, device)) is bool(unfit)
-    assert unpromising(config, structure, device) == broken(TRITON.rules.worth, inequalities.WORTH)
+    assert unpromising(config, structure, device) == broken(
+        TRITON_FEASIBILITY.rules.worth, TRITON_STATEMENT.worth
+    )
 
 
 WITHOUT_SYMPY = """
@@ -184,8 +187,8 @@ def test_a_survey_adds_up(device, kind, mods, effort):
         broken = violated(config, wanted.structure, device)
         counts[broken[0].name if broken else "other"] -= 1
     rules = (
-        *TRITON.rules.shape,
-        *TRITON.rules.fit,
+        *TRITON_FEASIBILITY.rules.shape,
+        *TRITON_FEASIBILITY.rules.fit,
         *HOPPER.feasibility.rules.shape,
         *HOPPER.feasibility.rules.fit,
     )
