@@ -116,6 +116,8 @@ def lower_backward(
     inputs: Any = V.graph.current_node.args
     chosen = parse(options)
     try:
+        if V.graph.cpp_wrapper:
+            raise Refusal("is called from Inductor's cpp_wrapper, to which no op returns a list")
         node = _Node.read(
             kernel_options, query, subgraph, block_mask, (score_captures, mask_captures),
             inputs[12:],

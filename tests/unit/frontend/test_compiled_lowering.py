@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._inductor import ir
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 
@@ -274,6 +275,15 @@ def test_a_mod_that_no_kernel_computes_is_left_to_torch(inductor, monkeypatch, c
     with pytest.raises(Exception, match=r"BATCH_INVARIANT under torch.compile.*of tomorrow"):
         inductor.compile(invariant)(q, k, v)
     assert len(taken) == 1
+
+
+def test_a_backward_that_c_plus_plus_calls_is_left_to_torch(caplog):
+    """Inductor ended the compile: its C++ wrapper takes tensors alone from an op it looks up."""
+    graph = types.SimpleNamespace(cpp_wrapper=True, current_node=types.SimpleNamespace(args=()))
+    say_once.cache_clear()
+    with V.set_graph_handler(graph), caplog.at_level(logging.WARNING, "flexattn"):
+        assert lowering.lower_backward(*[None] * 14, options={}) is None
+    assert "cpp_wrapper" in caplog.text
 
 
 def test_a_table_on_another_device_is_left_to_torch():
