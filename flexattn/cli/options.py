@@ -227,7 +227,9 @@ class Bench(Chosen):
 
     workload: Workloads = None
     rounds: Annotated[int, typer.Option(min=3, help="Rounds of each interleaved race.")] = 20
-    min_ms: Annotated[float, typer.Option(help="Milliseconds that each value fills.")] = 5.0
+    min_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds that each value fills.")] = (
+        5.0
+    )
     rivals: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Compile and time torch's kernel too.")
     ] = True

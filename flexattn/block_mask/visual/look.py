@@ -44,8 +44,8 @@ def visualize(
 
     b, h: the batch and the head that are shown. score: what a score_mod is given; its value in
     the middle of each cell is shown. A BlockMask brings its lengths and block size.
-    Raises InputError for lengths that are missing or below 1, ModError for a mod that cannot be
-    read.
+    Raises InputError for lengths that are missing or below 1 and for a batch or head below 0,
+    ModError for a mod that cannot be read.
     """
     if isinstance(mod, BlockMask):
         q_len, kv_len = (int(length) for length in mod.seq_lengths)
@@ -56,6 +56,8 @@ def visualize(
             "a picture needs lengths and cells of at least 1",
             "visualize(mod, q_len, kv_len); kv_len is q_len where it is left out",
         )
+    if min(b, h) < 0:
+        raise InputError(f"b={b}, h={h}", "they are the batch and the head shown, from 0 on")
     lengths = q_len, q_len if kv_len is None else kv_len
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     kind = _kind(mod)

@@ -112,6 +112,12 @@ def test_lengths_are_asked_for(arguments):
         visualize(causal, *arguments)
 
 
+@pytest.mark.parametrize("place", [{"b": -1}, {"h": -2}])
+def test_batches_and_heads_count_from_zero(place):
+    with pytest.raises(InputError, match="from 0 on"):
+        visualize(causal, 8, **place)
+
+
 def test_what_cannot_be_read_is_an_error():
     with pytest.raises(ModError):
         visualize(lambda b, h, q_idx, kv_idx: bool(q_idx > kv_idx), 8)
