@@ -177,6 +177,34 @@ def test_sums_in_order_overlap_their_products(D, dropout):
     assert not resources(before, H200).starved
 
 
+TURNS = {
+    "full": {"mha": True, "even_n": True, "pipelined": "dk"},
+    "dq": {"pipelined": "dq", "dk_rs": False},
+    "early": {"early_stats": True},
+}
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize(
+    ("form", "dropout"),
+    share(
+        [("full", False), ("dq", True), ("dq", False), ("early", True)],
+        lambda case: case in (("full", False), ("dq", True)),
+    ),
+)
+def test_nobody_waits_for_a_warpgroup_that_waits_for_its_turn(form, dropout):
+    """The first warpgroup stood at a barrier of both while the second one waited to be let go:
+    with Triton 3.9's barrier behind each wait for products, and where both await drawn bits."""
+    D = 256 if form == "full" else 128
+    wanted = problem("backward", D, group=1)
+    structure = replace(wanted.structure, dropout=dropout)
+    config = replace(CONFIG, BLOCK_N=16384 // D, ping_pong=True, remat=True, **TURNS[form])
+    ptx = compile_source(render(structure, config, H200, "in turns"), H200).asm["ptx"]
+    between = re.findall(r"@second bar\.sync.*?@first bar\.arrive", ptx, re.DOTALL)
+    assert between and len(between) == ptx.count("@second bar.sync")
+    assert not any(re.search(r"\bbar(?:rier)?\.sync", x[x.index(";") :]) for x in between)
+
+
 @pytest.mark.parametrize("D", [128, 160])
 def test_what_is_launched_around_it(D):
     structure, config = problem("backward", D).structure, HopperBackwardConfig(64, 64, 2)

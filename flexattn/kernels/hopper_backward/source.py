@@ -26,6 +26,7 @@ from flexattn.kernels.hopper_backward.config import BLOCK_WARPS, HopperBackwardC
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
+from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
@@ -89,6 +90,7 @@ def render(
         "num_stages": config.num_stages,
         "pipelined": config.pipelined,
         "ping_pong": config.ping_pong,
+        "waits_meet": waits_meet(),
         "dk_rs": config.dk_rs and not config.split,
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,

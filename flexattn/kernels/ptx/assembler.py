@@ -23,6 +23,8 @@ Ptxas = Literal["", "ptxas", "ptxas-blackwell"]
 PTXAS: tuple[Ptxas, ...] = get_args(Ptxas)
 # The first whose cache tells kernels of both apart; the first that takes the newer for sm_90.
 _KEYED, _TAKES_NEWER = (3, 7), (3, 9)
+# The first that lets warps meet behind each wait for products.
+_MEETS = (3, 9)
 # Releases below bring ptxas 12.8 for sm_90.
 _PAST_12_8 = (3, 8)
 
@@ -78,6 +80,11 @@ def triton_version() -> str:
 def own_ptxas() -> str:
     """The one that Triton takes for Hopper by itself, unless the environment names another."""
     return "ptxas-blackwell" if _release() >= _TAKES_NEWER else "ptxas"
+
+
+def waits_meet() -> bool:
+    """Whether Triton lets a partition's warps meet behind each wait for products, as 3.9 does."""
+    return _release() >= _MEETS
 
 
 def _release() -> tuple[int, ...]:
