@@ -22,7 +22,7 @@ from bench.inputs import Inputs
 from bench.peers import OURS
 from bench.refusal import Refusal
 from bench.rows import Row
-from flexattn.frontend.gradients import Asked, BackwardPlan, plan_backward
+from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
 from flexattn.frontend.trained import with_tensors
 from flexattn.kernels.choose.options import Options
 from flexattn.mods import bind
@@ -96,7 +96,7 @@ def ours_trained(options: Mapping[str, Any], **more: Any) -> Trainer:
 class _Exactly:
     """In place of the frontend's Trained: the plan of every backward has a config of one's own."""
 
-    def __init__(self, asked: Asked, given: Mapping[str, Any]) -> None:
+    def __init__(self, asked: AskedGradients, given: Mapping[str, Any]) -> None:
         self._asked, self._given = asked, given
         self._plan: BackwardPlan | None = None
 
