@@ -118,7 +118,7 @@ def prepared(monkeypatch):
         problems.append(problem)
         return SimpleNamespace(choice=SimpleNamespace(how="hit"))
 
-    monkeypatch.setattr(plans, "prepare", prepare)
+    monkeypatch.setattr(plans, "prepare_launch", prepare)
     monkeypatch.setattr(plans, "detect", lambda device: named("nvidia-h200"))
     plans._launches.clear()
     yield problems

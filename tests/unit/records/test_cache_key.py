@@ -79,7 +79,9 @@ def test_tuning_and_dispatch_make_one_key(monkeypatch, q_len, kv_len):
     """A workload's row, and the same call as dispatch sees it."""
     seen = []
     launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
-    monkeypatch.setattr(plan, "prepare", lambda wanted, *args: seen.append(wanted) or launch)
+    monkeypatch.setattr(
+        plan, "prepare_launch", lambda wanted, *args: seen.append(wanted) or launch
+    )
     monkeypatch.setattr(plan, "detect", lambda device: H200)
     mask = ModPath("flexattn.catalogue.masks:sliding_window", (300,))
     score = ModPath("flexattn.catalogue.scores:softcap", (30.0,))

@@ -55,7 +55,9 @@ def call(monkeypatch, how="default", score_mod=None, mask_mod=None, kv_len=700, 
     """A decode call as far as its plan, on a machine that says it has an H200."""
     launch = SimpleNamespace(choice=SimpleNamespace(how=how))
     seen = []
-    monkeypatch.setattr(plan, "prepare", lambda wanted, *args: seen.append(wanted) or launch)
+    monkeypatch.setattr(
+        plan, "prepare_launch", lambda wanted, *args: seen.append(wanted) or launch
+    )
     monkeypatch.setattr(plan, "detect", lambda device: H200)
     plan._launches.clear()
     q = torch.zeros(3, 8, 1, 64, dtype=torch.bfloat16)

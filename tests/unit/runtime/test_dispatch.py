@@ -152,7 +152,7 @@ def test_what_this_process_writes_is_seen_at_once(tmp_path):
 def test_a_launch_made_before_a_record_was_written_is_made_anew(monkeypatch):
     made = []
     launch = SimpleNamespace(choice=SimpleNamespace(how="hit"))
-    monkeypatch.setattr(plan, "prepare", lambda *args: made.append(args) or launch)
+    monkeypatch.setattr(plan, "prepare_launch", lambda *args: made.append(args) or launch)
     monkeypatch.setattr(plan, "detect", lambda device: H200)
     plan._launches.clear()
     q, k = (torch.zeros(3, 8, n, 64, dtype=torch.bfloat16) for n in (1, 700))
