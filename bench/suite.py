@@ -28,6 +28,8 @@ ROOT = STEPS.parents[1]
 # What a step that is told to end may take for it, before it is killed.
 GRACE = 5.0
 LATE = 124
+# Logs are whole, processes of tests collect alike, and nobody waits for a network.
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def run_step(step: Step, out: Path, processes: int) -> Outcome:
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONHASHSEED": "0"},
+            env=os.environ | _ENVIRONMENT,
             start_new_session=True,
         )
         try:
