@@ -56,11 +56,8 @@ def test_what_it_imports_of_this_library_is_there(path):
             exec(ast.unparse(node), {})
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(x, marks=pytest.mark.long) if x.stem[:2] != "05" else x for x in NOTEBOOKS],
-    ids=lambda path: path.stem[:2],
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_still_says_what_is_stored(path, tmp_path):
     stored = nbformat.read(path, as_version=4)

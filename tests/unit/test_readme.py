@@ -28,7 +28,10 @@ def test_readme_is_short():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interpret", [False, True], ids=["cpu", "interpreter"])
+@pytest.mark.parametrize(
+    "interpret",
+    [pytest.param(False, id="cpu"), pytest.param(True, id="interpreter", marks=pytest.mark.long)],
+)
 def test_python_blocks_run_without_a_gpu(interpret):
     """In one process: to import takes longer than most blocks.
 

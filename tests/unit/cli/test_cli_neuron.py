@@ -54,6 +54,7 @@ def test_a_dry_run_counts_what_fits_and_names_what_cannot_be_expressed(flexattn,
     assert f"{target}, effort full: nothing is built" in shown and "sin of float32" in shown
 
 
+@pytest.mark.long
 def test_tune_ranks_goes_on_after_a_failure_and_keeps_records(flexattn, workload, tmp_path):
     arguments = ("tune", workload, "--device", "trn2", "--effort", "quick")
     told = json.loads(flexattn(*arguments, "--json", status=1).stdout)

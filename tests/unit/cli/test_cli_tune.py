@@ -184,6 +184,7 @@ def child(pause, tiny, out, *more, json=True, timed=None):
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(tiny, tmp_path):
     store = Store(tmp_path / "records")
@@ -237,6 +238,7 @@ def until(holds, process):
     assert holds(), process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_tuners_of_one_folder_share_its_problems(tiny, tmp_path):
     """Two on one --out measured 236 of 246 configs twice. The bar: not one is."""

@@ -37,7 +37,9 @@ def documents(length):
     return flexattn.create_block_mask(same_document, None, None, length, length, "cpu", 16)
 
 
-@pytest.mark.parametrize("case", ["automatic", "amp and dynamic"])
+@pytest.mark.parametrize(
+    "case", ["automatic", pytest.param("amp and dynamic", marks=pytest.mark.long)]
+)
 def test_a_gpt_trains_in_one_graph(monkeypatch, gpu_like, case):
     """A node a layer; a second length compiles once more, a third not at all.
 
