@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.choosing import matching
 from bench.peers import OURS, PEERS, TEMPLATES, Peer, ours_exactly, ours_with
 from bench.results import Report, RowResult, load, merge, save
 from bench.rows import Row
@@ -76,14 +76,7 @@ def _ours_missing(row: RowResult) -> bool:
 
 def chosen_rows(rows: Sequence[Row], pattern: str) -> list[Row]:
     """Rows whose name, or group, matches the pattern somewhere. Raises InputError if none does."""
-    try:
-        found = [row for row in rows if re.search(pattern, f"{row.group}/{row.name}")]
-    except re.error as e:
-        raise InputError(f"--rows {pattern!r}", f"is a regular expression: {e}") from e
-    if not found:
-        names = ", ".join(row.name for row in rows)
-        raise InputError(f"--rows {pattern!r} matches no row", f"the rows are {names}")
-    return found
+    return matching(rows, pattern, "--rows", "row", lambda row: f"{row.group}/{row.name}")
 
 
 def parse_config(text: str) -> dict[str, int | str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexattn.errors import FlexAttnError, InputError
+from bench.choosing import matching
+from flexattn.errors import FlexAttnError
 from flexattn.tune.tables import read_file
 
 __all__ = ["STEPS", "Outcome", "Step", "main", "read_steps", "run_step"]
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the steps and stop")
     args = parser.parse_args(argv)
     try:
-        chosen = _chosen(read_steps(), args.steps)
+        chosen = matching(read_steps(), args.steps, "--steps", "step", lambda step: step.name)
     except FlexAttnError as error:
         print(error, file=sys.stderr)
         return 2
@@ -149,17 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(each, flush=True)
             outcomes.append(each)
     return 1 if any(each.status for each in outcomes) else 0
-
-
-def _chosen(steps: Sequence[Step], pattern: str) -> list[Step]:
-    try:
-        found = [step for step in steps if re.search(pattern, step.name)]
-    except re.error as error:
-        raise InputError(f"--steps {pattern!r}", f"is a regular expression: {error}") from error
-    if not found:
-        names = ", ".join(step.name for step in steps)
-        raise InputError(f"--steps {pattern!r} matches no step", f"the steps are {names}")
-    return found
 
 
 if __name__ == "__main__":

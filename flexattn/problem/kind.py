@@ -21,10 +21,11 @@ _SEVERAL, _SINGLE = 2, 3
 def kind_for(sizes: Shape | Problem, num_sms: int, fp8: bool = False) -> tuple[Kind, str]:
     """Decode or prefill for these lengths, with the reason in words.
 
-    A handful of query rows always decodes: one tile holds them with all heads of a group. More
-    rows, of a chunk over far more keys, decode where rows that tiles hold besides, and SMs that
-    they leave idle, cost prefill a quarter more than decode, whose tiles hold all heads of a group
-    and are split over the SMs, but multiply at a lower rate.
+    At most 16 query rows always decode: one tile holds them with all heads of a group. More rows
+    may be a chunk of a prompt over a long cache. Prefill's tiles are then few, so SMs are idle, or
+    mostly empty. Decode packs a group's heads into its tiles and splits the keys over all SMs, but
+    multiplies at a lower rate. It is chosen where it is expected to take three quarters of
+    prefill's time or less.
     """
     q_len, group = sizes.q_len, sizes.Hq // sizes.Hkv
     if fp8:
