@@ -28,6 +28,9 @@ class Tile(np.ndarray):
     def to(self, dtype):
         return self
 
+    def permute(self, order):
+        return self.transpose(order)
+
 
 class Number(int):
     """A number of a kernel's arguments."""
@@ -78,6 +81,10 @@ class Descriptor:
     def write(self, at, values):
         kept, there = self._inside(at)
         self.array[kept] = values.reshape(self.block)[there]
+
+    def add(self, at, values):
+        kept, there = self._inside(at)
+        self.array[kept] += values.reshape(self.block)[there]
 
 
 class Shared:
@@ -157,7 +164,7 @@ class Block:
     def __init__(self, number, chance):
         self.number, self.chance, self.failed = number, chance, False
         self.lock = threading.Condition()
-        self.hardware, self.flying, self.copies = {}, [], []
+        self.hardware, self.flying, self.copies, self.sums = {}, [], [], []
 
     def barrier(self, number):
         return self.hardware.setdefault(int(number), Meeting(self))
@@ -194,6 +201,15 @@ class Block:
         self.copies.append(later)
         later.start()
 
+    def add(self, to, at, place):
+        """The copy engine reads shared memory as late as it may."""
+        self.sums.append((to, at, place))
+
+    def await_stores(self, most):
+        while self.sums:
+            to, at, place = self.sums.pop()
+            to.add(at, place.array)
+
     def specialise(self, partitions, warps, registers):
         def run(function, arguments):
             try:
@@ -214,14 +230,18 @@ class Block:
             raise errors[0]
         for each in self.copies:
             each.join()
-        assert not self.flying and all(not each.count for each in self.hardware.values())
+        assert (
+            not self.flying
+            and not self.sums
+            and all(not each.count for each in self.hardware.values())
+        )
 
 
 def run(source, programs, arguments, seed=0):
     """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name.
 
-    DQ_ACC is a Pointer to [tiles, BLOCK_M, columns]: in which order threads hold a tile is not
-    emulated.
+    DQ_ACC is a Pointer to [tiles, BLOCK_M, columns], in which order threads hold a tile is not
+    emulated, or a Descriptor where the copy engine adds to it.
     """
     body = source.text[source.text.index("\nBLOCK_M = ") :].replace(".to(gl.int64)", "")
     code = compile(body, "kernel", "exec")
@@ -272,7 +292,8 @@ def _language(block):
     )  # fmt: skip
     return {
         "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
-        "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=lambda n: None),
+        "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=block.await_stores),
+        "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
         "store": lambda to, at, place: to.write(at, place.array),
@@ -308,18 +329,6 @@ def _assembly(block):
         assert place.offset % size == 0
         place.array[place.offset // size] += np.asarray(values)
 
-    def add_in_order(place, values, order, to, rows, scale):
-        at = place.offset // values.size
-        assert (order == order[0]).all()
-        again, last = int(order[0, 0]) & 1, int(order[0, 0]) & 2
-        sums = place.array[at]
-        if last:
-            where = to.offset + rows + np.arange(values.shape[1])
-            kept = np.broadcast_to(rows >= 0, where.shape)
-            found = np.asarray((values + sums if again else values) * scale)
-            to.array[where[kept]] = found[kept]
-        sums[...] = np.nan if last else sums + values if again else values
-
     def await_semaphore(place, order):
         # Blocks run one after another, as they start.
         assert place.array[place.offset] == order
@@ -331,8 +340,8 @@ def _assembly(block):
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
         "take": lambda at: block.barrier(at).sync(LOADER),
-        "allow": lambda at: block.barrier(at).arrive(CONSUMERS),
-        "meet_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
+        "release_tile": lambda at: block.barrier(at).arrive(LOADER),
+        "take_tile_if": lambda at, n: block.barrier(at).sync(CONSUMERS) if n > 0 else None,
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
@@ -341,10 +350,8 @@ def _assembly(block):
         "uniform": lambda word: word,
         "unsigned": lambda p: np.abs(p),
         "kept_half": lambda p: _maximum(p, 0.0),
-        "take_all": lambda at: block.barrier(at).sync(CONSUMERS),
         "await_semaphore": await_semaphore,
         "release_semaphore": release_semaphore,
-        "add_tile_in_order": add_in_order,
         "no_offset": lambda: 0,
         "block_of_thread": lambda: block.number,
         "await_first": lambda: None,

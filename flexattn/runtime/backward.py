@@ -59,7 +59,7 @@ class _AroundLaunch:
     """What is launched before and after the kernel, and the memory that they share with it."""
 
     before: Launcher
-    after: Launcher | None
+    after: Launcher
     scratch: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -71,15 +71,13 @@ class _AroundLaunch:
         fixed: dict[str, Any],
         given: Sequence[str],
     ) -> _AroundLaunch:
-        one, *others = (
+        before, after = (
             builder()
             .kernel(source, target, index)
             .prepare(around.programs, fixed, given, spare=(*fixed, *given))
             for source in (around.before, around.after)
-            if source is not None
         )
-        after = others[0] if others else None
-        return cls(one, after, tuple(shape for _, shape in around.scratch))
+        return cls(before, after, tuple(shape for _, shape in around.scratch))
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]
@@ -152,8 +150,7 @@ class BackwardLaunch:
             scratch = around.allocate(out.device)
             around.before.launch(stream, (*given, *scratch, *rest))
             self.attend.launch(stream, (*given, *scratch, *rest))
-            if around.after is not None:
-                around.after.launch(stream, (*given, *scratch, *rest))
+            around.after.launch(stream, (*given, *scratch, *rest))
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexattn.errors import UnsupportedError
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
 from flexattn.problem.runs import keep_with, kept_with, rows_of
@@ -56,35 +55,23 @@ class BothLists(NamedTuple):
                 listed = key.replace("KV", name).replace("FULL", f"FULL_{name}")
                 found[f"{name}_RUNS" if runs else listed] = tensor
         if deterministic:
-            found["Q_ORDER"], found["Q_COUNT"] = self._order()
+            found["Q_ORDER"] = self._order()
         return found
 
-    def _order(self) -> tuple[Tensor, Tensor]:
-        """Of each key block's query blocks, [B, H, key blocks, query blocks], and of query blocks.
+    def _order(self) -> Tensor:
+        """int32 [B, H, key blocks, query blocks]: key blocks before one that the queries read.
 
-        The first: 2^16 times the key blocks before it that the query block attends to, and those
-        after it. The second: how many there are. Of the lists by key, which blocks walk, and kept
-        with them. Raises UnsupportedError for more key blocks than 15 bits count.
+        Of the lists by key, which blocks walk, and kept with them.
         """
         held = self.by_key.kv_num
-        found: tuple[Tensor, Tensor] | None = getattr(held, _ORDER, None)
+        found: Tensor | None = getattr(held, _ORDER, None)
         if found is None:
             num, idx, full_num, full_idx, _ = self.by_key
-            if held.shape[-1] >= 2**15:
-                raise UnsupportedError(
-                    f"{held.shape[-1]} blocks of keys, and deterministic algorithms are on",
-                    "the order of queries' gradients is counted in 15 bits",
-                    "make the mask with a larger BLOCK_SIZE, or allow any order",
-                )
             blocks = self.by_query.kv_num.shape[-1]
             listed = dense_blocks(num, idx, blocks)
             if full_num is not None and full_idx is not None:
                 listed = listed | dense_blocks(full_num, full_idx, blocks)
-            place = listed.cumsum(-2, dtype=torch.int32)
-            count = place[..., -1, :]
-            before = place - listed.int()
-            after = (count[..., None, :] - 1 - before).clamp_min(0)
-            found = (before << 16 | after).contiguous(), count.contiguous()
+            found = (listed.cumsum(-2, dtype=torch.int32) - listed.int()).contiguous()
             if not _capturing(held):
                 _await(held)
                 setattr(held, _ORDER, found)

@@ -24,12 +24,11 @@ _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 class Around(NamedTuple):
     """What a backward launches before and after its kernel, each `programs` programs.
 
-    after: None where nothing is. scratch: names and shapes of the memory that all share, of four
-    bytes an element.
+    scratch: names and shapes of the memory that all share, of four bytes an element.
     """
 
     before: Source
-    after: Source | None
+    after: Source
     programs: int
     scratch: tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -20,6 +20,8 @@ _SIZES = (
     "q_len", "kv_len",
 )  # fmt: skip
 _SUMS = Argument("DQ_ACC", "*fp32", 16)
+# Of a tile of dQ as the copy engine adds it.
+SUMS_OF_A_ROW = 32
 _SEMAPHORES = Argument("DQ_SEMAPHORES", "*i32", 16)
 
 
@@ -29,12 +31,15 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     rows, keys = config.BLOCK_M, config.BLOCK_N
     tiles = {"Q": rows, "K": keys, "V": keys, "DO": rows}
     found = [Argument(*descriptor(name, dtype, size, width)) for name, size in tiles.items()]
-    found.append(Argument("STATS", _unswizzled(2 * rows)))
+    found.append(Argument("STATS", _described(1, 2 * rows, swizzled=0)))
     found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
-    found += [_SUMS, *(Argument(name, "i32") for name in _SIZES)]
+    sums = _SUMS
+    if config.dq_tma:
+        sums = Argument("DQ_ACC", _described(rows * width // SUMS_OF_A_ROW, SUMS_OF_A_ROW, 128))
+    found += [sums, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
     if config.deterministic:
-        found += [_SEMAPHORES, *_gradient(structure)]
+        found.append(_SEMAPHORES)
     found += dropout_arguments(structure)[:2]
     return (*found, *mod_arguments(structure, config))
 
@@ -48,35 +53,28 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
 
 
 def before_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the kernel that makes STATS and clears DQ_ACC, or else DQ_SEMAPHORES."""
+    """Of the kernel that makes STATS and clears DQ_ACC, and DQ_SEMAPHORES."""
     found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
-    found.append(_SEMAPHORES if config.deterministic else _SUMS)
+    found.append(_SUMS)
     found += [Argument("q_len", "i32"), Argument("num_queries", "i32")]
-    if config.deterministic and structure.sparsity is not None:
-        found += [Argument("Hq", "i32"), Argument("Q_COUNT", "*i32", 4)]
-        found += [Argument(f"stride_kv_mask_{axis}", "i64") for axis in "bh"]
-        found += _gradient(structure)
+    if config.deterministic:
+        found.append(_SEMAPHORES)
     return (*found, *dropout_arguments(structure)[2:])
 
 
 def after_arguments(structure: Structure) -> tuple[Argument, ...]:
     """Of the kernel that makes DQ of DQ_ACC."""
-    found = [_SUMS, *_gradient(structure)]
+    divisor = gcd(16, structure.head_dim_qk)
+    found = [_SUMS, Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
+    found += [Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm"]
     found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
     return (*found, Argument("sm_scale", "fp32"))
 
 
-def _gradient(structure: Structure) -> list[Argument]:
-    """DQ with the steps between its rows."""
-    divisor = gcd(16, structure.head_dim_qk)
-    found = [Argument("DQ", f"*{signature_type(structure.dtype)}", 16)]
-    return [*found, *(Argument(f"stride_dq{axis}", "i64", divisor) for axis in "bhm")]
-
-
-def _unswizzled(width: int) -> str:
-    """A descriptor of one row of float32 as it lies in memory."""
-    layout = "NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)"
-    return f"tensordesc<fp32[1, 1, 1, {width}],{layout}>"
+def _described(rows: int, width: int, swizzled: int) -> str:
+    """A descriptor of float32 of which shared memory swizzles so many bytes, or 0."""
+    layout = f"NVMMASharedLayout(swizzle_byte_width={swizzled}, element_bitwidth=32, rank=4)"
+    return f"tensordesc<fp32[1, 1, {rows}, {width}],{layout}>"
 
 
 def _sparse(structure: Structure, config: HopperBackwardConfig) -> list[Argument]:

@@ -25,6 +25,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.num_stages,
         config.pipelined != "",
         config.pipelined == "dq",
+        config.dq_tma,
         config.deterministic,
         config.pipelined in PIPELINED and 0 <= config.ex2_emulated <= 8,
         structure.itemsize,

@@ -63,11 +63,12 @@ class HopperBackwardConfig:
     early_stats: whether lse and delta are read before the products that they go with are awaited;
     default False. It hides a read of shared memory and takes registers: 1 to 5 % slower on an
     H100.
+    dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
+    FlashAttention-3; default False: each thread adds what it holds. It spares the consumers the
+    instructions, and takes 32 KB.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
-    The first block stores and the last one writes dQ as it is returned, which spares passes over
-    memory, but a block waits for the one before: 15 to 22 % slower at 64 and 128 columns on an
-    H200, 37 to 50 % at 256.
+    It takes dq_tma: a warp waits for a block's turn, not the consumers.
     remat: whether addresses of tiles are computed anew in each turn of the loop; default False.
     What is known from before it takes registers, which beside masks and counters are lacking.
     """
@@ -84,6 +85,7 @@ class HopperBackwardConfig:
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
     early_stats: bool = knob(False, True, word="early", moves=_dense)
+    dq_tma: bool = knob(False, True, word="dq-tma")
     deterministic: bool = knob(False, True, word="deterministic")
     remat: bool = knob(False, True, word="remat")
 

@@ -16,6 +16,7 @@ from flexattn.kernels.base.knobs import words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.hopper_backward import printed, space
+from flexattn.kernels.hopper_backward.arguments import SUMS_OF_A_ROW
 from flexattn.kernels.hopper_backward.case import case_of
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.source import render, render_after, render_before
@@ -76,16 +77,15 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         """dq is added up in fp32, in the order in which threads hold it."""
         structure = problem.structure
         tiles = problem.B * problem.Hq * sizes_of_launch(problem, config)["num_queries"]
+        rows = config.BLOCK_M * columns(structure) // SUMS_OF_A_ROW
         scratch = [
             ("STATS", (1, 1, tiles, 2 * config.BLOCK_M)),
-            ("DQ_ACC", (1, 1, tiles, config.BLOCK_M * columns(structure))),
+            ("DQ_ACC", (1, tiles, rows, SUMS_OF_A_ROW)),
         ]
-        after = None
         if config.deterministic:
             scratch.append(("DQ_SEMAPHORES", (1, 1, 1, tiles)))
-        else:
-            after = render_after(structure, config, device)
-        return Around(render_before(structure, config, device), after, tiles, tuple(scratch))
+        before, after = (make(structure, config, device) for make in (render_before, render_after))
+        return Around(before, after, tiles, tuple(scratch))
 
     def bind(
         self, problem: Problem, config: HopperBackwardConfig, grid: Geometry
@@ -95,8 +95,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
     def made_deterministic(
         self, config: HopperBackwardConfig, structure: Structure
     ) -> HopperBackwardConfig | None:
-        """At 64 and 128 columns; at 256 Triton's kernel has not been measured beside it."""
-        if structure.head_dim_qk != columns(structure) or columns(structure) > 128:
+        """At up to 128 columns: shared memory has no room for a tile of dQ of 256."""
+        if columns(structure) > 128:
             return None
         pipelined = "" if config.pipelined == "dq" else config.pipelined
         stages = min(config.num_stages, 3)
@@ -105,6 +105,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             BLOCK_M=64,
             num_stages=stages,
             pipelined=pipelined,
+            dq_tma=True,
             deterministic=True,
             remat=True,
         )

@@ -20,6 +20,7 @@ class RuleCase:
     num_stages: int
     pipelined: bool
     dq_later: bool
+    dq_tma: bool
     deterministic: bool
     known_words: bool
     itemsize: int
@@ -52,7 +53,9 @@ def shared_memory(c: RuleCase) -> int:
     score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
     # A bit of each weight.
     kept = floor(c.BLOCK_M * c.BLOCK_N / 8) if c.drops else 0
-    return held_tiles + kept + score_tiles + walked_tiles + 512
+    # A tile of dQ in float32.
+    dq_sums = 4 * c.BLOCK_M * c.head_dim if c.dq_tma else 0
+    return dq_sums + held_tiles + kept + score_tiles + walked_tiles + 512
 
 
 def registers(c: RuleCase) -> int:
@@ -90,13 +93,18 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "deterministic",
-            "deterministic adds a tile's dQ before the next tile begins, pipelined=dq after",
-            lambda c: not (c.deterministic and c.dq_later),
+            "deterministic takes dq_tma: a warp adds what the consumers have left, in its turn",
+            lambda c: c.dq_tma or not c.deterministic,
         ),
         Rule(
-            "deterministic stages",
-            "num_stages={num_stages}: deterministic takes a hardware barrier of the fourth stage",
-            lambda c: not c.deterministic or c.num_stages <= 3,
+            "dq_tma",
+            "dq_tma hands on a tile's dQ before the next tile begins, pipelined=dq after",
+            lambda c: not (c.dq_later and c.dq_tma),
+        ),
+        Rule(
+            "dq_tma stages",
+            "num_stages={num_stages}: dq_tma takes a hardware barrier of the fourth stage",
+            lambda c: not c.dq_tma or c.num_stages <= 3,
         ),
         Rule(
             "words",
@@ -123,9 +131,9 @@ RULES: Rules[RuleCase] = Rules(
             ),
         ),
         Rule(
-            "deterministic heads",
-            "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
-            lambda c: not c.deterministic or c.qk_dim == c.head_dim,
+            "dq_tma tile",
+            "dq_tma copies a tile of dQ at once: one of {BLOCK_M}x{head_dim} has more than 32 KB",
+            lambda c: not c.dq_tma or c.BLOCK_M * c.head_dim <= 8192,
         ),
         Rule(
             "dropout stages",

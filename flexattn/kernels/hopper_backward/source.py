@@ -33,9 +33,9 @@ _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
 _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
-# Those at which the warps that keep dq's sums in order meet the consumers, and one another: below
-# those of three stages.
-MAY_ADD, ADDED, RECEIVED = 6, 5, 8
+# Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
+# DQ_STORED there is one more where two warps do so.
+DQ_STORED, DQ_READ = 5, 8
 # Those at which the warps that draw what dropout keeps meet the consumers: below those of three
 # stages, and above the ones by which Triton lets the warps of a partition meet.
 KEPT_DRAWN, KEPT_READ = 4, 9
@@ -95,12 +95,13 @@ def render(
         "ex2_emulated": config.ex2_emulated,
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
+        "dq_tma": config.dq_tma,
         "deterministic": config.deterministic,
+        "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
         "drawing_warps": _drawing_warps(config),
         "beside_warps": _beside(structure, config),
         "beside_registers": [24] * len(_beside(structure, config)),
-        "lane_rows": config.BLOCK_M // 32,
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
         "early_stats": config.early_stats,
         "remat": config.remat,
@@ -115,15 +116,11 @@ def render(
 
 def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
     """The kernel that makes STATS and clears what sums up dq: a program a tile of a head."""
-    sparsity = structure.sparsity
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
-    if config.deterministic and sparsity is not None:
-        settings["TILES_PER_Q"] = sparsity.q_block // config.BLOCK_M
     context: dict[str, object] = {
         "constants": (*settings.items(), *BASE_2),
         "deterministic": config.deterministic,
         "dropout": structure.dropout,
-        "sparse": sparsity is not None,
     }
     template = "hopper_backward/before.py.jinja"
     found = before_arguments(structure, config)
@@ -167,9 +164,8 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     }
     if config.ping_pong:
         settings["TURN"] = TURN
-    if config.deterministic:
-        settings |= {"MAY_ADD": MAY_ADD, "ADDED": ADDED, "RECEIVED": RECEIVED}
-        settings |= {"NOT_FIRST": 1, "LAST": 2}
+    if config.dq_tma:
+        settings |= {"DQ_STORED": DQ_STORED, "DQ_READ": DQ_READ}
     if structure.dropout:
         # Pairs of words, a thread each.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
@@ -182,6 +178,10 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     return settings
 
 
+def _adding_warps(config: HopperBackwardConfig) -> int:
+    return config.dq_tma + config.deterministic
+
+
 def _drawing_warps(config: HopperBackwardConfig) -> int:
     """Of the four warps beside the consumers a deterministic kernel takes three."""
     return 1 if config.deterministic else 2
@@ -189,8 +189,8 @@ def _drawing_warps(config: HopperBackwardConfig) -> int:
 
 def _beside(structure: Structure, config: HopperBackwardConfig) -> list[int]:
     """Warps of each partition beside the consumers; the first one loads."""
-    found = [1, 1, 1] if config.deterministic else [1]
-    return [*found, _drawing_warps(config)] if structure.dropout else found
+    drawing = [_drawing_warps(config)] if structure.dropout else []
+    return [1, *drawing, *[1] * _adding_warps(config)]
 
 
 def _shapes(config: HopperBackwardConfig, head_dim: int) -> dict[str, object]:

@@ -62,6 +62,8 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         replace(beside, pipelined="dk"),
         replace(beside, pipelined="dk", remat=True),
     ]
+    if columns(structure) <= 128:
+        pipelines.append(replace(config, dq_tma=True))
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))

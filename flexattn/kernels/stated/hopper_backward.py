@@ -9,10 +9,13 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
-# dQ's does, dQ is added in order, and words and numbers are among those that there are.
-_CONFIG = (BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, deterministic, known_words) = (
-    symbols("BLOCK_M BLOCK_N num_stages pipelined dq_later deterministic known_words")
-)
+# dQ's does, the copy engine adds dQ, and in order, and words and numbers are among those that
+# there are.
+_CONFIG = (
+    BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, dq_tma, deterministic, known_words,
+) = symbols(
+    "BLOCK_M BLOCK_N num_stages pipelined dq_later dq_tma deterministic known_words"
+)  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
 # gets a gradient, weights are dropped, and a mod reads memory for a query and a key.
@@ -33,6 +36,8 @@ _THREADS = 256
 BARRIERS = 512
 _BESIDE = 32
 DQ_REGISTERS = 64
+# The most rows of a box of the copy engine, which have 32 numbers of a tile of dQ.
+BOX_ROWS = 256
 
 let = Steps()
 walked_tiles = let(
@@ -48,10 +53,13 @@ score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
 kept = let(
     "kept", Piecewise((floor(BLOCK_M * BLOCK_N / 8), drops), (0, True)), "A bit of each weight."
 )
+dq_sums = let(
+    "dq_sums", Piecewise((BLOCK_M * head_dim * 4, dq_tma), (0, True)), "A tile of dQ in float32."
+)
 _SHARED = let.formula(
     "shared_memory",
     "Bytes of shared memory.",
-    walked_tiles + held_tiles + score_tiles + kept + BARRIERS,
+    walked_tiles + held_tiles + score_tiles + kept + dq_sums + BARRIERS,
 )
 let = Steps()
 dk_dv = let("dk_dv", floor(2 * BLOCK_N * head_dim / _THREADS))
@@ -92,13 +100,18 @@ HOPPER_BACKWARD_STATEMENT = Statement(
         ),
         Inequality(
             "deterministic",
-            Not(And(deterministic, dq_later)),
-            "deterministic adds a tile's dQ before the next tile begins, pipelined=dq after",
+            Or(Not(deterministic), dq_tma),
+            "deterministic takes dq_tma: a warp adds what the consumers have left, in its turn",
         ),
         Inequality(
-            "deterministic stages",
-            Or(Not(deterministic), num_stages <= 3),
-            "num_stages={num_stages}: deterministic takes a hardware barrier of the fourth stage",
+            "dq_tma",
+            Not(And(dq_tma, dq_later)),
+            "dq_tma hands on a tile's dQ before the next tile begins, pipelined=dq after",
+        ),
+        Inequality(
+            "dq_tma stages",
+            Or(Not(dq_tma), num_stages <= 3),
+            "num_stages={num_stages}: dq_tma takes a hardware barrier of the fourth stage",
         ),
         Inequality(
             "words",
@@ -125,9 +138,9 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "to 256, in Hopper's backward",
         ),
         Inequality(
-            "deterministic heads",
-            Or(Not(deterministic), Eq(qk_dim, head_dim)),
-            "deterministic writes dQ as whole tiles: the head dimension is 64, 128 or 256",
+            "dq_tma tile",
+            Or(Not(dq_tma), BLOCK_M * head_dim <= 32 * BOX_ROWS),
+            "dq_tma copies a tile of dQ at once: one of {BLOCK_M}x{head_dim} has more than 32 KB",
         ),
         Inequality(
             "dropout stages",

@@ -56,20 +56,21 @@ class Emulated(Recorded):
             stats = stats.reshape(-1, rows, 2).transpose(0, 2, 1).reshape(1, 1, -1, 2 * rows)
             seen["stats"], seen["sums"] = stats, np.zeros((stats.shape[2], rows, self.width))
             if self.config.deterministic:
-                self.clear(told)
+                told["DQ_SEMAPHORES"].zero_()
         elif "DQ" in names and "Q" not in names:
             heads = told["DQ"].shape[:2]
-            sums = seen["sums"].reshape(*heads, -1, self.width) * told["sm_scale"]
+            sums = self.by_row(seen["sums"]) if self.config.dq_tma else seen["sums"]
+            sums = sums.reshape(*heads, -1, self.width) * told["sm_scale"]
             told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
         else:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
 
-    def clear(self, told):
-        self.seen["sums"][...] = np.nan
-        told["DQ_SEMAPHORES"].zero_()
-        if "Q_COUNT" in told:
-            blocks = (told["Q_COUNT"] == 0).repeat_interleave(128, -1)[..., : told["q_len"]]
-            told["DQ"].masked_fill_(blocks[..., None], 0)
+    def by_row(self, sums):
+        """Tiles in the order of rows, of those in the order in which threads hold them."""
+        tall = self.config.BLOCK_M == 128
+        warps = (1, 8) if tall else (2, 4)
+        sums = sums.reshape(-1, self.width // warps[0] // 8, *warps, 8, 4, 2, 2)
+        return sums.transpose(0, 3, 6, 4, 2, 1, 5, 7)
 
     def argument(self, name, value):
         if name in SIZES:
@@ -77,6 +78,9 @@ class Emulated(Recorded):
             return Descriptor(value.numpy(), block, 2)
         if name == "STATS":
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
+        if name == "DQ_ACC" and self.config.dq_tma:
+            sums = self.seen["sums"].reshape(value.shape)
+            return Descriptor(sums, (1, 1, *value.shape[2:]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
@@ -126,8 +130,15 @@ PIPELINES = {
     "plain": {},
     "dk": {"pipelined": "dk"},
     "dq": {"pipelined": "dq", "dk_rs": False, "remat": True},
-    "deterministic": {"deterministic": True},
-    "deterministic dk": {"deterministic": True, "pipelined": "dk", "lpt": False},
+    "dq_tma": {"dq_tma": True},
+    "dq_tma dk": {"dq_tma": True, "pipelined": "dk"},
+    "deterministic": {"dq_tma": True, "deterministic": True},
+    "deterministic dk": {
+        "dq_tma": True,
+        "deterministic": True,
+        "pipelined": "dk",
+        "lpt": False,
+    },
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
 MASKS = {"full": None, "causal": causal, "window": sliding_window(90), "holes": holes}
@@ -141,6 +152,9 @@ CASES = [
     ("dk", "causal", (64, 64, 3), MHA),
     ("dq", "holes", (64, 64, 2), GQA),
     ("plain", "causal", (128, 128, 1), MHA),
+    *(("dq_tma", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("holes", MHA))),
+    *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
+    ("dq_tma", "causal", (128, 64, 1), MHA),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]
@@ -148,12 +162,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "mask", "tile", "heads"), CASES, ids=str)
 def test_gradients(name, mask, tile, heads, monkeypatch):
-    """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read.
-
-    In order dq is written as whole tiles, which heads of 64 columns have.
-    """
-    config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    widths = (64, 24) if config.deterministic else (40, 24)
+    """Rows and keys that no tile divides, 40 columns for values of 24: of the tile 64 are read."""
+    config, widths = HopperBackwardConfig(*tile, **PIPELINES[name]), (40, 24)
     torch.manual_seed(0)
     batch = 2 if heads[0] == heads[1] else 1
     q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
@@ -189,6 +199,7 @@ DROPPING = [
     ("dk", "window", (64, 64, 3), MHA, 0.3),
     ("dq", "holes", (64, 128, 2), GQA, 0.3),
     ("shifted dq", "full", (64, 128, 3), GQA, 0.3),
+    ("dq_tma", "window", (64, 128, 2), MHA, 0.3),
     ("deterministic", "causal", (64, 64, 2), MHA, 0.3),
     ("deterministic dk", "holes", (64, 128, 2), GQA, 0.3),
 ]
@@ -197,8 +208,7 @@ DROPPING = [
 @pytest.mark.parametrize(("name", "mask", "tile", "heads", "p"), DROPPING, ids=str)
 def test_gradients_of_the_weights_that_are_kept(name, mask, tile, heads, p, monkeypatch):
     """Of every tile the bits that the warps beside it draw are those of the reference."""
-    config = HopperBackwardConfig(*tile, **PIPELINES[name])
-    widths = (64, 24) if config.deterministic else (40, 24)
+    config, widths = HopperBackwardConfig(*tile, **PIPELINES[name]), (40, 24)
     torch.manual_seed(0)
     dropout = Dropout.of(p)._replace(seed=torch.tensor([2**62 + 12345]))
     batch = 2 if heads[0] == heads[1] else 1

@@ -100,6 +100,10 @@ SLOPES = torch.zeros(32)
         ({"pipelined": "dv"}, "dk, dq or empty"),
         ({"ex2_emulated": 9}, "of 8 at most 8"),
         ({"BLOCK_M": 128, "num_stages": 3}, "shared memory"),
+        ({"BLOCK_M": 128, "dq_tma": True}, "more than 32 KB"),
+        ({"dq_tma": True, "num_stages": 4}, "dq_tma takes a hardware barrier"),
+        ({"dq_tma": True, "pipelined": "dq"}, "before the next tile begins"),
+        ({"deterministic": True}, "deterministic takes dq_tma"),
         ({"BLOCK_M": 128, "num_stages": 1}, "registers"),
     ],
 )
@@ -128,7 +132,7 @@ def test_options_decide_the_language():
 
 
 @pytest.mark.parametrize("switch", ["option", "torch", "backend"])
-@pytest.mark.parametrize(("D", "ordered"), [(64, True), (128, True), (96, False), (256, False)])
+@pytest.mark.parametrize(("D", "ordered"), [(64, True), (128, True), (96, True), (256, False)])
 def test_sums_that_must_have_an_order(D, ordered, switch, monkeypatch):
     """Hopper's kernel adds dQ up in order, or else Triton's serves: there are no others."""
     wanted, asked = problem("backward", D, mask_mod=causal, runs=True), {}
