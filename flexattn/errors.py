@@ -59,6 +59,10 @@ class ConfigError(FlexAttnError, ValueError):
     """A kernel option or config cannot run for this problem on this device."""
 
 
+class StalledError(FlexAttnError, RuntimeError):
+    """A plan's launch waited in vain for what another program of it leaves; its rows are NaN."""
+
+
 class UnsupportedError(FlexAttnError, NotImplementedError):
     """A valid request that this version or this device cannot serve."""
 

@@ -29,6 +29,7 @@ from flexattn.serving.launching import launch_here
 from flexattn.serving.request import Maxima, form_of
 from flexattn.serving.scales import Scaled, asked_scales, steps
 from flexattn.serving.seen import NOTHING, Seen, facts, see
+from flexattn.serving.stalled import GivenUp
 from flexattn.serving.streams import Streams
 from flexattn.serving.types import check_choices, pair, refuse_types, whole
 from flexattn.settings import current
@@ -163,8 +164,13 @@ class DecodePlan:
         # Nobody has left a part yet; who awaits one leaves its words so again.
         empty = torch.full((words,), UNWRITTEN, dtype=torch.int32, device=where)
         self._workspace = empty.view(torch.float32)
+        self._given_up = GivenUp() if self.config.combine == "await" else None
         # Each merge leaves its counter at zero, for the launch that comes next.
-        self._count = torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
+        self._count = (
+            torch.zeros(self._kernels.programs, dtype=torch.int32, device=where)
+            if self._given_up is None
+            else self._given_up.word
+        )
         self._out = torch.empty((rows, Hq, Dv), dtype=dtype, device=where)
         self._lse = torch.empty((rows, Hq), dtype=torch.float32, device=where) if lse else None
         # What never changes between runs is packed into the launches once.
@@ -211,8 +217,11 @@ class DecodePlan:
         its last dimension, sinks included. Both are the plan's own, which the next run overwrites,
         unless `out` and `lse` are given. Rows behind the last request are not written. Raises
         InputError for tensors that do not fit the plan; see FLEXATTN_CHECK for their contents.
+        StalledError where an earlier run, or a replay of its graph, gave up waiting for its parts.
         """
         table = block_table
+        if self._given_up is not None:
+            self._given_up.check()
         try:
             k, v = (
                 kv_cache

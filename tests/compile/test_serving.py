@@ -152,6 +152,8 @@ def test_who_awaits_parts_asks_for_all_of_them_at_once(name):
     ptx = compiled.asm["ptx"]
     assert resources(compiled, DEVICE).loop_spills == 0
     assert "atom." not in ptx and "fence" not in ptx and "membar" not in ptx
+    # And no longer than it takes to see that nothing comes: the host's word says so.
+    assert "@again st.relaxed.sys.global.b32" in ptx
     asked = [m.start() for m in re.finditer(r"ld\.relaxed\.gpu\.global\.v\d\.b32", ptx)]
     assert len(asked) == 16 and "max.u32" not in ptx[asked[0] : asked[-1]]
     assert "st.relaxed.gpu.global.v" in ptx, "a part is stored in vectors"

@@ -12,6 +12,7 @@ import torch
 
 from flexattn import flex_attention
 from flexattn.catalogue import causal, sliding_window
+from flexattn.errors import StalledError
 from flexattn.runtime.cuda_launch import CudaLaunch
 from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode
 from flexattn.settings import override
@@ -67,6 +68,33 @@ def test_lengths_and_tables_that_another_stream_changes_under_launches(config, m
         assert (each[:32] == FAR).all() and (each[-32:] == FAR).all()
     each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], *HEADS, 128, **BF16)
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
+
+
+def test_awaited_parts_under_lengths_that_change():
+    """Who waits for a part that nobody leaves gives up, and the next run says so."""
+    B, turns, stalls = 64, 0, 0
+    _, pool = pool_of(2048)
+    q = torch.randn(B, 1, HEADS[0], 128, **BF16)
+    draw = torch.Generator("cuda").manual_seed(1)
+    lengths = torch.randint(0, KEYS, (64, B), generator=draw, device="cuda").int()
+    table = torch.randint(0, 2048, (B, KEYS // PAGE), generator=draw, device="cuda").int()
+    lens, side = lengths[0].clone(), torch.cuda.Stream()
+    plan = DecodePlan(batch=B, config=AWAIT, **SHAPE)
+    side.wait_stream(torch.cuda.current_stream())
+    with override(check=False):
+        while turns < 300 and stalls < 3:
+            turns += 1
+            with torch.cuda.stream(side):
+                for step in range(8):
+                    lens.copy_(lengths[(8 * turns + step) % 64])
+            try:
+                plan.run(q, pool, seq_lens=lens, block_table=table)
+                torch.cuda.synchronize()
+            except StalledError:
+                stalls += 1
+                plan = DecodePlan(batch=B, config=AWAIT, **SHAPE)
+    each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], *HEADS, 128, **BF16)
+    assert_right(run(plan_for(each, page=PAGE, config=AWAIT), each), each)
 
 
 def test_checked_mode_launches_what_it_looked_at(monkeypatch):

@@ -1,14 +1,26 @@
 """Serving on a GPU: caches, mods, graphs that serve every later batch, no reads out of bounds."""
 
 import math
+import re
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flexattn.serving.plan as plans
 from flexattn.catalogue import alibi, causal, document, sliding_window, softcap
+from flexattn.errors import StalledError
+from flexattn.kernels.base.source import digest_of
 from flexattn.runtime.build import builder
-from flexattn.serving import CascadePlan, DecodePlan, ServingConfig, flex_decode, merge_states
+from flexattn.serving import (
+    CascadePlan,
+    DecodePlan,
+    ServingConfig,
+    flex_decode,
+    kernels,
+    merge_states,
+)
 from flexattn.settings import override
 from tests.serving import (
     EIGHT_BITS,
@@ -260,3 +272,30 @@ def test_a_cascade(name):
         graph.replay()
         assert_right([x.flatten(0, 1) for x in got], each, mask_mod=causal)
         q.zero_()
+
+
+def test_who_waits_in_vain_gives_up_and_the_next_run_says_so(monkeypatch):
+    """Parts that are never stored, as where lengths change under a launch."""
+    render = kernels.render_serving
+
+    def never_stored(*given):
+        source = render(*given)
+        text = re.sub(
+            r"setp\.ne\.s32 wanted, (\$\d+), 0;", r"setp.eq.s32 wanted, \1, 2;", source.text
+        )
+        assert text != source.text
+        source = replace(source, text=text)
+        return replace(source, hash=digest_of(source))
+
+    monkeypatch.setattr(kernels, "render_serving", never_stored)
+    each = batch([1], [8192], 32, 8, 128, **BF16)
+    config = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
+    plan = plan_for(each, config=config)
+    began = time.monotonic()
+    out, _ = run(plan, each)
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < 30 and out.isnan().any()
+    with pytest.raises(StalledError, match="waited in vain"):
+        run(plan, each)
+    monkeypatch.undo()
+    assert_right(run(plan_for(each, config=config), each), each)

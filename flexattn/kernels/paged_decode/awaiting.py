@@ -3,7 +3,9 @@
 A word of the workspace that no one has written holds EMPTY, which no result is. A part is stored
 without fence or counter; who merges it reads its words until none of them is EMPTY. Parts are
 awaited from programs of lower number alone: blocks start in the order of their numbers, as the
-decoupled look-back of Merrill and Garland's prefix sum takes for granted too. Each word is stored
+decoupled look-back of Merrill and Garland's prefix sum takes for granted too. Where lengths change
+under a launch a word may never come: who has asked for it TURNS times goes on without, which makes
+its rows NaN, and stores 1 in the host's memory. Each word is stored
 once, by one thread: a second store of it could land after who merges has left EMPTY there again,
 and then the next launch would take it for a word of its own.
 """
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 # Of a word as a signed number: a NaN, but not the one that arithmetic gives, 0x7FFFFFFF.
 UNWRITTEN = -1
+# How often a word is asked for: two seconds or so, and no launch takes a tenth of that.
+TURNS = 1 << 21
 # Words that a thread waits for at a time; they are registers of it.
 _HELD = 16
 
@@ -29,7 +33,7 @@ def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict
         "words_of": ", ".join(f"v{c}" for c in range(vector)),
         "poll_asm": _poll(vector, loads),
         "poll_constraints": ",".join(
-            ["=&r"] * ((vector + 1) * loads) + ["l"] * (2 * loads) + ["r"] * loads
+            ["=&r"] * ((vector + 1) * loads) + ["l"] * (2 * loads) + ["r"] * loads + ["l"] * loads
         ),
         "poll_pack": loads,
         "store_asm": (
@@ -48,10 +52,14 @@ def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict
 
 
 def _poll(vector: int, loads: int) -> tuple[str, ...]:
-    """Ask for all words, and again as long as one of them is EMPTY: the largest there is."""
+    """Ask for all words, and again as long as one of them is EMPTY: the largest there is.
+
+    After TURNS times 1 is stored where the last operand says.
+    """
     inputs = (vector + 1) * loads
     words = [[c * loads + i for c in range(vector + 1)] for i in range(loads)]
-    lines = [f"{{ .reg .pred wanted<{loads}>, again; .reg .b32 top<{inputs}>;"]
+    lines = [f"{{ .reg .pred wanted<{loads}>, again; .reg .b32 turns, top<{inputs}>;"]
+    lines.append("mov.b32 turns, 0;")
     for i, each in enumerate(words):
         lines.append(f"setp.ne.s32 wanted{i}, ${inputs + 2 * loads + i}, 0;")
         lines += [f"mov.b32 ${word}, 0;" for word in each]
@@ -71,7 +79,14 @@ def _poll(vector: int, loads: int) -> tuple[str, ...]:
             pairs.append(f"top{made}")
             made += 1
         found = pairs + found[len(pairs) * 2 :]
-    lines += [f"setp.eq.s32 again, {found[0]}, {UNWRITTEN};", "@again bra ASK; }"]
+    lines += [
+        f"setp.eq.s32 again, {found[0]}, {UNWRITTEN};",
+        "add.u32 turns, turns, 1;",
+        f"setp.lt.and.u32 again, turns, {TURNS}, again;",
+        "@again bra ASK;",
+        f"setp.eq.s32 again, {found[0]}, {UNWRITTEN};",
+        f"@again st.relaxed.sys.global.b32 [${inputs + 3 * loads}], 1; }}",
+    ]
     return tuple(lines)
 
 
