@@ -42,7 +42,9 @@ def computed_scales(x, dtype, by_head):
     """The scale of each token, or of each of its heads: [tokens] or [tokens, Hkv]."""
     size = x.float().abs()
     size = torch.where(size.isfinite(), size, 0.0).amax(-1)
-    return (size if by_head else size.amax(-1)).div(MOST[dtype]).clamp(min=LEAST)
+    size = size if by_head else size.amax(-1)
+    # On a GPU torch divides by a Python number as it multiplies by its reciprocal.
+    return (size / torch.full_like(size, MOST[dtype])).clamp(min=LEAST)
 
 
 def empty_cache(pages, page, Hkv, dims, dtype, layout, device="cpu"):
