@@ -64,8 +64,9 @@ class HopperBackwardConfig:
     default False. It hides a read of shared memory and takes registers: 1 to 5 % slower on an
     H100.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
-    FlashAttention-3; default False: each thread adds what it holds. It spares the consumers the
-    instructions, and takes 32 KB.
+    FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
+    instructions and registers, and takes 32 KB: up to 19 % faster with masks and mods on an H100,
+    1 to 4 % slower without.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.

@@ -38,12 +38,8 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         return device.has_wgmma and any((Path(each) / _API).is_dir() for each in places)
 
     def leads(self, structure: Structure, device: Device) -> bool:
-        """Where tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied.
-
-        With dropout not before it has run on a GPU: it compiles, and is right in emulation.
-        """
-        narrow = 64 < _widest(structure) < 96
-        return self.offered(device) and not narrow and not structure.dropout
+        """Where tiles are not much wider than heads: of 72 to 88 columns 128 are multiplied."""
+        return self.offered(device) and not 64 < _widest(structure) < 96
 
     def defaults(self, problem: Problem, device: Device) -> Iterator[HopperBackwardConfig]:
         return space.defaults(problem)

@@ -24,6 +24,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
     where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
+    Up to 128 columns the copy engine adds dQ wherever a mask or a mod takes registers: a window's
+    and soft-capping's backward then takes 0.81 of the time, documents' 0.93, causal's 0.94 to 1.01,
+    and one without either 1.01 to 1.04 (H100).
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
@@ -36,6 +39,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
+        if width <= 128 and (masked or not plain or structure.dropout):
+            yield replace(config, dq_tma=True)
         yield config
 
 

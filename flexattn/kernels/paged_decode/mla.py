@@ -29,10 +29,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 
 def mla_space() -> Iterator[ServingConfig]:
-    """Every config of this kind, which a search tries and a plan can be given.
-
-    Shares of few tiles cost more to merge. No default is of this kind before one has run on a GPU.
-    """
+    """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
     for least in (1, 2, 4, 8):
         yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
 

@@ -78,7 +78,7 @@ def test_dropout_takes_a_bit_of_each_weight(D):
     wanted = problem("backward", D)
     dropped = replace(wanted, structure=replace(wanted.structure, dropout=True))
     found = next(defaults(dropped))
-    assert not isinstance(default(dropped, H200), HopperBackwardConfig), "it is asked for by name"
+    assert isinstance(default(dropped, H200), HopperBackwardConfig)
     stated = family_of(found).feasibility
     (more, _), (less, _) = (
         stated.resources(found, each.structure, H200) for each in (dropped, wanted)

@@ -39,7 +39,7 @@ def form(B=64, q_len=1, total_q=0, heads=(32, 8), D=(128, 128), kv=BF16, page=16
         ({"kv": torch.float8_e4m3fn}, True, "heads", 8),
         ({"kv": torch.float32}, False, "even", 16),
         ({"D": (80, 80)}, False, "even", 16),
-        ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, False, "even", 64),
+        ({"D": (576, 512), "heads": (128, 1), "shared_kv": True}, False, "whole", 64),
         ({"D": (576, 512), "heads": (4, 1), "shared_kv": True}, False, "even", 16),
         ({"D": (576, 512), "heads": (16, 1), "shared_kv": True, "page": 8}, False, "even", 16),
         ({"B": 2048}, False, "even", 16),
