@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -45,6 +46,7 @@ def warm(
     from flexattn.device import detect, usable
     from flexattn.errors import BuildError, InputTypeError
     from flexattn.kernels.choose.options import NONE
+    from flexattn.kernels.choose.registry import family_of
     from flexattn.mods import bind
     from flexattn.runtime.build import builder
     from flexattn.runtime.decay_skip import sources
@@ -69,21 +71,27 @@ def warm(
             continue
         mods = mods_of(row)
         for each in rows_like(row):
-            # The blocks of its mask are found on the device, which compiles that kernel too.
+            # The blocks of its mask are found and listed on the device, which compiles the kernel
+            # for that too, and loads torch's.
             problem = task_from(each, *mods, target, where).problem
             structure = problem.structure
             if return_lse and row.kind != "backward":
                 structure = replace(structure, lse=True)
             asked = replace(problem, structure=structure)
-            choice = dispatcher().kernels(asked, target, index, NONE)[0]
-            before_it = () if row.kind == "backward" else sources(structure, choice.config, target)
-            for source in before_it:
+            config = dispatcher().kernels(asked, target, index, NONE)[0].config
+            for source in () if row.kind == "backward" else sources(structure, config, target):
                 with suppress(BuildError):  # a call goes on without it, and says so
                     builder().kernel(source, target, index)
+            values = family_of(config).values_kernel(structure, config, target)
+            if values is not None:
+                builder().kernel(values, target, index)
         found.append(mods)
     for score_mod, mask_mod in found:
         bind(score_mod, "score")
         bind(mask_mod, "mask")
+    # Compiling leaves many objects. A full collection, which takes 0.1 to 0.3 s in a process with
+    # torch, would soon be due; after this one it is when many more are there.
+    gc.collect()
     return builder().compiled - before
 
 

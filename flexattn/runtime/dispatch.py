@@ -235,16 +235,16 @@ def _stored(
 
 
 # A structure's texts by config and device: filling a template takes tens of milliseconds, and of a
-# new length only the header would differ.
+# new length, or of another number of splits, only the header would differ.
 _texts: Lru[tuple[Structure, Config, Device], tuple[Source, Source | None]] = Lru(1024)
 
 
 def _rendered(problem: Problem, config: Config, device: Device) -> tuple[Source, Source | None]:
     """A problem's sources; their header names the first problem of its structure."""
-    key = problem.structure, config, device
+    family = family_of(config)
+    key = problem.structure, family.as_rendered(config), device
     found = _texts.get(key)
     if found is None:
-        family = family_of(config)
         title = f"{problem.describe()} for {device.arch}"
         source = family.render(problem.structure, config, device, title)
         found = source, family.combine(problem.structure, device)

@@ -20,6 +20,7 @@ from flexattn.errors import CacheError
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import Config, Language
 from flexattn.kernels.base.source import Source, digest_of
+from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.ptx.stages import Stages
 from flexattn.problem import Structure
 from flexattn.problem.problem import stable
@@ -116,6 +117,7 @@ def _key(structure: Structure, config: Config, device: Device) -> str:
     parts = [
         f"{field.name}={stable(getattr(structure, field.name))}" for field in fields(structure)
     ]
+    config = family_of(config).as_rendered(config)
     parts += [type(config).__name__, repr(config), repr(device)]
     # Which value an argument gets, a launch finds by its name.
     parts.append(source_hash(structure.kind, device))

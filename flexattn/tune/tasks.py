@@ -90,7 +90,10 @@ def task_from(
     device: Device,
     where: torch.device,
 ) -> Task:
-    """The task of a row's sizes with these mods, whatever the row says of mods."""
+    """The task of a row's sizes with these mods, whatever the row says of mods.
+
+    where: the device that finds the blocks of its mask.
+    """
     shape = row.shape
     # What was traced before decides whether a number is a constant or an argument, and so the
     # key: a server that sees this model first has constants.
@@ -110,6 +113,8 @@ def task_from(
             lists, by_key = BothLists.of(block_mask)
         group = 1 if kind == "backward" else shape.Hq // shape.Hkv
         sparsity = lists.sparsity(row.block_size, group)
+        cpu = torch.device("cpu")
+        lists, by_key = lists.to(cpu), by_key and by_key.to(cpu)
     scale = checks.check_scale(row.scale, shape.D)
     tf32 = row.dtype == "float32" and device.backend == "cuda"
     options: dict[str, Any] = {
@@ -137,7 +142,11 @@ def task_from(
 def _block_mask(
     mask_mod: Callable[..., Any], mask: Bound, row: Row, where: torch.device
 ) -> BlockMask:
-    """The mask's lists on the CPU, whichever device found them."""
+    """The mask, on the device that finds its blocks.
+
+    There its lists are made too, as those of a call are: torch loads each of its kernels at its
+    first use, and warm() is to come before the calls.
+    """
     names = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
     shape, lengths = row.shape, (row.shape.q_len, row.shape.kv_len)
     sizes = (shape.B if "b" in names else 1, shape.Hq if "h" in names else 1, *lengths)
@@ -150,7 +159,7 @@ def _block_mask(
         )
     there = moved(mask, where)
     assert there is not None
-    kinds = block_kinds(there, sizes, row.block_size, where).cpu()
+    kinds = block_kinds(there, sizes, row.block_size, where)
     return from_kinds(kinds, mask_mod, row.block_size, lengths)
 
 

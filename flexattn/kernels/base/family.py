@@ -82,6 +82,10 @@ class KernelFamily(ABC, Generic[_C]):
         """The config without what says how it is compiled."""
         return config
 
+    def as_rendered(self, config: _C) -> _C:
+        """The config without what no text of a kernel depends on, which its header alone names."""
+        return config
+
     def of_this_compiler(self, config: _C) -> _C:
         """A config that another Triton measured, as this one compiles it."""
         return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from flexattn.device import Device
@@ -32,6 +33,8 @@ LEADS = True
 # Whether sizes choose among five kernels of a structure (sized.py). A new length may then compile
 # one, which `warm` cannot tell from a model's lengths; nor has it been raced on a GPU.
 BY_SIZES = False
+# Each length of a call prepares a launch, and asks for it.
+_transpose_v = lru_cache(maxsize=64)(render_transpose_v)
 
 
 class _Prefill(KernelFamily[HopperPrefillConfig]):
@@ -124,7 +127,7 @@ class _Prefill(KernelFamily[HopperPrefillConfig]):
         self, structure: Structure, config: HopperPrefillConfig, device: Device
     ) -> Source | None:
         """The kernel that transposes V of fp8, where it stays in 8 bits."""
-        return render_transpose_v(structure.head_dim_v, device) if config.fp8_pv else None
+        return _transpose_v(structure.head_dim_v, device) if config.fp8_pv else None
 
     def bind(
         self, problem: Problem, config: HopperPrefillConfig, grid: Geometry

@@ -114,6 +114,9 @@ class _Decode(_Family[DecodeConfig]):
     def tile(self, config: DecodeConfig) -> DecodeConfig:
         return replace(at_rest(config), num_splits=0)
 
+    def as_rendered(self, config: DecodeConfig) -> DecodeConfig:
+        return replace(config, num_splits=0)
+
     def options_of(self, config: DecodeConfig) -> dict[str, int | bool | str]:
         splits: dict[str, int | bool | str] = {"SPLIT_KV": config.num_splits}
         return super().options_of(config) | (splits if config.num_splits else {})

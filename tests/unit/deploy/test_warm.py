@@ -1,5 +1,6 @@
 """warm() asks for all kernels that calls of its mods need, at whatever lengths they come."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -10,9 +11,14 @@ from flexattn.deploy.warm import rows_like, warm
 from flexattn.device import named
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.choose.options import NONE
+from flexattn.kernels.hopper import space as gluon
+from flexattn.kernels.hopper.family import PREFILL
+from flexattn.kernels.hopper.transpose_v import render_transpose_v
+from flexattn.runtime import dispatch
 from flexattn.runtime.decay_skip import sources
 from flexattn.runtime.dispatch import Dispatcher
 from flexattn.settings import override
+from flexattn.tune import tasks
 from flexattn.tune.tasks import mods_of, task_from
 from flexattn.tune.workload import Workload, parse_workload
 from tests.failing_builds import Builder
@@ -30,6 +36,7 @@ MODELS = {
     "window, sinks": {"mask": WINDOW, "sinks": True},
     "gaps": {"mask": DILATED, "heads": [24, 8], "head_dim": 96},
     "decay": {"mask": "flexattn.catalogue:causal", "score": ALIBI},
+    "groups of four": {"mask": "flexattn.catalogue:causal", "heads": [24, 6]},
     "wide": {"mask": "flexattn.catalogue:causal", "score": SOFTCAP, "head_dim": 256},
     # Of each head 16 rows are one short tile of decode's, and 17 are one of 64 rows.
     "no groups": {"mask": "flexattn.catalogue:causal", "heads": [32, 32]},
@@ -52,13 +59,18 @@ def kernels_of(row):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_random_lengths_ask_for_no_other_kernel(name):
-    """Prompts of up to 16 tokens decode: each of two tile heights stalled traffic for a second."""
+def test_random_lengths_ask_for_no_other_kernel(name, monkeypatch):
+    """Prompts of up to 16 tokens decode: each of two tile heights stalled traffic for a second.
+
+    No template is filled either: a batch whose keys are split otherwise filled decode's anew.
+    """
     draw = random.Random(name)
+    dispatch._texts.clear()
     with override(mode="off"):
         prefill, decode = rows(name)
         warmed = {found for row in rows(name) for each in rows_like(row)
                   for found in kernels_of(each)}  # fmt: skip
+        filled = renders(monkeypatch)
         lengths = [1, 2, 5, 16, 17, 100, 128, 129]
         lengths += [round(2 ** draw.uniform(0, 11.5)) for _ in range(8)]
         for length in lengths:
@@ -71,6 +83,7 @@ def test_random_lengths_ask_for_no_other_kernel(name):
         for rows_of_chunk in (17, 100, 500):
             shape = replace(prefill.shape, B=1, q_len=rows_of_chunk, kv_len=9000)
             assert kernels_of(replace(prefill, shape=shape)) <= warmed, shape
+        assert not filled
 
 
 def test_a_new_length_fills_no_template(monkeypatch):
@@ -84,6 +97,61 @@ def test_a_new_length_fills_no_template(monkeypatch):
         for length in (2047, 77, 5000):
             dispatcher.kernels(replace(problem, q_len=length, kv_len=length), H200, 0, NONE)
         assert not filled
+
+
+def test_another_number_of_splits_fills_no_template(monkeypatch):
+    """It is an argument: one request over many keys filled decode's templates during traffic."""
+    _, row = rows("groups of four")
+    problem = task_from(row, *mods_of(row), H200, torch.device("cpu")).problem
+    dispatcher = Dispatcher(Builder())
+    dispatch._texts.clear()
+    with override(mode="off"):
+        first = dispatcher.kernels(problem, H200, 0, NONE)[0]
+        filled = renders(monkeypatch)
+        other = dispatcher.kernels(replace(problem, B=1, kv_len=8192), H200, 0, NONE)[0]
+    assert other.config.num_splits != first.config.num_splits
+    assert other.source == first.source and not filled
+
+
+def test_what_transposes_values_of_eight_bits_is_compiled_too(monkeypatch):
+    built = Builder()
+    built.compiled = 0
+    narrow = replace(gluon.config(2, 64, 2), fp8_pv=True)
+    monkeypatch.setattr(PREFILL, "defaults", lambda problem, device: iter([narrow]))
+    monkeypatch.setattr("flexattn.device.detect", lambda device: H200)
+    monkeypatch.setattr("flexattn.runtime.build.builder", lambda: built)
+    monkeypatch.setattr(dispatch, "dispatcher", lambda: Dispatcher(built))
+    calls = [{"name": "prefill", "q_len": 64}]
+    layer = {"heads": [8, 2], "head_dim": 128, "calls": calls}
+    with override(mode="off"):
+        warm({"layers": [layer], "dtype": "float8_e4m3fn"}, "cpu")
+    assert render_transpose_v(128, H200).hash in {source.hash for source in built.built}
+
+
+def test_a_masks_blocks_are_listed_on_the_device(monkeypatch):
+    """Its first prompt loaded two dozen of torch's kernels: the lists were made on the CPU."""
+    row, where = rows("causal")[0], torch.device("meta")
+    monkeypatch.setattr(
+        tasks, "block_kinds", lambda *asked: torch.empty(1, 1, 16, 16, device=where)
+    )
+    _, mask_mod = mods_of(row)
+    mask = tasks._block_mask(mask_mod, tasks.bind(mask_mod, "mask"), row, where)
+    assert mask.kv_indices.device == mask.full_kv_indices.device == where
+
+
+def test_no_full_collection_is_due_after_it():
+    """One that was due stalled a call for 0.1 to 0.3 s."""
+    seen = []
+
+    def noted(phase, told):
+        seen.append((phase, told["generation"]))
+
+    gc.callbacks.append(noted)
+    try:
+        warm(ROWLESS, "cpu")
+    finally:
+        gc.callbacks.remove(noted)
+    assert seen[-1] == ("stop", 2)
 
 
 def test_training_and_decode_have_the_lengths_that_they_say():

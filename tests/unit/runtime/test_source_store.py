@@ -69,6 +69,14 @@ def test_what_was_written_is_found(tmp_path, kind):
     assert len(sources) == (2 if kind == "decode" else 1)
 
 
+def test_another_number_of_splits_is_the_same_source(tmp_path):
+    """Exported with the splits of one batch, it was rendered anew for another's."""
+    wanted = problem("decode", **CAPPED)
+    choice, sources = export(tmp_path, wanted)
+    (source, _) = found(tmp_path, wanted, replace(choice.config, num_splits=7))
+    assert source.hash == sources[0].hash
+
+
 def test_dispatch_renders_nothing_that_is_there(tmp_path, monkeypatch):
     wanted = problem(**CAPPED)
     _, (source,) = export(tmp_path, wanted)

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, strategies as st
 
 from flexattn.catalogue import sliding_window
 from flexattn.device import named
 from flexattn.kernels.choose.defaults import candidates, default
 from flexattn.kernels.triton.cost import expected, other_splits
+from flexattn.kernels.triton.family import DECODE
 from flexattn.kernels.triton.tiles import decode_grid
 from tests.problems import problem
 
@@ -46,6 +48,19 @@ def test_the_same_kernel_without_a_number_comes_next():
 def test_wide_heads_have_two_tiles_under_way():
     wide = replace(problem("decode", 576, 512, group=16, kv_len=4096), B=128, Hq=16, Hkv=1)
     assert default(wide, H200).num_stages == 3
+
+
+@pytest.mark.parametrize("D", [64, 576])
+@pytest.mark.parametrize("mask_class", ["", "unknown"])
+def test_splits_decide_no_text(D, mask_class):
+    wanted = decoded(D, 8, 8, 8192, mask_class)
+    config = default(wanted, H200)
+    hashes = {
+        DECODE.render(wanted.structure, replace(config, num_splits=splits), H200, "").hash
+        for splits in (0, 1, 7)
+    }
+    assert len(hashes) == 1
+    assert DECODE.as_rendered(replace(config, num_splits=7)) == replace(config, num_splits=0)
 
 
 @given(
