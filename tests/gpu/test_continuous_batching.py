@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def test_tokens_are_those_of_generate(name, graphs):
     model = tiny(name, device="cuda")
     if name == "GptOss":
-        # torch's grouped products of fp32 read the groups' sizes on the host: no graph records that.
+        # Grouped products of fp32 read their sizes on the host: no graph records that.
         model.set_experts_implementation("batched_mm")
     prompts = drawn_prompts((5, 170, 31, 9, 64, 1, 100, 33, 7, 12))
     wanted = one_by_one(model, prompts, 32)
