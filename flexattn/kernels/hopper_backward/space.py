@@ -25,8 +25,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
     Up to 128 columns the copy engine adds dQ wherever a mask or a mod takes registers: a window's
-    and soft-capping's backward then takes 0.81 of the time, documents' 0.93, causal's 0.94 to 1.01,
-    and one without either 1.01 to 1.04 (H100).
+    and soft-capping's backward takes 0.81 of the time then, documents' 0.93, causal's 0.94 to
+    1.01, and one without either 1.01 to 1.04 (H100).
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
