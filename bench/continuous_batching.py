@@ -97,7 +97,8 @@ def _run(model: Any, name: str, prompts: list[list[int]], tokens: int) -> tuple[
     generation = GenerationConfig(
         do_sample=False, max_new_tokens=tokens, pad_token_id=0, eos_token_id=-1
     )
-    config = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    # Warming up the graphs of the largest batches takes tens of GB beside the cache.
+    config = ContinuousBatchingConfig(auto_switch_to_flash=False, max_memory_percent=0.5)
     with model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=config
     ) as manager:
