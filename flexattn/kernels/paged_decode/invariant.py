@@ -14,7 +14,6 @@ from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig
 # Of 8k keys and 8 KV heads 128 splits, one for each SM of a Hopper GPU; of short splits the parts
 # are as many bytes as the keys, and of long ones few programs have any.
 SPLIT_KEYS = 512
-# Programs that share a request's head, each beside the part of the splits before it.
 _WARPS = 4
 
 
@@ -50,7 +49,7 @@ def invariant_reasons(config: ServingConfig, form: ServingForm) -> list[str]:
 def part_slots(
     form: ServingForm, config: ServingConfig, device: Device, row_tiles: int, kv_len: int
 ) -> int:
-    """Splits that a program may leave apart: of a work tile that holds all of its range.
+    """Splits that a program may leave apart: of the work tiles at the two ends of its range.
 
     row_tiles: of all requests of the largest batch. 0 of a form that is not batch-invariant.
     """
@@ -58,4 +57,4 @@ def part_slots(
         return 0
     splits = -(-kv_len // form.split_keys)
     programs = config.programs(device) // form.kv_heads
-    return min(splits, max(config.least, -(-row_tiles * splits // max(1, programs))))
+    return min(2 * splits, max(config.least, -(-row_tiles * splits // max(1, programs))))
