@@ -8,6 +8,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN, await_context
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.invariant import ahead_lines
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
 WARPS_DIALECT = Dialect(
@@ -85,6 +86,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             *_merged(form, config),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
+            *(((("AHEAD", f"tl.BlockedLayout([1, 1], [1, 32], [1, {warps}], [1, 0])"),)) if any(ahead_lines(form)) else ()),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "in_word": in_word,
