@@ -20,7 +20,14 @@ from bench.results import Gate, Report, RowResult, save
 from bench.runner import Method
 from bench.serving_ahead import compile_ahead
 from bench.serving_inputs import judge_requests, make_served
-from bench.serving_peers import SERVING_PEERS, ServingPeer, searched, served_with
+from bench.serving_peers import (
+    INVARIANT,
+    SERVING_PEERS,
+    ServingPeer,
+    invariant_with,
+    searched,
+    served_with,
+)
 from bench.serving_rows import ServingRow, serving_rows
 from bench.table import markdown
 from bench.time_limit import time_limit
@@ -49,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = args.peers.split(",") if args.peers else list(SERVING_PEERS)
     peers = {name: SERVING_PEERS[name] for name in names}
     peers |= {f"{OURS} {text}": served_with(_changes(text)) for text in args.config}
+    peers |= {f"{INVARIANT} {text}": invariant_with(_changes(text)) for text in args.invariant}
     method = replace(METHOD, rounds=args.rounds, min_ms=args.min_ms)
     compile_ahead(rows, detect(torch.device(method.device)))
     report = Report("decode", method.facts(), (describe(),), ())
@@ -140,6 +148,8 @@ def _parser() -> argparse.ArgumentParser:
         "one more variant of ours with these fields of its config (own.FIELD: a cascade's second)"
     )
     add("--config", action="append", default=[], metavar="FIELD=VALUE,…", help=more)
+    of_invariant = "one more batch-invariant variant of ours: fields that decide no bit"
+    add("--invariant", action="append", default=[], metavar="FIELD=VALUE,…", help=of_invariant)
     add("--search", type=int, default=0, metavar="N", help="race N other configs of ours as well")
     add("--rounds", type=int, default=METHOD.rounds, help="samples of each candidate")
     add("--min-ms", type=float, default=METHOD.min_ms, help="least time of one sample")

@@ -19,7 +19,15 @@ from flexattn.device import detect
 from flexattn.kernels.paged_decode.space import serving_space
 from flexattn.serving import CascadePlan, DecodePlan, PrefixTree, TreePlan
 
-__all__ = ["EMPTY", "INVARIANT", "SERVING_PEERS", "ServingPeer", "searched", "served_with"]
+__all__ = [
+    "EMPTY",
+    "INVARIANT",
+    "SERVING_PEERS",
+    "ServingPeer",
+    "invariant_with",
+    "searched",
+    "served_with",
+]
 
 EMPTY = "empty kernel"
 INVARIANT = f"{OURS} batch-invariant"
@@ -37,20 +45,20 @@ def served_with(changes: Mapping[str, Any]) -> ServingPeer:
             return _cascade(x, changes)
         if row.variant == "prefix-tree":
             return _tree(x, changes)
-        found = _plan(x)
-        if changes:
-            found = _plan(x, config=replace(found.config, **changes))
-        return _run(found, x)
+        return _run(_changed(x, changes), x)
 
     return build
 
 
-def invariant(x: Served) -> Callable[[], Tensor] | Refusal:
-    """Ours, each row's bits its own."""
-    row = x.row
-    if row.variant in ("cascade", "mla", "prefix-tree"):
-        return Refusal("batch invariance is for one pass over heads of 64 or 128")
-    return _run(_plan(x, batch_invariant=True), x)
+def invariant_with(changes: Mapping[str, Any]) -> ServingPeer:
+    """Ours, each row's bits its own, with these fields of the config changed from the default."""
+
+    def build(x: Served) -> Callable[[], Tensor] | Refusal:
+        if x.row.variant in ("cascade", "mla", "prefix-tree"):
+            return Refusal("batch invariance is for one pass over heads of 64 or 128")
+        return _run(_changed(x, changes, batch_invariant=True), x)
+
+    return build
 
 
 def searched(x: Served, count: int) -> dict[str, ServingPeer]:
@@ -83,6 +91,13 @@ def _plan(x: Served, **more: Any) -> DecodePlan:
         kv_len=max(x.row.lens), sinks=x.sinks is not None, shared_kv=x.row.variant == "mla",
         **_common(x), **more,
     )  # fmt: skip
+
+
+def _changed(x: Served, changes: Mapping[str, Any], **more: Any) -> DecodePlan:
+    found = _plan(x, **more)
+    if not changes:
+        return found
+    return _plan(x, config=replace(found.config, **changes), **more)
 
 
 def _run(plan: DecodePlan, x: Served) -> Callable[[], Tensor]:
@@ -235,7 +250,7 @@ def flashinfer_cascade(x: Served) -> Callable[[], Tensor] | Refusal:
 
 SERVING_PEERS: dict[str, ServingPeer] = {
     OURS: served_with({}),
-    INVARIANT: invariant,
+    INVARIANT: invariant_with({}),
     EMPTY: empty,
     STREAMING: streaming,
     "sdpa-cudnn": cudnn,
