@@ -1,6 +1,7 @@
 """Batch invariance: a row's bits are what they are alone, whatever is computed beside it."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_steps_of_decoding_have_the_bits_of_a_prefill(name):
         plan = plan_of(told, pieces, page=16, ragged=False, **options)
         assert plan.config.BLOCK_M == 8, "a tile of its own, not that of chunks"
         assert_same_bits(run_pieces(plan, pieces, **call), pieces, told, alone)
+
+
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("least", [2, 3, 20])
+def test_programs_of_several_splits_hand_on_what_they_have_folded(least):
+    told = stories([130, 600], (2, 1), D=128)
+    alone = whole(told, mask_mod=causal)
+    steps = [Piece(story, n - 1, n) for story in told for n in (1, 130, len(story))]
+    for pieces in (steps, steps[::-1], steps[-1:]):
+        options = {"page": 16, "ragged": False, "mask_mod": causal}
+        config = replace(plan_of(told, pieces, **options).config, least=least)
+        plan = plan_of(told, pieces, config=config, **options)
+        assert_same_bits(run_pieces(plan, pieces), pieces, told, alone)
+        assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
 def test_a_split_has_many_tiles_where_nothing_is_shortened():

@@ -67,7 +67,7 @@ def ahead_lines(form: ServingForm) -> tuple[int, int]:
 def part_slots(
     form: ServingForm, config: ServingConfig, device: Device, row_tiles: int, kv_len: int
 ) -> int:
-    """Splits that a program may leave apart: of the work tiles at the two ends of its range.
+    """Splits that a program may leave apart: of a work tile that holds all of its range.
 
     row_tiles: of all requests of the largest batch. 0 of a form that is not batch-invariant.
     """
@@ -75,4 +75,4 @@ def part_slots(
         return 0
     splits = -(-kv_len // form.split_keys)
     programs = config.programs(device) // form.kv_heads
-    return min(2 * splits, max(config.least, -(-row_tiles * splits // max(1, programs))))
+    return min(splits, max(config.least, -(-row_tiles * splits // max(1, programs))))

@@ -30,11 +30,11 @@ def workspace(
     A program's range of tiles begins inside at most one work tile and ends inside at most one
     other: two partial results, each of BLOCK_M rows of outputs and a log-sum-exp. Of a tile that
     ends in its range it keeps its own where it awaits those of the others. Batch-invariant ones
-    have part_slots instead, of the rows that a work tile has.
+    have two and part_slots for its splits, of the rows that a work tile has.
     """
     if form.split_keys:
         rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
-        return config.programs(device) * part_slots * rows * (form.head_dim_v + 1)
+        return config.programs(device) * (2 + part_slots) * rows * (form.head_dim_v + 1)
     return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
