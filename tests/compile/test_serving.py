@@ -383,6 +383,8 @@ INVARIANT = {
     "steps": {"mask": sliding_window(1024), "score": softcap(30.0), "sinks": True},
     "chunks": {"total_q": 2048, "mask": causal, "lse": True},
     "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
+    "one request": {"B": 1},
+    "one request, contiguous, of two head dimensions": {"B": 1, "page": 0, "D": (128, 64)},
 }
 
 
@@ -394,3 +396,5 @@ def test_batch_invariant_kernels_fuse_no_product_with_a_sum(name):
     assert spills_by_tile(compiled) == 0
     assert "fma.rn.f32" not in compiled.asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in compiled.asm["ptx"]
+    # Behind the prefetches of inputs: a first tile's keys, then a split's.
+    assert (compiled.asm["ptx"].count("prefetch.global.L2") > 4) == ("one request" in name)

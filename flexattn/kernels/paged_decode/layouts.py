@@ -70,6 +70,8 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     q_lanes = bits(q_words, 4 * q_words, 2) + rows
     mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
     requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
+    # Times that a thread prefetches, and the lines of each time.
+    ahead = f"tl.BlockedLayout([1, 1], [1, 32], [1, {warps}], [1, 0])"
     return {
         "jit": "gluon.jit",
         "by_lane": ", BY_LANE",
@@ -86,7 +88,7 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             *_merged(form, config),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
-            *(((("AHEAD", f"tl.BlockedLayout([1, 1], [1, 32], [1, {warps}], [1, 0])"),)) if any(ahead_lines(form)) else ()),
+            *((("AHEAD", ahead),) if any(ahead_lines(form)) else ()),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "in_word": in_word,

@@ -311,6 +311,11 @@ def _shared(
     k_lines, v_lines = ahead_lines(form) if device.backend == "cuda" else (0, 0)
     if k_lines:
         settings["KEY_LINES"] = 2 * max(k_lines, v_lines)
+    steps = [
+        f"stride_{each}"
+        for axis in ("pnh" if form.page else "nh")
+        for each in ("k" + axis, "v" + axis)
+    ]
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -326,10 +331,7 @@ def _shared(
         "v_lines": v_lines,
         "line_bytes": LINE,
         "itemsize": SERVING_ITEMSIZE[form.kv_dtype],
-        "ahead_values": (
-            "K", "V", *(("TABLE", "num_pages") if form.page else ()), "head",
-            *(f"stride_{tensor}{axis}" for tensor in "kv" for axis in ("pnh" if form.page else "nh")),
-        ),
+        "ahead_values": ["K", "V", *(["TABLE", "num_pages"] if form.page else []), "head", *steps],
         # What a batch's work is counted in.
         "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
