@@ -384,7 +384,7 @@ INVARIANT = {
     "chunks": {"total_q": 2048, "mask": causal, "lse": True},
     "eight bits": {"kv": torch.float8_e4m3fn, "scaled": True},
     "one request": {"B": 1},
-    "one request, contiguous, of two head dimensions": {"B": 1, "page": 0, "D": (128, 64)},
+    "one request, contiguous, of two head dimensions": {"B": 1, "page": 0, "D": (64, 128)},
 }
 
 
