@@ -101,6 +101,23 @@ def test_500_random_batches_have_the_bits_of_each_row_alone(name):
             assert bool((plan._workspace.view(torch.int32) == -1).all()), kind
 
 
+@pytest.mark.parametrize("page", [0, 16])
+def test_one_request_without_a_mask_has_the_bits_of_a_prefill(page):
+    """Its keys are prefetched, and where the plan is for longer ones from another tile on."""
+    told, options, _ = drawn("causal")
+    alone = whole(told, page=16, **options)
+    for kv_len in (KEYS, 7 * KEYS):
+        plan = DecodePlan(
+            batch=1, kv_len=kv_len, heads=(32, 8), head_dim=128, page_size=page, lse=True,
+            batch_invariant=True,
+        )  # fmt: skip
+        bench = Bench(plan, [Piece(told[0], 0, 1)], requests=1, keys=kv_len)
+        for story in told:
+            pieces = [Piece(story, len(story) - 1, len(story))]
+            assert_same_bits(bench.run(pieces), pieces, told, alone)
+        assert bool((plan._workspace.view(torch.int32) == -1).all())
+
+
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "ALiBi"])
 @MASKS
