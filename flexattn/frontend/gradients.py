@@ -144,11 +144,13 @@ def run_backward(
     grads: tuple[Tensor | None, Tensor | None],
     scale: float,
     summed: Sequence[Tensor],
+    into: Sequence[Tensor] | None = None,
 ) -> Gradients:
     """Launch a backward; planned(q, k, v, out, dout): its plan. inputs: q, k and v.
 
     out and lse (natural log) as the forward gave them, in any strides; grads: theirs, None where
-    nothing depends on one. summed: the captured tensors that get a gradient.
+    nothing depends on one. summed: the captured tensors that get a gradient. into: where the
+    gradients of inputs go, which is then a part of the plan.
     """
     dout, dlse = grads
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
@@ -158,7 +160,7 @@ def run_backward(
     out, dout = (x if fits(x) else _dense(x) for x in (out, dout))
     lse, dlse = _packed(lse), None if dlse is None else _packed(dlse.resolve_neg())
     launch, rest = planned(*inputs, out, dout)
-    return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed)
+    return launch.run(inputs, out, lse, (dout, dlse), scale, rest, summed, into)
 
 
 def _of_each_batch(x: Tensor) -> Tensor:
@@ -179,7 +181,14 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def plan_backward(
-    asked: AskedGradients, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
+    asked: AskedGradients,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    *,
+    into: Sequence[Tensor] | None = None,
 ) -> BackwardPlan:
     """Find the launch of a backward: from memory when its facts were seen, else made."""
     lists, masked, sizes, settings = None, "", None, current()
@@ -194,6 +203,7 @@ def plan_backward(
         masked, sizes, asked.slots, asked.options, checks.tf32_allowed(q, asked.options.tf32),
         asked.dropout is None, settings.mode, settings.cache, settings.cache_dir, generation(),
         torch.are_deterministic_algorithms_enabled(),
+        None if into is None else tuple(x.stride() for x in into),
     )  # fmt: skip
     launch = _launches.get(key)
     if launch is None:
@@ -201,7 +211,7 @@ def plan_backward(
         target = detect(q.device)
         options = _options(asked.options, problem, target)
         launch = prepare_backward(
-            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists
+            problem, target, q.device, dispatcher(), options, (q, k, v), out, dout, lists, into
         )
         # A tuner would tune the ordinary kernel.
         if asked.options.tanh == "auto" and asked.dropout is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -126,19 +127,21 @@ class BackwardLaunch:
         scale: float,
         rest: Sequence[Any],
         captured: Sequence[Tensor],
+        into: Sequence[Tensor] | None = None,
     ) -> Gradients:
         """Allocate the gradients and launch on the current stream.
 
         inputs: q, k and v. grads: of out, laid out as `fits` asks, and of lse. captured: the
-        tensors of the structure's slots.
+        tensors of the structure's slots. into: where those of q, k and v go, of the strides that
+        the launch was prepared for.
         """
         if self.gpu >= 0 and self.gpu != torch._C._cuda_getDevice():
             with torch.cuda.device(self.gpu):
-                return self.run(inputs, out, lse, grads, scale, rest, captured)
+                return self.run(inputs, out, lse, grads, scale, rest, captured, into)
         stream = raw_stream(self.gpu) if self.gpu >= 0 else -1
         dout, dlse = grads
         delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
-        dq, dk, dv = map(like, inputs)
+        dq, dk, dv = map(like, inputs) if into is None else into
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
         self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
         q, k, v = inputs
@@ -161,6 +164,14 @@ def like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
 
 
+def stride_step(width: int, itemsize: int) -> int:
+    """What strides of a gradient with rows of a width are multiples of, in elements.
+
+    Those of a dense one are of its width, and a kernel may have been compiled for that.
+    """
+    return max(gcd(16, width), 16 // itemsize)
+
+
 def fits(tensor: Tensor) -> bool:
     """Whether kernels can read an output or its gradient as it lies: dense, rows aligned."""
     if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
@@ -178,10 +189,13 @@ def prepare_backward(
     out: Tensor,
     dout: Tensor,
     lists: BothLists | None,
+    into: Sequence[Tensor] | None = None,
 ) -> BackwardLaunch:
     """Choose and build the kernels for a problem.
 
-    inputs: q, k and v. out and dout: laid out as `fits` asks.
+    inputs: q, k and v. out and dout: laid out as `fits` asks. into: where gradients of the inputs
+    go: rows contiguous, all else in whole 16 bytes and whole `stride_step`s; None where they are
+    allocated.
     """
     index = device.index if device.type == "cuda" else -1
     choice, kernel, _ = dispatcher.kernels(problem, target, index, options)
@@ -189,7 +203,11 @@ def prepare_backward(
     family = family_of(config)
     grid = family.grid(problem, config, target)
     q, k, v = inputs
-    dq, dk, dv = (strides_like(x, tuple(x.shape)) for x in inputs)
+    dq, dk, dv = (
+        [strides_like(x, tuple(x.shape)) for x in inputs]
+        if into is None
+        else [x.stride() for x in into]
+    )
     fixed: dict[str, Any] = {
         **input_strides(problem, q, k, v),
         **strides("stride_do", "bhm", dout),

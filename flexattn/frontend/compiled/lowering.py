@@ -16,7 +16,11 @@ from flexattn.errors import UnsupportedError
 from flexattn.frontend.compiled.joint import Examples, joint_agrees, with_gradients
 from flexattn.frontend.compiled.mark import BARE
 from flexattn.frontend.compiled.op import OP_NAME
-from flexattn.frontend.compiled.op_backward import BACKWARD_OP_NAME as BACKWARD_NAME
+from flexattn.frontend.compiled.op_backward import (
+    BACKWARD_OP_NAME as BACKWARD_NAME,
+    PACKED_OP_NAME as PACKED_NAME,
+)
+from flexattn.frontend.compiled.packed import Packed, packed_gradients
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
 from flexattn.frontend.compiled.widened import widened_sources
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
@@ -81,11 +85,10 @@ def lower(
         return None
     found = widened_sources((query, key, value), inputs[:3])
     given = [_as_traced(x, node) for x, node, _ in found]
-    attend = fallback_handler(_op(OP_NAME), add_to_fallback_set=False)
-    out, lse, maxima = attend(
+    out, lse, maxima = _call(OP_NAME, [
         *given, list(node.lists), *node.tensors, *node.integers, text, _fixed(scale),
         *(factor for *_, factor in found),
-    )  # fmt: skip
+    ])  # fmt: skip
     return out, _times(lse, 1 / _LN_2), _times(maxima, 1 / _LN_2)
 
 
@@ -145,13 +148,37 @@ def lower_backward(
     if chosen.backward:
         _check(asked, inputs)
     given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
-    differentiate = fallback_handler(_op(BACKWARD_NAME), add_to_fallback_set=False)
-    *found, captured = differentiate(
-        *given, grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2),
-        list(node.lists), list(node.by_key), *node.tensors, *node.integers, text, _fixed(scale),
-    )  # fmt: skip
+    given += [
+        grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2), list(node.lists),
+        list(node.by_key), *node.tensors, *node.integers, text, _fixed(scale),
+    ]  # fmt: skip
+    packed = packed_gradients(V.graph.current_node)
+    if packed is None:
+        *found, captured = _call(BACKWARD_NAME, given)
+    else:
+        found, captured = _side_by_side(packed, given, inputs)
     by_place = dict(zip(wanted, captured, strict=True))
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
+
+
+def _side_by_side(packed: Packed, given: list[Any], inputs: Any) -> tuple[list[Any], Any]:
+    """Gradients of q, k and v in the tensor that the graph would copy them into, and the others.
+
+    What computes that tensor is found to be known when its turn comes, and what led to it unused.
+    """
+    memory, captured = _call(PACKED_NAME, [*given, packed.places])
+    shape = packed.node.meta["val"].shape
+    V.graph.env[packed.node] = lowerings[torch.ops.aten.view.default](memory, shape)
+    found = []
+    for i, x in enumerate(inputs[:3]):
+        offset, *strides = packed.places[4 * i : 4 * i + 4]
+        place = x.meta["val"].shape, [*strides, 1], offset
+        found.append(lowerings[torch.ops.aten.as_strided.default](memory, *place))
+    return found, captured
+
+
+def _call(qualified: str, given: Sequence[Any]) -> Any:
+    return fallback_handler(_op(qualified), add_to_fallback_set=False)(*given)
 
 
 class _Node(NamedTuple):

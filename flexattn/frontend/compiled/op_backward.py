@@ -22,13 +22,14 @@ from flexattn.runtime.backward import like
 from flexattn.runtime.launch import dense_strides
 
 BACKWARD_OP_NAME = "flexattn::attend_backward"
-_SCHEMA = (
-    "attend_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
+PACKED_OP_NAME = "flexattn::attend_backward_packed"
+_TAKES = (
+    "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
     "Tensor? dlse, Tensor[] lists, Tensor[] by_key, Tensor[] score, Tensor[] mask, "
-    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor[])"
+    "SymInt[] score_integers, SymInt[] mask_integers, str spec, float scale"
 )
-library.define(_SCHEMA)
+library.define(f"attend_backward({_TAKES}) -> (Tensor, Tensor, Tensor, Tensor[])")
+library.define(f"attend_backward_packed({_TAKES}, int[] places) -> (Tensor, Tensor[])")
 
 _Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
@@ -49,17 +50,20 @@ def attend_backward(
     mask_integers: Sequence[int],
     spec: str,
     scale: float,
+    into: Sequence[Tensor] | None = None,
 ) -> _Found:
     """Gradients of q, k, v and of those tensors in score that the spec names.
 
     out, lse: of `attend` (lse in natural log). dout, dlse: their gradients, None where nothing
-    depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key.
+    depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key. into:
+    where the first three go; None where they are allocated.
     """
     said = parsed(spec)
     scale = checks.check_scale(scale, q.shape[3])
     wanted = [score[i] for i in said.grads]
     if not out.numel() or not k.numel():
-        return like(q).zero_(), like(k).zero_(), like(v).zero_(), list(map(_zeros, wanted))
+        dq, dk, dv = (x.zero_() for x in (map(like, (q, k, v)) if into is None else into))
+        return dq, dk, dv, list(map(_zeros, wanted))
     with torch.no_grad(), transforming():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
         leaves = list(score)
@@ -70,34 +74,57 @@ def attend_backward(
         call = Call(q, k, v, score_mod, block_mask, scale, score=bound, mask=kept)
         grads = [leaves[i] for i in said.grads]
         if route_of(call)[0] == "reference":
-            found = _by_autograd(call, grads, dout, dlse)
+            found = _by_autograd(call, grads, dout, dlse, into)
         else:
             if block_mask is not None:
                 remember_by_key(block_mask, lists, by_key)
-            found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse)
+            found = _by_kernel(call, said, block_mask, grads, out, lse, dout, dlse, into)
     captured = [_as(x, own) for x, own in zip(found[3], wanted, strict=True)]
     return (*found[:3], captured)
 
 
+def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
+    """As `attend_backward`, the gradients of q, k and v side by side in one tensor [elements].
+
+    The last of rest, places: of each its offset, and its strides of batch, head and row, in
+    elements; they cover the tensor.
+    """
+    *given, places = rest
+    packed = _packed(q, k, v)
+    into = [
+        packed.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
+        for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
+    ]
+    return packed, attend_backward(q, k, v, *given, into)[3]
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.numel() + k.numel() + v.numel())
+
+
 def _by_kernel(
     call: Call, said: Spec, block_mask: BlockMask | None, grads: Sequence[Tensor], out: Tensor,
-    lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, into: Sequence[Tensor] | None,
 ) -> _Found:  # fmt: skip
     tensors = () if call.score is None else call.score.tensors
     # A number that changes may have left a tensor out of the expression.
     slots = tuple(s for s, x in enumerate(tensors) if any(x is each for each in grads))
     asked = AskedGradients(call.score, call.mask, block_mask, call.scale, said.chosen, slots)
     learned = [tensors[slot] for slot in slots]
-    planned = partial(plan_backward, asked)
+    planned = partial(plan_backward, asked, into=into)
     inputs = call.q, call.k, call.v
-    found = run_backward(planned, inputs, out, lse, (dout, dlse), call.scale, learned)
+    found = run_backward(planned, inputs, out, lse, (dout, dlse), call.scale, learned, into)
     summed = {id(tensors[s]): x for s, x in zip(slots, found.captured, strict=True)}
     captured = [summed[id(x)] if id(x) in summed else _zeros(x) for x in grads]
     return found.dq, found.dk, found.dv, captured
 
 
 def _by_autograd(
-    call: Call, grads: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None
+    call: Call,
+    grads: Sequence[Tensor],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    into: Sequence[Tensor] | None,
 ) -> _Found:
     """In plain torch, on the CPU."""
     with torch.enable_grad():
@@ -111,7 +138,8 @@ def _by_autograd(
             [x for x, _ in pairs], leaves, [g.to(x.dtype) for x, g in pairs], allow_unused=True
         )
     whole = [_zeros(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
-    dq, dk, dv = [like(x).copy_(g) for x, g in zip(inputs, whole, strict=False)]
+    places = map(like, inputs) if into is None else into
+    dq, dk, dv = (place.copy_(g) for place, g in zip(places, whole, strict=False))
     return dq, dk, dv, whole[3:]
 
 
@@ -129,12 +157,27 @@ def _fake(
     by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
     spec: str, scale: float,
 ) -> _Found:  # fmt: skip
-    captured = [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
     dq, dk, dv = (
         x.new_empty_strided(x.shape, dense_strides(x.stride(), tuple(x.shape))) for x in (q, k, v)
     )
-    return dq, dk, dv, captured
+    return dq, dk, dv, _fake_captured(score, spec)
 
 
-library.impl("attend_backward", attend_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(BACKWARD_OP_NAME, _fake, lib=library)
+def _fake_packed(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Any, dlse: Any, lists: Any,
+    by_key: Any, score: Sequence[Tensor], mask: Any, score_integers: Any, mask_integers: Any,
+    spec: str, scale: float, places: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    return _packed(q, k, v), _fake_captured(score, spec)
+
+
+def _fake_captured(score: Sequence[Tensor], spec: str) -> list[Tensor]:
+    return [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
+
+
+for _name, _run, _shapes in (
+    (BACKWARD_OP_NAME, attend_backward, _fake),
+    (PACKED_OP_NAME, attend_backward_packed, _fake_packed),
+):
+    library.impl(_name.split("::")[1], _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(_name, _shapes, lib=library)
