@@ -8,6 +8,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention as torc
 
 import flexattn
 from flexattn.catalogue import causal
+from flexattn.frontend.compiled import op_backward
 from flexattn.measure.gate import judge
 from flexattn.reference import Precision, attention
 from tests.cases import CASES
@@ -113,6 +114,35 @@ def test_a_gpt_trains_in_one_graph(inductor, monkeypatch, dynamic, amp):
         assert inductor.counter.frame_count <= 2
     assert set(nodes(inductor.counter)) == {LAYERS}
     assert len(inductor.called) == len(inductor.differentiated) == 4 * LAYERS
+
+
+@pytest.mark.parametrize("options", [{}, {"BACKEND": "TRITON"}], ids=["chosen", "triton"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_gradients_are_written_into_that_of_the_product(inductor, monkeypatch, group, options):
+    """By kernels that store through descriptors and through pointers, as eager calls' are."""
+    widths = [1024, 1024 // group, 1024 // group]
+    x = torch.randn(2, 1000, 256, device="cuda", dtype=torch.bfloat16)
+    weight = (0.05 * torch.randn(256, sum(widths), device="cuda")).bfloat16().requires_grad_()
+    written, run = [], op_backward.attend_backward
+    monkeypatch.setattr(
+        op_backward, "attend_backward", lambda *given: written.append(given[-1]) or run(*given)
+    )
+
+    def layer(x, weight, mask):
+        parts = (x @ weight).split(widths, -1)
+        q, k, v = (each.unflatten(-1, (-1, 128)).transpose(1, 2) for each in parts)
+        out = flexattn.flex_attention(
+            q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+        )
+        return out.float().square().mean()
+
+    mask = documents(1000)
+    mine, eager = (
+        torch.autograd.grad(call(x, weight, mask), weight)[0].float()
+        for call in (inductor.compile(layer), layer)
+    )
+    assert len(written) == 1 and len(written[0]) == 3
+    assert (mine - eager).norm() < 1e-2 * eager.norm()
 
 
 def trained(q, k, v, table, cap, mask):

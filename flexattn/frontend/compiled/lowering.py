@@ -20,7 +20,7 @@ from flexattn.frontend.compiled.op_backward import (
     BACKWARD_OP_NAME as BACKWARD_NAME,
     PACKED_OP_NAME as PACKED_NAME,
 )
-from flexattn.frontend.compiled.packed import Packed, packed_gradients
+from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
 from flexattn.frontend.compiled.spec import Spec, parsed, printed
 from flexattn.frontend.compiled.widened import widened_sources
 from flexattn.frontend.gradients import AskedGradients, check_backward, check_order
@@ -161,7 +161,7 @@ def lower_backward(
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 
 
-def _side_by_side(packed: Packed, given: list[Any], inputs: Any) -> tuple[list[Any], Any]:
+def _side_by_side(packed: SideBySide, given: list[Any], inputs: Any) -> tuple[list[Any], Any]:
     """Gradients of q, k and v in the tensor that the graph would copy them into, and the others.
 
     What computes that tensor is found to be known when its turn comes, and what led to it unused.

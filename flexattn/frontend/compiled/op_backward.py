@@ -89,13 +89,14 @@ def attend_backward_packed(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple
     The last of rest, places: of each its offset, and its strides of batch, head and row, in
     elements; they cover the tensor.
     """
-    *given, places = rest
+    places = rest[-1]
     packed = _packed(q, k, v)
     into = [
         packed.as_strided(x.shape, (*places[i + 1 : i + 4], 1), places[i])
         for i, x in zip(range(0, 12, 4), (q, k, v), strict=True)
     ]
-    return packed, attend_backward(q, k, v, *given, into)[3]
+    given: tuple[Any, ...] = (q, k, v, *rest[:-1], into)
+    return packed, attend_backward(*given)[3]
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

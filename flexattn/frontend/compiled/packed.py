@@ -30,7 +30,7 @@ _JOINS = {
 }  # fmt: skip
 
 
-class Packed(NamedTuple):
+class SideBySide(NamedTuple):
     """node: the contiguous tensor of all three. places: as `attend_backward_packed` takes them."""
 
     node: Node
@@ -41,7 +41,7 @@ class _Other(Exception):
     """The graph does something else."""
 
 
-def packed_gradients(backward: Node) -> Packed | None:
+def packed_gradients(backward: Node) -> SideBySide | None:
     """The tensor that the first three results of a node are nothing but copied into, if any.
 
     Of static shapes, aligned as kernels write. Reads the graph, and changes nothing.
@@ -71,7 +71,7 @@ def _below(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _packed_in(node: Node, grads: Sequence[Node]) -> Packed:
+def _packed_in(node: Node, grads: Sequence[Node]) -> SideBySide:
     whole: Tensor = node.meta["val"]
     if not _fixed(whole) or not whole.is_contiguous() or _leaves(node):
         raise _Other
@@ -83,11 +83,11 @@ def _packed_in(node: Node, grads: Sequence[Node]) -> Packed:
     places: list[int] = []
     for each in (found[x] for x in grads):
         step = stride_step(each.shape[3], each.element_size())
-        numbers = each.storage_offset(), *each.stride()[:3]
+        numbers = list(map(int, (each.storage_offset(), *each.stride()[:3])))
         if each.stride(3) != 1 or any(n % step for n in numbers):
             raise _Other
         places += numbers
-    return Packed(node, places)
+    return SideBySide(node, places)
 
 
 def _leaves(node: Node) -> bool:
@@ -98,8 +98,9 @@ def _leaves(node: Node) -> bool:
 def _place(node: Node, memory: Tensor, found: dict[Node, Tensor], grads: frozenset[Node]) -> None:
     """Find which part of memory each gradient is, where all of memory is what a node computes."""
     value = node.meta.get("val")
-    same = isinstance(value, Tensor) and _fixed(value) and value.dtype == memory.dtype
-    if not same or value.shape != memory.shape:
+    if not isinstance(value, Tensor) or not _fixed(value) or value.dtype != memory.dtype:
+        raise _Other
+    if value.shape != memory.shape:
         raise _Other
     if node in grads:
         if node in found:
@@ -143,8 +144,10 @@ _Piece = tuple[int, Node, Callable[[Tensor, int], tuple[Tensor, int]]]
 
 def _stacked(node: Node) -> tuple[int, list[_Piece]] | None:
     """The pieces of a stack, which is a concatenation with its dimension split; None of others."""
-    above = node.all_input_nodes[0]
-    if node.target not in _VIEWS or above.target is not _aten.cat.default:
+    if node.target not in _VIEWS:
+        return None
+    above: Any = node.all_input_nodes[0]
+    if above.target is not _aten.cat.default:
         return None
     dim, pieces = _pieces(above)
     dim %= above.meta["val"].dim()
