@@ -107,7 +107,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
     product = triton_type(form.product_dtype)
     of_pages = form.page > 0 and config.BLOCK_N % form.page == 0
     context = {
-        **_shared(form, config, device, used, dialect),
+        **_shared(form, config, device, used, dialect, config.num_warps),
         **serving_layouts(form, config),
         "score": score,
         "mask": mask,
@@ -179,7 +179,9 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     shape = merge_shape(form, config, device)
     mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
-        **_shared(form, config, device, [mask] if mask is not None else [], TRITON),
+        **_shared(
+            form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS, False
+        ),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
         "widen": "",
@@ -265,8 +267,10 @@ def _shared(
     device: Device,
     used: Sequence[MaskParts | PrintedScore],
     dialect: Dialect,
+    num_warps: int,
+    attends: bool = True,
 ) -> dict[str, object]:
-    """What the templates of both kernels know."""
+    """What the templates of both kernels know; attends: of the one that reads keys."""
     found: tuple[PrintedEdge, ...] = ()
     free: tuple[PrintedEdge, ...] | None = None
     if form.mask is not None and not form.prefix:
@@ -288,7 +292,7 @@ def _shared(
         "PAGE": form.page,
         "HEADS": form.kv_heads,
         "PROGRAMS": config.programs(device),
-        "REQUESTS": form.requests,
+        "REQUESTS": form.requests if dialect.gluon else _requests(form, device, num_warps),
         "LEAST": config.least,
         "WEIGHTS": slots * form.head_dim_v,
         "MERGE_ROWS": merged.rows,
@@ -317,6 +321,8 @@ def _shared(
         for each in ("k" + axis, "v" + axis)
     ]
 
+    low_edges = any(edge.lowest for edge in found)
+
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
 
@@ -342,7 +348,10 @@ def _shared(
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
         # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
-        "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
+        "bounded_below": config.BLOCK_M >= 64 or low_edges,
+        "low_edges": low_edges,
+        "attends": attends,
+        "located": _located(form, attends, low_edges),
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
@@ -358,6 +367,30 @@ def _shared(
         "offset": form.offset,
         "prefix": form.prefix,
     }
+
+
+def _requests(form: ServingForm, device: Device, num_warps: int) -> int:
+    """Elements of a vector of requests, of which no two threads have the same.
+
+    Triton gives threads that a short vector leaves over copies of its elements, each of which is
+    loaded at a time of its own.
+    """
+    threads = num_warps * device.warp_size
+    return form.requests if device.backend == "interpreter" else max(form.requests, threads)
+
+
+def _located(form: ServingForm, attends: bool, low_edges: bool) -> tuple[tuple[str, str], ...]:
+    """What is known of a work tile's request, and the vectors of all requests that it is from."""
+    found = [("b", "requests"), ("start", "starts"), ("count", "widths")]
+    if form.ragged:
+        found += [("row", "rows_at"), ("q_len", "q_lens")]
+    if attends:
+        found.append(("kv_len", "kv_lens"))
+        if form.offset:
+            found.append(("first_key", "first_keys"))
+        if low_edges:
+            found.append(("begins_at", "begins"))
+    return tuple(found)
 
 
 def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool = True) -> Traits:
