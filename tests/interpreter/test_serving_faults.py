@@ -3,15 +3,17 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flexattn.serving.decode as decoding
 from flexattn.catalogue import causal, sliding_window
+from flexattn.device import INTERPRETER
 from flexattn.errors import InputError
 from flexattn.runtime.build import TritonLaunch
-from flexattn.serving import DecodePlan, ServingConfig, flex_decode
+from flexattn.serving import DecodePlan, ServingConfig, flex_decode, kernels
 from flexattn.settings import override
 from tests.serving import assert_right, batch, plan_for, poisoned_pages
 from tests.watched_memory import watched
@@ -22,6 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
 SMALL = ServingConfig(16, 16, 4, 2)
+INVARIANT = ServingConfig(16, 128, 4, 1, 1, 1, "await", "heads")
 PLANS = {
     "last": (SMALL, {}),
     "launch": (ServingConfig(16, 16, 4, 2, combine="launch"), {"mask_mod": sliding_window(40)}),
@@ -79,6 +82,27 @@ def test_lengths_and_pages_that_change_under_a_launch(name):
     with override(check=False), watched(owned(plan, q, call, pool)):
         out, lse = plan.run(q, pool, **call)
     assert not out.any() and lse.isfinite().all()
+
+
+def test_rows_that_overlap_leave_their_parts_in_the_workspace(monkeypatch):
+    """34 tiles of rows, of a plan whose rows are at most 7 and 9 ends of requests."""
+    monkeypatch.setattr(kernels, "detect", lambda device: replace(INTERPRETER, num_sms=51))
+    plan = DecodePlan(
+        batch=9, kv_len=1536, heads=(16, 1), head_dim=64, total_q=7, device="cpu", page_size=256,
+        config=INVARIANT, batch_invariant=True,
+    )  # fmt: skip
+    assert plan._slots == 1
+    q = torch.randn(7, 16, 64, dtype=torch.bfloat16)
+    pool = tuple(torch.zeros(5, 256, 1, 64, dtype=torch.bfloat16) for _ in "kv")
+    call = {
+        "seq_lens": torch.full((9,), 1025, dtype=torch.int32),
+        "block_table": torch.arange(6, dtype=torch.int32).repeat(9, 1) % 5,
+        "cu_seqlens_q": torch.tensor([0, 7] * 4 + [0, 6], dtype=torch.int32),
+    }
+    known = (plan._workspace, plan._count, plan._out, q, *call.values(), *pool)
+    with override(check=False), watched(known):
+        plan.run(q, pool, **call)
+    assert not plan._out.any()
 
 
 @pytest.mark.parametrize("name", ["last", "heads"])

@@ -1,0 +1,102 @@
+"""What a serving kernel knows of a batch: each length is loaded once, by one thread of a program.
+
+Another stream may change lengths while a launch reads them. Threads that load one length at two
+times then take different numbers of turns, and what they exchange at barriers, an address among it,
+is garbage.
+"""
+
+import math
+import re
+
+import pytest
+
+from flexattn.catalogue import causal, sliding_window
+from flexattn.device import named
+from flexattn.kernels.paged_decode.config import ServingConfig
+from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.runtime.build import compile_source
+from tests.compile.shares import share
+from tests.compile.test_serving import DEVICE, form
+
+pytestmark = [pytest.mark.compile, pytest.mark.oldest]
+LENGTHS = ("SEQ_LENS", "CU_SEQLENS", "KV_START")
+LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
+CHUNKS = ServingConfig(64, 64, 8, 2, combine="launch")
+CASES = {
+    "1": ({"B": 1}, LAST),
+    "8": ({"B": 8, "mask": sliding_window(700)}, LAST),
+    "64": ({"B": 64, "mask": sliding_window(700)}, LAST),
+    "512": ({"B": 512}, LAST),
+    "launch": ({"B": 64, "mask": sliding_window(700)}, LAUNCH),
+    "launch 512": ({"B": 512}, LAUNCH),
+    "chunks": ({"B": 8, "total_q": 2048, "mask": causal}, LAUNCH),
+    "eight warps": ({"B": 64, "total_q": 2048, "mask": causal, "lse": True}, CHUNKS),
+    "offset": ({"B": 64, "offset": True, "mask": causal}, LAST),
+    "prefix": ({"B": 64, "prefix": True, "lse": True}, LAUNCH),
+}
+MLA = ServingConfig(64, 128, 4, 1, 1, 1, "launch", "whole")
+LATENT = {"D": (576, 512), "page": 64, "shared_kv": True, "heads": (16, 1)}
+
+
+def loads_of(name, ttgir):
+    """The types of all loads through the pointer argument of a name."""
+    known, found = {name}, []
+    for line in ttgir.splitlines():
+        made = re.match(r"\s*%(\S+) = (\S+) %([\w#]+)", line)
+        if made is None or made[3] not in known:
+            continue
+        if made[2] in ("tt.splat", "tt.addptr"):
+            known.add(made[1])
+        elif made[2] != "tt.ptr_to_int":  # of a prefetch
+            assert made[2] in ("tt.load", "amdg.buffer_load"), line
+            found.append(re.search(r".*(?::|->) (\S.*?)(?: loc\(|$)", line)[1])
+    return found
+
+
+def assert_no_copy(kind, ttgir, threads):
+    """A vector of so many elements that each thread has its own."""
+    size, layout = re.fullmatch(r"tensor<(\d+)x\S*i32>?, #(\w+)>", kind).groups()
+    about = re.search(rf"^#{layout} = #ttg\.blocked<{{(.*?)}}>", ttgir, re.MULTILINE)[1]
+    per_thread, lanes, warps = (
+        math.prod(map(int, re.search(rf"{name} = \[([\d, ]+)\]", about)[1].split(", ")))
+        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+    )
+    assert lanes * warps == threads
+    assert per_thread * threads <= int(size), "no thread is left over for a copy"
+
+
+def check(source, device, threads, names):
+    ttgir = compile_source(source, device).asm["ttgir"]
+    for name in LENGTHS:
+        found = loads_of(name, ttgir)
+        # A request's rows begin at one number and end at the next.
+        assert len(found) == {"CU_SEQLENS": 2}.get(name, 1) * (name in names), (name, found)
+        for kind in found:
+            assert_no_copy(kind, ttgir, threads)
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("name", share(CASES, lambda name: name in ("64", "chunks")))
+def test_each_length_is_loaded_once(name):
+    about, config = CASES[name]
+    wanted = form(**about)
+    names = {"SEQ_LENS"}
+    if wanted.ragged:
+        names.add("CU_SEQLENS")
+    if wanted.offset:
+        names.add("KV_START")
+    check(render_serving(wanted, config, DEVICE, name), DEVICE, 32 * config.num_warps, names)
+    if config.combine == "launch":
+        combine = render_serving_combine(wanted, config, DEVICE)
+        check(combine, DEVICE, 128, {"SEQ_LENS"} | names & {"CU_SEQLENS"})
+
+
+def test_the_kernel_that_merges_latent_keys():
+    wanted = form(B=8, **LATENT)
+    check(render_serving_combine(wanted, MLA, DEVICE), DEVICE, 128, {"SEQ_LENS"})
+
+
+def test_waves_of_64_threads():
+    device = named("amd-mi300x")
+    source = render_serving(form(), ServingConfig(16, 64, 4, 2), device, "test")
+    check(source, device, 256, {"SEQ_LENS"})
