@@ -1,8 +1,8 @@
 """What a serving kernel knows of a batch: each length is loaded once, by one thread of a program.
 
 Another stream may change lengths while a launch reads them. Threads that load one length at two
-times then take different numbers of turns, and what they exchange at barriers, an address among it,
-is garbage.
+times then take different numbers of turns, and what they exchange at barriers is garbage, an
+address among it.
 """
 
 import math
