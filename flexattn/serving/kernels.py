@@ -26,6 +26,9 @@ from flexattn.serving.request import Maxima
 from flexattn.serving.tuned import tuned
 from flexattn.settings import current
 
+# What 32 bits count beyond a batch's tiles: kernels add their number of programs.
+_UNCOUNTED = 2**16
+
 
 class Kernels(NamedTuple):
     """What a plan launches. programs: of the serving kernel; merges: of the one that merges.
@@ -116,7 +119,7 @@ def build(
 
 
 def _check_tiles(maxima: Maxima, config: ServingConfig) -> None:
-    if maxima.tiles(config) >= 2**31:
+    if maxima.tiles(config) >= 2**31 - _UNCOUNTED:
         raise InputError(
             f"{maxima} makes {maxima.tiles(config)} tiles",
             "the tiles of a batch are counted in 32 bits",
