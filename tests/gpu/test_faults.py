@@ -70,6 +70,42 @@ def test_lengths_and_tables_that_another_stream_changes_under_launches(config, m
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
 
 
+@pytest.mark.parametrize("config", [LAST, LAUNCH], ids=["last", "launch"])
+def test_rows_that_another_stream_changes_under_launches(config):
+    """Rows of requests overlap, fall and lie outside of q while programs look for theirs."""
+    B, rows = 64, 512
+    whole, pool = pool_of(2048)
+    plan = DecodePlan(batch=B, config=config, total_q=rows, mask_mod=causal, **SHAPE)
+    q = torch.randn(rows, HEADS[0], 128, **BF16)
+    draw = torch.Generator("cuda").manual_seed(1)
+    lengths, ends, tables = (
+        torch.randint(low, high, (64, *shape), generator=draw, device="cuda").int()
+        for low, high, shape in (
+            (-5, KEYS + 5, (B,)), (-50, rows + 50, (B + 1,)), (0, 2048, (B, KEYS // PAGE)),
+        )
+    )  # fmt: skip
+    lens, cu, side = lengths[0].clone(), ends[0].clone(), torch.cuda.Stream()
+    call = {"seq_lens": lens, "block_table": tables[0], "cu_seqlens_q": cu}
+    call["out"] = torch.zeros_like(q)  # of rows that no request has, nothing is written
+    side.wait_stream(torch.cuda.current_stream())
+    with override(check=False):
+        for turn in range(100):
+            with torch.cuda.stream(side):
+                for step in range(8):
+                    lens.copy_(lengths[(8 * turn + step) % 64])
+                    cu.copy_(ends[(8 * turn + step) % 64])
+            out = plan.run(q, pool, **call)
+            worst = out.nan_to_num(0.0, 0.0, 0.0).abs().amax()
+            if turn % 20 == 0:
+                assert worst.item() < 1e3
+    torch.cuda.synchronize()
+    for each in whole:
+        assert (each[:32] == FAR).all() and (each[-32:] == FAR).all()
+    each = batch([1, 9, 40], [517, 4096, 40], *HEADS, 128, **BF16)
+    other = plan_for(each, page=PAGE, ragged=True, config=config, mask_mod=causal)
+    assert_right(run(other, each), each, mask_mod=causal)
+
+
 def test_awaited_parts_under_lengths_that_change():
     """Who waits for a part that nobody leaves gives up, and the next run says so."""
     B, turns, stalls = 64, 0, 0
