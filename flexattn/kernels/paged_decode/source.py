@@ -22,6 +22,7 @@ from flexattn.kernels.paged_decode.config import (
 )
 from flexattn.kernels.paged_decode.invariant import ahead_lines
 from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
+from flexattn.kernels.paged_decode.located import located, request_elements
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.reads import (
     predicated_loads,
@@ -292,7 +293,7 @@ def _shared(
         "PAGE": form.page,
         "HEADS": form.kv_heads,
         "PROGRAMS": config.programs(device),
-        "REQUESTS": form.requests if dialect.gluon else _requests(form, device, num_warps),
+        "REQUESTS": form.requests if dialect.gluon else request_elements(form, device, num_warps),
         "LEAST": config.least,
         "WEIGHTS": slots * form.head_dim_v,
         "MERGE_ROWS": merged.rows,
@@ -351,7 +352,7 @@ def _shared(
         "bounded_below": config.BLOCK_M >= 64 or low_edges,
         "low_edges": low_edges,
         "attends": attends,
-        "located": _located(form, attends, low_edges),
+        "located": located(form, attends, low_edges),
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
@@ -367,30 +368,6 @@ def _shared(
         "offset": form.offset,
         "prefix": form.prefix,
     }
-
-
-def _requests(form: ServingForm, device: Device, num_warps: int) -> int:
-    """Elements of a vector of requests, of which no two threads have the same.
-
-    Triton gives threads that a short vector leaves over copies of its elements, each of which is
-    loaded at a time of its own.
-    """
-    threads = num_warps * device.warp_size
-    return form.requests if device.backend == "interpreter" else max(form.requests, threads)
-
-
-def _located(form: ServingForm, attends: bool, low_edges: bool) -> tuple[tuple[str, str], ...]:
-    """What is known of a work tile's request, and the vectors of all requests that it is from."""
-    found = [("b", "requests"), ("start", "starts"), ("count", "widths")]
-    if form.ragged:
-        found += [("row", "rows_at"), ("q_len", "q_lens")]
-    if attends:
-        found.append(("kv_len", "kv_lens"))
-        if form.offset:
-            found.append(("first_key", "first_keys"))
-        if low_edges:
-            found.append(("begins_at", "begins"))
-    return tuple(found)
 
 
 def _traits(form: ServingForm, device: Device, dialect: Dialect, rowwise: bool = True) -> Traits:
