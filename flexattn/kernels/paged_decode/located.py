@@ -19,15 +19,11 @@ def request_elements(form: ServingForm, device: Device, num_warps: int) -> int:
     return form.requests if device.backend == "interpreter" else max(form.requests, threads)
 
 
-def located(form: ServingForm, attends: bool, low_edges: bool) -> tuple[tuple[str, str], ...]:
+def located(form: ServingForm) -> tuple[tuple[str, str], ...]:
     """What is known of a work tile's request, and the vectors of all requests that it is from."""
-    found = [("b", "requests"), ("start", "starts"), ("count", "widths")]
+    found = [("b", "requests"), ("ends_at", "ends"), ("kv_len", "kv_lens")]
     if form.ragged:
         found += [("row", "rows_at"), ("q_len", "q_lens")]
-    if attends:
-        found.append(("kv_len", "kv_lens"))
-        if form.offset:
-            found.append(("first_key", "first_keys"))
-        if low_edges:
-            found.append(("begins_at", "begins"))
+    if form.offset:
+        found.append(("first_key", "first_keys"))
     return tuple(found)

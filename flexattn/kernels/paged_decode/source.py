@@ -180,9 +180,7 @@ def render_serving_combine(form: ServingForm, config: ServingConfig, device: Dev
     shape = merge_shape(form, config, device)
     mask = _printed(form.mask, form, _traits(form, device, TRITON))
     context = {
-        **_shared(
-            form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS, False
-        ),
+        **_shared(form, config, device, [mask] if mask is not None else [], TRITON, COMBINE_WARPS),
         "v_pieces": rendering.named_pieces("v", form.head_dim_v // shape.column_parts),
         "by_work_tile": shape.work_tiles > 0,
         "widen": "",
@@ -269,9 +267,8 @@ def _shared(
     used: Sequence[MaskParts | PrintedScore],
     dialect: Dialect,
     num_warps: int,
-    attends: bool = True,
 ) -> dict[str, object]:
-    """What the templates of both kernels know; attends: of the one that reads keys."""
+    """What the templates of both kernels know."""
     found: tuple[PrintedEdge, ...] = ()
     free: tuple[PrintedEdge, ...] | None = None
     if form.mask is not None and not form.prefix:
@@ -322,8 +319,6 @@ def _shared(
         for each in ("k" + axis, "v" + axis)
     ]
 
-    low_edges = any(edge.lowest for edge in found)
-
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
 
@@ -349,10 +344,8 @@ def _shared(
         "constants": (*settings.items(), *BASE_2),
         "edges": found,
         # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
-        "bounded_below": config.BLOCK_M >= 64 or low_edges,
-        "low_edges": low_edges,
-        "attends": attends,
-        "located": located(form, attends, low_edges),
+        "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
+        "located": located(form),
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],

@@ -26,11 +26,7 @@ def test_there_is_an_element_for_each_thread(device, batch, warps, wanted):
 
 
 def test_what_is_computed_from_the_request_alone_is_not_passed_on():
-    names = [name for name, _ in located(FORM, True, False)]
-    assert names == ["b", "start", "count", "kv_len"]
+    names = [name for name, _ in located(FORM)]
+    assert names == ["b", "ends_at", "kv_len"]
     chunks = replace(FORM, rows=0, offset=True)
-    assert {name for name, _ in located(chunks, True, True)} == {
-        *names, "row", "q_len", "first_key", "begins_at",
-    }  # fmt: skip
-    # Who merges parts reads no key.
-    assert [name for name, _ in located(chunks, False, True)] == [*names[:-1], "row", "q_len"]
+    assert [name for name, _ in located(chunks)] == [*names, "row", "q_len", "first_key"]
