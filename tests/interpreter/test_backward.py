@@ -10,6 +10,7 @@ from flexattn.catalogue import causal
 from flexattn.frontend.gradients import AskedGradients, plan_backward, run_backward
 from flexattn.kernels.choose.options import NONE
 from tests.cases import CASES
+from tests.covering import each_choice
 from tests.gradients import assert_gradients
 from tests.support import DTYPES, LAYOUTS, inputs, sinks
 
@@ -31,9 +32,15 @@ def test_every_mod_of_the_catalogue(entry):
     assert_gradients(q, k, v, make=make, mask_mod=built.mask_mod)
 
 
+HEADS = [
+    pytest.param((2, 2), id="mha"),
+    pytest.param((6, 2), id="gqa"),
+    pytest.param((3, 1), id="mqa"),
+]
+
+
 @pytest.mark.oldest
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)], ids=["mha", "gqa", "mqa"])
+@each_choice(heads=HEADS, dtype=DTYPES)
 def test_dtypes_and_heads(heads, dtype):
     q, k, v = inputs(2, *heads, 45, 61, dtype=DTYPES[dtype])
     assert_gradients(

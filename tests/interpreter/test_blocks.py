@@ -7,6 +7,7 @@ import flexattn
 from flexattn.catalogue import causal, document, padding, sliding_window
 from flexattn.errors import ConfigError
 from tests.cases import case
+from tests.covering import each_choice
 from tests.support import DECODE, KINDS, PREFILL, assert_accurate, block_mask, inputs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
@@ -75,8 +76,9 @@ def test_a_score_of_minus_infinity_everywhere_gives_zeros(kind):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 7, 64])
-@pytest.mark.parametrize("mod", ["noop", "padding", "random_blocks_empty_rows", "alibi"])
+@each_choice(
+    mod=["noop", "padding", "random_blocks_empty_rows", "alibi"], splits=[1, 2, 3, 5, 7, 64]
+)
 def test_splits_of_the_keys(mod, splits):
     """Counts that do not divide the tiles, more splits than tiles, and splits with no key."""
     built = case(mod).make(2, 6, 2, 3, 173)

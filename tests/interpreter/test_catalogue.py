@@ -33,8 +33,16 @@ def check(entry, B, Hq, Hkv, L, S, block, tile, kind, dtype):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("prefill", "fp32"),
+        ("decode", "fp16"),
+        # Those two kinds with these dtypes have several tiles below.
+        pytest.param("prefill", "fp16", marks=pytest.mark.long),
+        pytest.param("decode", "fp32", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("entry", cases(CASES))
 def test_short_odd_lengths(entry, kind, dtype):
     check(entry, 2, 3, 1, 37, 53, 16, {}, kind, dtype)
@@ -43,4 +51,6 @@ def test_short_odd_lengths(entry, kind, dtype):
 @pytest.mark.parametrize(("kind", "dtype"), [("prefill", "fp16"), ("decode", "fp32")])
 @pytest.mark.parametrize("entry", cases(CASES))
 def test_several_tiles_and_full_blocks(entry, kind, dtype):
-    check(entry, 1, 2, 2, 141, 173, 32, {"BLOCK_N": 16}, kind, dtype)
+    # Random blocks of 16 seldom fill one of 32.
+    lengths = (141, 173) if entry.name == "random_blocks" else (77, 109)
+    check(entry, 1, 2, 2, *lengths, 32, {"BLOCK_N": 16}, kind, dtype)

@@ -16,7 +16,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(PREFILL, id="prefill"),
+        pytest.param(DECODE, id="decode", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_launch_serves_compiled_and_eager_calls(monkeypatch, kind):
     """One kernel for both: its source, its config and its record; captured values and all."""
     length = 5 if kind is DECODE else 37

@@ -27,6 +27,7 @@ from flexattn.problem.mask_class import mask_class
 from flexattn.runtime.decay_skip import DecaySkip
 from flexattn.settings import override
 from flexattn.util.lru import Lru
+from tests.covering import each_choice
 from tests.support import (
     DTYPES,
     LAYOUTS,
@@ -94,8 +95,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(69, 97), (97, 69)], ids=str)
-@pytest.mark.parametrize("name", MASKS)
+@each_choice(name=MASKS, lengths=[(69, 97), (97, 69)])
 def test_the_same_bits_as_without_the_rule(name, lengths):
     q, k, v = inputs(1, 4, 2, *lengths, dtype=torch.bfloat16)
     both(q, k, v, score_mod=alibi(), block_mask=block_mask(MASKS[name], q, k, 32))

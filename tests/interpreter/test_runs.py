@@ -19,6 +19,7 @@ from flexattn.catalogue import (
 )
 from flexattn.problem.mask_class import mask_class
 from flexattn.problem.runs import known_runs
+from tests.covering import each_choice
 from tests.support import (
     DECODE,
     KINDS,
@@ -64,8 +65,7 @@ MODS["documents_short_list"] = and_masks(
 
 
 @pytest.mark.oldest
-@each_kind
-@pytest.mark.parametrize("name", MODS)
+@each_choice(name=MODS, kind=KINDS)
 def test_tiles_narrower_than_the_blocks(name, kind):
     """Two tiles of rows and of keys in a block, of which a mask needs some."""
     q, k, v = inputs(2, 3, 3, 43, 77)
@@ -75,8 +75,7 @@ def test_tiles_narrower_than_the_blocks(name, kind):
     assert_accurate(q, k, v, block_mask=mask, kernel_options={**KINDS[kind], **SMALL})
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "padding", "heads", *DOCUMENTS])
-@each_kind
+@each_choice(name=["causal", "window", "padding", "heads", *DOCUMENTS], kind=KINDS)
 def test_blocks_listed_against_what_the_mask_says(name, kind):
     """Full blocks are full whatever mask_mod says, and what is not listed is not read."""
     draw = torch.Generator().manual_seed(11)

@@ -7,6 +7,7 @@ import torch
 
 from flexattn.catalogue import alibi, relative_bias, softcap, t5_bias
 from flexattn.mods.rules import REWRITES
+from tests.covering import pairwise
 from tests.support import DTYPES, KINDS, assert_accurate, block_mask, inputs
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -19,9 +20,7 @@ def alternating(value, rows=37):
     return bias
 
 
-@each_kind
-@each_dtype
-@pytest.mark.parametrize("value", [0.25, 5e4, -math.inf, math.inf, math.nan])
+@pairwise(value=[0.25, 5e4, -math.inf, math.inf, math.nan], dtype=DTYPES, kind=KINDS)
 def test_what_a_row_adds_returns_in_its_statistics(value, dtype, kind):
     """-inf empties a row, +inf and NaN make it NaN, and a large number costs no precision."""
     bias = alternating(value)
@@ -57,9 +56,7 @@ def test_a_row_and_a_split_of_the_keys(dtype, kind):
     )  # fmt: skip
 
 
-@each_kind
-@each_dtype
-@pytest.mark.parametrize("offset", [0, 100_003])
+@pairwise(offset=[0, 100_003], dtype=DTYPES, kind=KINDS)
 def test_distances_keep_their_precision_far_from_the_start(offset, dtype, kind):
     """Cancellation: a slope times 100000 on both sides must not reach the weights."""
     q, k, v = inputs(dtype=DTYPES[dtype])
@@ -80,9 +77,7 @@ RISING = {
 }
 
 
-@each_kind
-@each_dtype
-@pytest.mark.parametrize("name", RISING)
+@pairwise(name=RISING, dtype=DTYPES, kind=KINDS)
 def test_what_rises_evenly_along_the_keys(name, dtype, kind):
     q, k, v = inputs(dtype=DTYPES[dtype])
     mask = block_mask(lambda b, h, q, k: (q + 3 * k) % 5 != 0, q, k, 16)
@@ -107,7 +102,7 @@ KEPT = {
 @each_kind
 @pytest.mark.parametrize("name", KEPT)
 def test_a_score_of_minus_infinity_masks_and_bounds_the_keys(name, kind):
-    q, k, v = inputs(L=61, S=75)
+    q, k, v = inputs(B=1, L=61, S=75)
     options = KINDS[kind] | {"BLOCK_M": 16, "BLOCK_N": 16}
     kept = KEPT[name]
     assert_accurate(
@@ -140,10 +135,7 @@ MODS = {
 }
 
 
-@each_kind
-@each_dtype
-@pytest.mark.parametrize("name", MODS)
-@pytest.mark.parametrize("off", ["", "all"])
+@pairwise(off=["", "all"], name=MODS, dtype=DTYPES, kind=KINDS)
 def test_with_and_without_the_rules(off, name, dtype, kind):
     q, k, v = inputs(dtype=DTYPES[dtype])
     options = KINDS[kind] | {"RULES_OFF": off}

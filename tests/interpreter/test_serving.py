@@ -6,6 +6,7 @@ import torch
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from tests.cases import CASES
+from tests.covering import each_choice, pairwise
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 from tests.support import DTYPES
 
@@ -27,23 +28,21 @@ def check(each, *, config=SMALL, page=4, sinks=None, layout="NHD", together=Fals
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
+@pairwise(
+    page=[0, 1, 3, 16, 64], layout=["NHD", "HND"],
+    together=[pytest.param(False, id="apart"), pytest.param(True, id="together")],
+)  # fmt: skip
 def test_caches(page, layout, together):
     check(batch([1] * 6, LENGTHS, 6, 2), page=page, layout=layout, together=together)
 
 
-@pytest.mark.parametrize("combine", ["last", "launch"])
-@pytest.mark.parametrize("least", [1, 3])
-@pytest.mark.parametrize("per_sm", [1, 2, 7])
+@pairwise(per_sm=[1, 2, 7], least=[1, 3], combine=["last", "launch"])
 def test_pieces_of_any_size_merge(per_sm, least, combine):
     config = ServingConfig(16, 16, 4, 2, per_sm, least, combine)
     check(batch([2] * 6, LENGTHS, 10, 2), config=config, sinks=torch.randn(10))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", [1, 3, 8, 40])
+@each_choice(group=[1, 3, 8, 40], dtype=DTYPES)
 def test_any_number_of_query_heads_per_key_head(group, dtype):
     check(batch([3] * 6, LENGTHS, 2 * group, 2, dtype=DTYPES[dtype]), mask_mod=causal)
 
@@ -65,8 +64,7 @@ READ = (torch.bool, torch.uint8, torch.int64, torch.float16)
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("per_sm", [1, 7])
-@pytest.mark.parametrize("kind", READ, ids=str)
+@each_choice(kind=READ, per_sm=[1, 7])
 def test_a_tree_of_draft_tokens(kind, per_sm):
     """The table is read for the last keys alone; of what is no key, or no row, it has nothing."""
     each = batch([5] * 6, [53, 5, 16, 17, 128, 36], 6, 2)

@@ -12,6 +12,7 @@ from flexattn.catalogue import alibi, sliding_window
 from flexattn.errors import BuildError
 from flexattn.serving import CascadePlan, ServingConfig
 from flexattn.settings import override
+from tests.covering import each_choice, pairwise
 from tests.launches import launches_of
 from tests.serving import assert_right, batch, poisoned_cache, poisoned_pages, quantized
 from tests.trees import Case
@@ -19,6 +20,7 @@ from tests.trees import Case
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 OWN = [19, 2, 40]
 LAUNCH = ServingConfig(16, 16, 4, 2, combine="launch")
+SCALED = [pytest.param(False, id="one scale"), pytest.param(True, id="a scale for each head")]
 
 
 def case(
@@ -77,10 +79,7 @@ def case(
     return Case(plan, exact, each.q.unflatten(0, (count, q_len)), cache, call)
 
 
-@pytest.mark.parametrize("page", [0, 4])
-@pytest.mark.parametrize("prefix", [0, 8, 41])
-@pytest.mark.parametrize("combine", ["launch", "last"])
-@pytest.mark.parametrize("walk", ["program", "warp"])
+@pairwise(walk=["program", "warp"], combine=["launch", "last"], prefix=[0, 8, 41], page=[0, 4])
 def test_a_cascade_is_attention_over_prefix_and_own_keys(walk, combine, prefix, page):
     """Mods see positions in the whole request, in both passes."""
     about = {"config": LAUNCH, "D": 16, "dtype": torch.float32}
@@ -111,21 +110,28 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 16, 17, 333])
-@pytest.mark.parametrize("name", CUTS)
-def test_wherever_the_prefix_is_cut(name, prefix):
+def check_cut(prefix, config):
     """Each row's parts are found, and nothing that a run found in its memory counts."""
-    config, parts = CUTS[name]
     found = case(prefix, q_len=3, prefix_config=config)
     first = [x.clone() for x in found.run()]
     assert_right(first, found.each)
     assert all(map(torch.equal, found.run(), first)), "sums are of one order"
-    if prefix == 333:
-        # As paged_decode/pages.jinja has it: 3 requests, positions, heads of a KV head, of 2.
-        units, count = 2 * -(-3 * 3 * 3 // config.BLOCK_M), -(-prefix // config.BLOCK_N)
-        piece = max(-(-units * count // (4 * config.per_sm)), config.least)
-        ends = [(u * count // piece, (u * count + count - 1) // piece) for u in range(units)]
-        assert {last - first + 1 for first, last in ends} == parts
+
+
+@each_choice(name=CUTS, prefix=[0, 1, 16, 17])
+def test_a_prefix_of_one_tile_or_two(name, prefix):
+    check_cut(prefix, CUTS[name][0])
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_wherever_the_prefix_is_cut(name):
+    config, parts = CUTS[name]
+    check_cut(333, config)
+    # As paged_decode/pages.jinja has it: 3 requests, positions, heads of a KV head, of 2.
+    units, count = 2 * -(-3 * 3 * 3 // config.BLOCK_M), -(-333 // config.BLOCK_N)
+    piece = max(-(-units * count // (4 * config.per_sm)), config.least)
+    ends = [(u * count // piece, (u * count + count - 1) // piece) for u in range(units)]
+    assert {last - first + 1 for first, last in ends} == parts
 
 
 @pytest.mark.parametrize("own", [[0, 0, 0], [0, 5, 0]])
@@ -140,9 +146,10 @@ def test_rows_that_see_nothing(combine, own):
             assert (out[0] == 0).all() and (lse[0] == -math.inf).all()
 
 
-@pytest.mark.parametrize("combine", ["launch", "last"])
-@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
-@pytest.mark.parametrize("least", [1, 50], ids=["parts", "whole"])
+@pairwise(
+    least=[pytest.param(1, id="parts"), pytest.param(50, id="whole")], per_head=SCALED,
+    combine=["launch", "last"],
+)  # fmt: skip
 def test_scales_count_once(least, per_head, combine):
     found = case(
         70, dtype=torch.bfloat16, D=32, scaled=per_head,
@@ -152,7 +159,7 @@ def test_scales_count_once(least, per_head, combine):
 
 
 @pytest.mark.parametrize("combine", ["launch", "last"])
-@pytest.mark.parametrize("per_head", [False, True], ids=["one scale", "a scale for each head"])
+@pytest.mark.parametrize("per_head", SCALED)
 def test_a_prefix_with_scales_of_its_own(per_head, combine):
     """The last launch merged the prefix's parts by the scale of the requests' own values."""
     config = ServingConfig(16, 16, 4, 2, 2, combine=combine)
@@ -166,9 +173,11 @@ def test_a_prefix_with_scales_of_its_own(per_head, combine):
     assert_right(found.run(), found.each)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("D", "Dv"), [(24, 40), (64, 192), (16, 260)])
-def test_head_dimensions_that_are_no_powers_of_two(D, Dv, dtype):
+@each_choice(
+    dims=[(24, 40), (64, 192), (16, 260)], dtype=[torch.float32, torch.float16, torch.bfloat16]
+)
+def test_head_dimensions_that_are_no_powers_of_two(dims, dtype):
+    D, Dv = dims
     sinks = torch.randn(6)
     config = ServingConfig(16, 16, 4, 1, combine="launch")
     found = case(50, D=D, Dv=Dv, dtype=dtype, sinks=sinks, config=config, prefix_config=config)

@@ -6,6 +6,7 @@ import torch
 from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
+from tests.covering import each_choice, pairwise
 from tests.serving import EIGHT_BITS, assert_right, batch, plan_for, quantized, run
 
 pytestmark = [
@@ -33,9 +34,10 @@ def requests(D=64, Dv=None, dtype=torch.bfloat16, lengths=LENGTHS, q_len=1):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("per_head", [False, True], ids=["per_tensor", "per_head"])
-@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
-@pytest.mark.parametrize("wide", [torch.float16, torch.bfloat16], ids=str)
+@pairwise(
+    wide=[torch.float16, torch.bfloat16], dtype=EIGHT_BITS,
+    per_head=[pytest.param(False, id="per_tensor"), pytest.param(True, id="per_head")],
+)  # fmt: skip
 def test_dtypes_and_scales(wide, dtype, per_head):
     check(requests(dtype=wide), dtype, per_head=per_head)
 
@@ -45,8 +47,7 @@ def test_head_dimensions(D, Dv):
     check(requests(D, Dv), E4M3, score_mod=softcap(30.0))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [0, 3, 8, 64])
+@each_choice(page=[0, 3, 8, 64], layout=["NHD", "HND"])
 def test_caches(page, layout):
     check(requests(), E4M3, page=page, layout=layout)
 

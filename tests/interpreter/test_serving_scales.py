@@ -11,6 +11,7 @@ from flexattn.catalogue import causal, sliding_window, softcap
 from flexattn.errors import ConfigError, InputError, InputTypeError
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import CascadePlan, DecodePlan, flex_decode, request
+from tests.covering import each_choice
 from tests.invariance import (
     Piece,
     assert_same_bits,
@@ -97,8 +98,7 @@ def test_pages_of_any_size(walk, page, scales):
     check(requests(128, 64), scales, page=page, config=WALKS[walk])
 
 
-@pytest.mark.parametrize("walk", WALKS)
-@pytest.mark.parametrize("name", ["causal", "window", "cap"])
+@each_choice(name=["causal", "window", "cap"], walk=WALKS)
 def test_mods_sinks_and_several_queries(name, walk):
     mods = {
         "causal": {"mask_mod": causal, "sinks": torch.randn(8)},

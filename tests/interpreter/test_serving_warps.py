@@ -9,6 +9,7 @@ from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.serving import DecodePlan
 from tests.cases import CASES
+from tests.covering import each_choice, pairwise
 from tests.serving import assert_right, batch, plan_for, run
 
 pytestmark = [
@@ -32,29 +33,27 @@ def requests(q_len=1, lengths=LENGTHS, Hq=8, Hkv=2, D=64, Dv=None, dtype=torch.b
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page", [0, 1, 3, 8, 16, 64, 256])
+@each_choice(page=[0, 1, 3, 8, 16, 64, 256], layout=["NHD", "HND"])
 def test_caches(page, layout):
     check(requests(), page=page, layout=layout)
 
 
-@pytest.mark.parametrize("Hkv", [1, 2, 4])
-@pytest.mark.parametrize("per_sm", [1, 2, 7])
-@pytest.mark.parametrize(("warps", "own"), [(1, 16), (4, 32), (8, 64)])
-def test_pieces_of_any_size_merge(warps, own, per_sm, Hkv):
+@pairwise(pieces=[(1, 16), (4, 32), (8, 64)], per_sm=[1, 2, 7], Hkv=[1, 2, 4])
+def test_pieces_of_any_size_merge(pieces, per_sm, Hkv):
+    warps, own = pieces
     config = replace(SMALL, BLOCK_N=warps * own, num_warps=warps, per_sm=per_sm)
     each = requests(lengths=[53, 0, 1, 170, 128, 96], Hkv=Hkv)
     check(each, config=config, sinks=torch.randn(8))
 
 
-@pytest.mark.parametrize("split_policy", ["heads", "round"])
-@pytest.mark.parametrize(("q_len", "group"), [(1, 4), (2, 3), (4, 4)])
-def test_who_awaits_a_part_leaves_its_words_empty(q_len, group, split_policy):
+@each_choice(rows=[(1, 4), (2, 3), (4, 4)], split_policy=["heads", "round"])
+def test_who_awaits_a_part_leaves_its_words_empty(rows, split_policy):
     """What one launch left there the next one would take for a part."""
-    rows = 8 if q_len * group <= 8 else 16
+    q_len, group = rows
+    tile = 8 if q_len * group <= 8 else 16
     for least, per_sm in ((1, 5), (2, 2)):
         config = replace(
-            SMALL, BLOCK_M=rows, split_policy=split_policy, per_sm=per_sm, least=least
+            SMALL, BLOCK_M=tile, split_policy=split_policy, per_sm=per_sm, least=least
         )
         batch_size = 1 if split_policy == "round" else 5
         plan = DecodePlan(
@@ -83,10 +82,11 @@ def test_a_result_that_is_no_number_is_awaited_too(value, split_policy):
     assert bool((plan._workspace.view(torch.int32) == -1).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("D", "Dv"), [(64, 64), (128, 128), (64, 128), (128, 64)])
-def test_head_dimensions(D, Dv, dtype):
-    check(requests(D=D, Dv=Dv, dtype=dtype), score_mod=softcap(30.0))
+@each_choice(
+    dims=[(64, 64), (128, 128), (64, 128), (128, 64)], dtype=[torch.float16, torch.bfloat16]
+)
+def test_head_dimensions(dims, dtype):
+    check(requests(D=dims[0], Dv=dims[1], dtype=dtype), score_mod=softcap(30.0))
 
 
 @pytest.mark.parametrize(("q_len", "group", "rows"), [(1, 1, 8), (1, 3, 8), (3, 4, 16), (2, 5, 8)])
@@ -107,8 +107,7 @@ def test_every_mod_of_the_catalogue(entry):
     check(requests(2, [53, 0, 17, 128], 3, 1), page=8, **mods)
 
 
-@pytest.mark.parametrize("page", [0, 3, 16])
-@pytest.mark.parametrize("keys", [0, 1, 32, 33, 517])
+@each_choice(keys=[0, 1, 32, 33, 517], page=[0, 3, 16])
 def test_tiles_of_one_request_go_round(keys, page):
     """One plan for every length: what lies behind the last key is read, and counts for nothing."""
     config = replace(SMALL, split_policy="round", per_sm=2)

@@ -8,6 +8,7 @@ import torch
 import flexattn
 from flexattn.catalogue import sliding_window
 from tests.cases import case
+from tests.covering import pairwise
 from tests.support import DECODE, DTYPES, KINDS, assert_accurate, block_mask, inputs, sinks
 
 pytestmark = [
@@ -31,9 +32,7 @@ def check(q, k, v, options, *, score_mod=None, mask_mod=None, block=16, **call):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODS)
+@pairwise(name=MODS, kind=KINDS, dtype=["fp32", "fp16"])
 def test_every_kind_of_mod(name, kind, dtype):
     built = case(name).make(2, 4, 2, 37, 53, dtype=DTYPES[dtype])
     q, k, v = inputs(2, 4, 2, 37, 53, dtype=DTYPES[dtype])
