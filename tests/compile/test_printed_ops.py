@@ -17,7 +17,7 @@ from flexattn.mods import bind
 from flexattn.mods.ops import OPS
 from flexattn.runtime.build import compile_source
 from tests.families import render
-from tests.printed_ops import CASES, everywhere, mod
+from tests.printed_ops import CASES, OFTEN, everywhere, mod
 from tests.problems import problem
 from tests.rendered_names import undefined
 
@@ -52,7 +52,10 @@ TEMPLATES = [
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize(("kind", "place", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "place", "dtype"),
+    [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long) for case in CASES],
+)
 def test_every_name_is_defined(kind, place, dtype, template):
     assert not undefined(source(template, mod(kind, place, dtype), kind).text)
 

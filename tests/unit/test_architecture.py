@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from flexattn.kernels.choose.registry import ROWS
+from tests.package_files import FILES, PACKAGE, each_file
 
-PACKAGE = Path(__file__).parents[2] / "flexattn"
-FILES = sorted(PACKAGE.rglob("*.py"))
 # Every part may import these.
 BASE = {"errors", "settings", "util"}
 
@@ -132,7 +132,7 @@ def imports(tree: ast.AST, path: Path) -> Iterator[str]:
 
 
 def imported_parts(path: Path) -> set[str]:
-    names = imports(ast.parse(path.read_text()), path)
+    names = imports(tree_of(path), path)
     parts = {
         dotted[1] for name in names if (dotted := name.split("."))[0] == "flexattn" and dotted[1:]
     }
@@ -153,8 +153,9 @@ def at_import(node: ast.AST) -> Iterator[ast.stmt]:
         yield from at_import(child)
 
 
-def each_file(test):
-    return pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))(test)
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 @each_file
@@ -179,7 +180,7 @@ def test_every_edge_is_taken():
 
 def kernel_folders(path: Path) -> set[str]:
     """Folders of kernels/ that a file imports, or names in a string as a module to import."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     texts = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant))
     names = [*imports(tree, path), *(text for text in texts if isinstance(text, str))]
     prefix = "flexattn.kernels."
@@ -218,7 +219,7 @@ def test_only_its_family_asks_which_class_a_config_is_of():
     outside = [
         (str(path.relative_to(PACKAGE)), name)
         for path in FILES
-        for name in asked_classes(ast.parse(path.read_text()))
+        for name in asked_classes(tree_of(path))
         if name in classes and not path.is_relative_to(KERNELS / classes[name])
     ]
     assert outside == []
@@ -231,7 +232,7 @@ def test_the_reader_of_isinstance_sees_unions_and_tuples():
 
 @each_file
 def test_environment_is_read_in_settings_alone(path):
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     names = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
     names |= {n.rpartition(".")[2] for n in imports(tree, path)}
     assert part(path) == "settings" or not names & {"environ", "environb", "getenv", "putenv"}
@@ -240,7 +241,7 @@ def test_environment_is_read_in_settings_alone(path):
 @each_file
 def test_optional_packages_are_imported_where_they_are_used(path):
     where = path.relative_to(PACKAGE).as_posix()
-    for node in at_import(ast.parse(path.read_text())):
+    for node in at_import(tree_of(path)):
         for name in imports(node, path):
             home = OPTIONAL.get(name.split(".")[0], "")
             allowed = where.startswith(home) and not (home and where == "cli/__init__.py")
@@ -250,7 +251,7 @@ def test_optional_packages_are_imported_where_they_are_used(path):
 @each_file
 def test_names_are_listed_where_the_list_is_read(path):
     """Elsewhere an underscore says it: of 1,278 names in such lists 254 were wrong or unread."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     listed = any(isinstance(n, ast.Name) and n.id == "__all__" for n in ast.walk(tree))
     assert not listed or path.relative_to(PACKAGE).as_posix() in LISTED
 

@@ -16,7 +16,13 @@ SIZES = (2, 3, 19, 23)
 SHARE = 25
 
 
-@pytest.mark.parametrize("start", range(0, 200, SHARE))
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(start, marks=pytest.mark.long if start >= 4 * SHARE else ())
+        for start in range(0, 8 * SHARE, SHARE)
+    ],
+)
 def test_every_mod_traces_to_what_torch_computes(start):
     """At every position; masks bit for bit."""
     draw = torch.Generator().manual_seed(0)

@@ -50,7 +50,7 @@ def test_a_step_leaves_its_log_and_its_last_lines(tmp_path, module):
     assert str(outcome).startswith("FAIL 3   one, ")
 
 
-def test_a_step_that_hangs_is_ended_with_its_children(tmp_path, module):
+def test_a_step_that_hangs_is_ended_with_its_children(tmp_path, module, monkeypatch):
     name = module(
         "hangs",
         "import signal, subprocess, sys, time\n"
@@ -59,8 +59,9 @@ def test_a_step_that_hangs_is_ended_with_its_children(tmp_path, module):
         "print(child.pid, flush=True)\n"
         "time.sleep(60)\n",
     )
+    monkeypatch.setattr("bench.suite.GRACE", 0.5)
     begin = time.monotonic()
-    outcome = run_step(Step("stuck", name, 8), tmp_path, 1)
+    outcome = run_step(Step("stuck", name, 4), tmp_path, 1)
     assert outcome.status == LATE and time.monotonic() - begin < 50
     # Killed with its parent, it may be gone a moment later.
     child, until = int(outcome.tail[-1]), time.monotonic() + 20

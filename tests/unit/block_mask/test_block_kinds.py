@@ -69,7 +69,7 @@ MASKS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     MASKS, st.sampled_from([(1, 1, 37, 53), (2, 2, 19, 40)]), st.sampled_from([(8, 8), (5, 16)])
 )

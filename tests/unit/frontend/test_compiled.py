@@ -247,7 +247,9 @@ def test_gradients_are_an_op_of_ours(monkeypatch, gpu_like, backend):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+)
 def test_training_on_the_cpu_is_right(monkeypatch, backend):
     """torch's node has no backward there: the call is outside of the graph, as plain torch."""
     q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 9, 9, 16))

@@ -17,7 +17,9 @@ def registered():
 
 
 # A cache with a window counts its tokens in Python, and its mask the keys that left the window.
-@pytest.mark.parametrize(("name", "most"), [("Llama", 1), ("Gemma2", 3)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("Llama", 1), pytest.param("Gemma2", 3, marks=pytest.mark.long)]
+)
 def test_a_step_of_a_static_cache_is_one_graph(monkeypatch, name, most):
     """generate makes the masks outside, and compiles the rest: it broke at each attention."""
     model, (ids, mask) = tiny(name), prompts()

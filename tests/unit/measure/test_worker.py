@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_no_half_answered_child(worker, monkeypatch):
     [
         ("refused", InputError, "fits the device"),
         ("aborts", MeasureError, "SIGABRT"),
-        ("hangs", MeasureError, "silent"),
+        pytest.param("hangs", MeasureError, "silent", marks=pytest.mark.long),
     ],
 )
 def test_a_task_that_cannot_be_opened_raises(title, error, says):
@@ -148,7 +148,13 @@ def test_a_task_that_cannot_be_opened_raises(title, error, says):
     assert worker.pid is None
 
 
-@pytest.mark.parametrize("runner", ["tests.unit.measure.runners:Missing", "no.such.module:Runner"])
+@pytest.mark.parametrize(
+    "runner",
+    [
+        "tests.unit.measure.runners:Missing",
+        pytest.param("no.such.module:Runner", marks=pytest.mark.long),
+    ],
+)
 def test_a_runner_that_cannot_be_loaded_raises(runner):
     with Worker(runner) as worker, pytest.raises(MeasureError, match=runner.split(":")[0]):
         worker.open(task())

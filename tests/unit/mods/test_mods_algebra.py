@@ -199,12 +199,12 @@ def assert_sound(bound, seed):
     return decided
 
 
-def test_no_verdict_on_a_random_mask_is_wrong():
+@pytest.mark.parametrize("examples", [150, pytest.param(500, marks=pytest.mark.long)])
+def test_no_verdict_on_a_random_mask_is_wrong(examples):
     pairs = decided = 0
-    begin = time.monotonic()
 
     @settings(
-        max_examples=500, deadline=None, database=None, derandomize=False,
+        max_examples=examples, deadline=None, database=None, derandomize=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(flags(depth=3), st.integers(0, 2**31))
@@ -214,7 +214,7 @@ def test_no_verdict_on_a_random_mask_is_wrong():
         pairs += TILES
 
     each()
-    assert pairs >= 20_000 and time.monotonic() - begin < 120
+    assert pairs >= 40 * examples
     # Bounds that decide nothing are sound too.
     assert decided > pairs // 4
 

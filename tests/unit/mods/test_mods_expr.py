@@ -85,7 +85,7 @@ POINTS = st.tuples(SCORES, *[st.integers(0, 9)] * 4)
 ANY = st.sampled_from(["int64", "float32", "bool"]).flatmap(lambda t: exprs(3, t))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ANY, POINTS)
 def test_simplify_keeps_every_value_and_is_stable(expr, point):
     simple = simplify(expr)
@@ -111,13 +111,13 @@ def commuted(expr):
     return done[expr]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ANY)
 def test_commuted_spellings_are_one(expr):
     assert simplify(commuted(expr)) is simplify(expr)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(exprs(3, "int64"), POINTS)
 def test_bounds_are_sound(expr, point):
     found = interval_of(expr, dict.fromkeys(("b", "h", "q_idx", "kv_idx"), (0, 9)))

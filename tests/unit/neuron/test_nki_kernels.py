@@ -10,6 +10,7 @@ from flexattn.kernels.nki.config import NkiDecodeConfig, NkiPrefillConfig, memor
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import CASES, case
+from tests.covering import each_choice, pairwise
 from tests.nki import TARGETS, check, problem_of
 from tests.support import inputs
 
@@ -28,12 +29,10 @@ def on(target, config):
     )
 
 
-@each_kind
-@pytest.mark.parametrize(
-    ("target", "entry"), list(zip(cycle(TARGETS), CASES, strict=False)), ids=str
-)
-def test_the_catalogue(target, entry, kind):
-    """Targets take turns over the cases, and fp32 and bf16 over the targets."""
+@each_choice(turn=list(zip(cycle(TARGETS), CASES, strict=False)), kind=SMALL)
+def test_the_catalogue(turn, kind):
+    """Targets and kinds take turns over the cases, and fp32 and bf16 over the targets."""
+    target, entry = turn
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
     built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
     check(
@@ -53,9 +52,9 @@ def test_several_tiles_and_sections(mods, dtype):
     )  # fmt: skip
 
 
-@each_target
-@each_kind
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (192, 128), (40, 600)])
+@pairwise(
+    dims=[(64, 64), (128, 128), (192, 192), (192, 128), (40, 600)], target=TARGETS, kind=SMALL
+)
 def test_head_dimensions(kind, target, dims):
     dtype = torch.bfloat16 if target == "trn2" else torch.float32
     check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target)

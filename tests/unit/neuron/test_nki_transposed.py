@@ -15,6 +15,7 @@ from flexattn.neuron.model import nki_estimate
 from flexattn.neuron.run import prepare
 from flexattn.problem import Shape
 from tests.cases import CASES, case
+from tests.covering import each_choice, pairwise
 from tests.nki import TARGETS, check, problem_of
 from tests.support import inputs
 from tests.unit.neuron.test_nki_model import task_of
@@ -26,13 +27,13 @@ each_kind = pytest.mark.parametrize("kind", SMALL)
 each_target = pytest.mark.parametrize("target", TARGETS)
 
 
-TURNS = [(target, "prefill", entry) for target, entry in zip(cycle(TARGETS), CASES, strict=False)]
-TURNS += [("trn2", "decode", entry) for entry in CASES]
+TURNS = list(zip(cycle(TARGETS), CASES, strict=False))
 
 
-@pytest.mark.parametrize(("target", "kind", "entry"), TURNS, ids=str)
-def test_the_catalogue(target, kind, entry):
-    """Targets take turns over the cases, and fp32 and bf16 over the targets."""
+@each_choice(turn=TURNS, kind=SMALL)
+def test_the_catalogue(turn, kind):
+    """Targets and kinds take turns over the cases, and fp32 and bf16 over the targets."""
+    target, entry = turn if kind == "prefill" else ("trn2", turn[1])
     dtype = torch.bfloat16 if (kind == "prefill") == (target == "trn2") else torch.float32
     built = entry.make(2, 3, 1, 37, 53, dtype=dtype)
     check(
@@ -41,10 +42,10 @@ def test_the_catalogue(target, kind, entry):
     )  # fmt: skip
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("statistics", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("mods", ["causal", "softcap"])
+@pairwise(
+    mods=["causal", "softcap"], statistics=[(False, False), (True, False), (False, True)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16], kind=SMALL,
+)  # fmt: skip
 def test_statistics_decide_what_is_rounded(kind, dtype, statistics, mods):
     """Without max_scores a maximum in bfloat16 serves; with lse P is summed before rounding."""
     masks, scores = {"causal": causal}, {"softcap": softcap(20.0)}
@@ -82,9 +83,7 @@ def test_scores_that_a_score_mod_makes_infinite_spread_to_no_other_row():
         check(1, 1, 1, 200, 200, config=PREFILL, score_mod=masked, target=target)
 
 
-@each_target
-@each_kind
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192), (40, 600)])
+@pairwise(dims=[(64, 64), (128, 128), (192, 192), (40, 600)], target=TARGETS, kind=SMALL)
 def test_head_dimensions(kind, target, dims):
     dtype = torch.bfloat16 if target == "trn2" else torch.float32
     check(1, 2, 1, 131, 259, *dims, dtype=dtype, kind=kind, target=target, config=SMALL[kind])
@@ -137,8 +136,7 @@ def test_rows_without_keys_are_zero_and_minus_infinity():
     assert got.out[0, 0, :151].eq(0).all() and got.lse[0, 0, :151].isneginf().all()
 
 
-@pytest.mark.parametrize("config", [*SMALL.values(), *VARIANTS])
-@pytest.mark.parametrize("name", ["half_precision_bias", "relative_bias"])
+@each_choice(config=[*SMALL.values(), *VARIANTS], name=["half_precision_bias", "relative_bias"])
 def test_memory_is_what_the_interpreter_counts(config, name):
     kind = "decode" if isinstance(config, NkiDecodeConfig) else "prefill"
     built = case(name).make(1, 4, 2, 131, 259, dtype=torch.bfloat16)

@@ -34,7 +34,7 @@ TRIALS = st.builds(
 SIZES = st.integers(0, 2**26)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(TRIALS, max_size=4), st.tuples(SIZES, SIZES, SIZES), TEXT,
     st.lists(st.tuples(TEXT, FLOATS), max_size=3).map(tuple), FLOATS,

@@ -3,14 +3,10 @@
 import ast
 import io
 import tokenize
-from pathlib import Path
-
-import pytest
 
 from flexattn.records.closure import bare, closure, imports_of, module_path
+from tests.package_files import each_file
 
-PACKAGE = Path(__file__).parents[3] / "flexattn"
-FILES = sorted(PACKAGE.rglob("*.py"))
 SILENT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
@@ -44,10 +40,6 @@ def imported(tree):
         elif isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         yield from imported(node)
-
-
-def each_file(test):
-    return pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))(test)
 
 
 @each_file
