@@ -1,6 +1,7 @@
 # make test and make demo set everything up on a machine with Python and make; a second run installs nothing.
 
-.PHONY: help demo test test-unit test-interpreter test-oldest test-compile test-gpu lint types docs figures golden records env clean
+.PHONY: help demo test test-unit test-interpreter test-oldest test-oldest-compiled test-oldest-interpreted \
+	test-compile test-gpu lint types docs figures golden records env clean
 .DEFAULT_GOAL := help
 
 # The first of these that has the venv module makes the environment; PYTHON=… overrides.
@@ -25,7 +26,8 @@ INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 COMPILED := env -u TRITON_INTERPRET -u FLEXATTN_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
 # Tiny products of torch: with a thread for each core, each of JOBS processes waits for the others'.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600
+PYTEST_ALONE := OMP_NUM_THREADS=1 $(PY) -m pytest -q --timeout 600
+PYTEST := $(PYTEST_ALONE) -n $(JOBS) --dist worksteal
 WITH_OLDEST := PYTHONPATH=$(OLDEST)
 ANYWHERE := not gpu and not neuron and not full_autotune
 NO_DEVICE := $(ANYWHERE) and not full_matrix and not long
@@ -45,10 +47,12 @@ help:
 demo: env
 	$(PY) -m flexattn demo
 
-# The environment's two parts are made beside each other, then lint runs beside types.
+# The environment's two parts are made beside each other; then what is one process each runs side by side: beside
+# types, which takes half a minute, lint and the tests with the oldest Triton.
 test:
-	$(MAKE) --jobs=$(JOBS) lint types
-	$(MAKE) test-unit test-interpreter test-oldest
+	$(MAKE) --jobs=$(JOBS) env
+	$(MAKE) --jobs=$(JOBS) --output-sync=target types lint test-oldest
+	$(MAKE) test-unit test-interpreter
 
 # A process more than JOBS, for some of these tests wait: for children, locks and hearts.
 test-unit: env
@@ -57,13 +61,18 @@ test-unit: env
 test-interpreter: env
 	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter
 
-test-oldest: env
-	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (releases or not compile) and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
-	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and $(NO_DEVICE)" tests/interpreter
+test-oldest: test-oldest-compiled test-oldest-interpreted
+
+test-oldest-compiled: env
+	$(WITH_OLDEST) $(COMPILED) $(PYTEST_ALONE) -m "oldest and (releases or not compile) and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
+
+test-oldest-interpreted: env
+	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST_ALONE) -m "oldest and $(NO_DEVICE)" tests/interpreter
 
 test-compile: env $(BETWEEN:%=$(VENV)/triton-%/.pins)
 	$(COMPILED) $(PYTEST) -m "long and $(ANYWHERE)" tests/unit tests/compile
 	$(INTERPRETED) $(PYTEST) -m "long and $(ANYWHERE)" tests/interpreter
+	$(WITH_OLDEST) $(INTERPRETED) $(PYTEST) -m "oldest and long and $(ANYWHERE)" tests/interpreter
 	$(COMPILED) $(PYTEST) -m full_matrix tests/compile
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST) -m "oldest and (full_matrix or not releases) and not gpu and not full_autotune" tests/compile
 	for release in $(BETWEEN); do \

@@ -105,7 +105,7 @@ INTERRUPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from flexattn.cli import main
-sys.argv = ["flexattn", "build", "causal", "--device", "h200", "--jobs", "1"]
+sys.argv = "flexattn build noop --kind decode --head-dim 16 --device h200 --jobs 1".split()
 main()
 """
 

@@ -9,11 +9,10 @@ import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
-
 from flexattn.catalogue import alibi, causal, causal_offset, sliding_window
 from flexattn.device import named
 from flexattn.kernels.hopper.config import HopperPrefillConfig
+from tests.covering import each_choice
 from tests.families import render
 from tests.problems import problem
 
@@ -82,8 +81,7 @@ def drawn_runs(draw, blocks, width):
     return found
 
 
-@pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("name", KEEPS)
+@each_choice(name=KEEPS, consumers=[1, 2, 3])
 def test_tiles_of_keys_that_count_are_loaded_and_others_skipped(name, consumers):
     mask_mod, keeps = KEEPS[name]
     structure = problem(

@@ -167,7 +167,7 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
     torch.manual_seed(0)
     batch = 2 if heads[0] == heads[1] else 1
     q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(batch, heads[1], 200, d, dtype=torch.float64) for d in widths)
     found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1)
@@ -213,7 +213,7 @@ def test_gradients_of_the_weights_that_are_kept(name, mask, tile, heads, p, monk
     dropout = Dropout.of(p)._replace(seed=torch.tensor([2**62 + 12345]))
     batch = 2 if heads[0] == heads[1] else 1
     q, dout = (torch.randn(2, heads[0], 210, d, dtype=torch.float64) for d in widths)
-    k, v = (torch.randn(batch, heads[1], 290, d, dtype=torch.float64) for d in widths)
+    k, v = (torch.randn(batch, heads[1], 200, d, dtype=torch.float64) for d in widths)
     found, block_mask = gradients(config, q, k, v, dout, MASKS[mask], monkeypatch, dropout)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, _, _ = attention(q, k, v, block_mask=block_mask, scale=0.1, dropout=dropout)
