@@ -51,10 +51,7 @@ FORMS = {
 }
 
 
-QUICK = ("shared keys, mods", "evicted pages")
-
-
-@pytest.mark.parametrize("name", share(FORMS, lambda name: name in QUICK))
+@pytest.mark.parametrize("name", share(FORMS, lambda name: name == "shared keys, mods"))
 def test_the_default_config_of_what_is_new(name):
     wanted = FORMS[name]
     config = next(serving_candidates(wanted, DEVICE))

@@ -112,7 +112,7 @@ print(layers(named("nvidia-h200"))[-1].store.root)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("installed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_shipped_records_are_found(wheel, tmp_path, installed):
     where, expected = ROOT, ROOT / "configs"
     if installed:

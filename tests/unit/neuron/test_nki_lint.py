@@ -8,6 +8,7 @@ from flexattn.kernels.nki.source import render_nki, render_nki_combine
 from flexattn.neuron.lint import findings, lint
 from flexattn.problem import Shape
 from tests.cases import CASES
+from tests.covering import each_choice
 from tests.nki import kernel_of, problem_of
 
 REFUSED = {
@@ -60,17 +61,21 @@ def test_a_plain_kernel_passes():
     assert findings(kernel_of("for i in range(min(4, len(x.shape))):\n        pass")) == []
 
 
-@pytest.mark.parametrize("entry", CASES, ids=lambda entry: entry.name)
-def test_what_is_rendered_passes(entry):
+RENDERED = [
+    ("prefill", NkiPrefillConfig(128, 512, transpose="dma")),
+    ("prefill", NkiPrefillConfig(64, 256, mask="affine", evict="scalar")),
+    ("decode", NkiDecodeConfig(128, 512, 4, mask="select")),
+]
+
+
+@each_choice(entry=CASES, rendered=RENDERED)
+def test_what_is_rendered_passes(entry, rendered):
     built = entry.make(2, 4, 2, 141, 173)
-    for kind, config in (
-        ("prefill", NkiPrefillConfig(128, 512, transpose="dma")),
-        ("prefill", NkiPrefillConfig(64, 256, mask="affine", evict="scalar")),
-        ("decode", NkiDecodeConfig(128, 512, 4, mask="select")),
-    ):
-        problem, *_ = problem_of(
-            kind, Shape(2, 4, 2, 141, 173, 192, 64), score_mod=built.score_mod,
-            mask_mod=built.mask_mod, lse=True, max_scores=True,
-        )  # fmt: skip
-        lint(render_nki(problem, config, "trn2", "t").text)
-    lint(render_nki_combine(problem, "trn2").text)
+    kind, config = rendered
+    problem, *_ = problem_of(
+        kind, Shape(2, 4, 2, 141, 173, 192, 64), score_mod=built.score_mod,
+        mask_mod=built.mask_mod, lse=True, max_scores=True,
+    )  # fmt: skip
+    lint(render_nki(problem, config, "trn2", "t").text)
+    if kind == "decode":
+        lint(render_nki_combine(problem, "trn2").text)

@@ -66,7 +66,10 @@ def test_gpt_oss_alone_has_sinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if i % 4 == 0 else pytest.mark.long) for i, n in enumerate(NAMES)],
+)
 def test_a_dry_run_takes_seconds(name, tmp_path):
     begin = time.perf_counter()
     with override(cache_dir=tmp_path, cache=()):
