@@ -9,18 +9,11 @@ tile, the programs, and which of them has a split are free.
 from __future__ import annotations
 
 from flexattn.device import Device
-from flexattn.kernels.paged_decode.config import (
-    LINE,
-    SERVING_ITEMSIZE,
-    ServingConfig,
-    ServingForm,
-)
+from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
 
 # Of 8k keys and 8 KV heads 128 splits, one for each SM of a Hopper GPU; of short splits the parts
 # are as many bytes as the keys, and of long ones few programs have any.
 SPLIT_KEYS = 512
-# Of so many requests at most a program prefetches its first split.
-AHEAD_REQUESTS = 1
 _WARPS = 4
 
 
@@ -51,17 +44,6 @@ def invariant_reasons(config: ServingConfig, form: ServingForm) -> list[str]:
     if form.prefix or form.offset:
         found.append("a prefix that is read apart splits the keys elsewhere")
     return found
-
-
-def ahead_lines(form: ServingForm) -> tuple[int, int]:
-    """Lines of the L2 cache that a key has in K and in V, where keys are prefetched; else none."""
-    if not (form.split_keys and form.mask is None and form.requests <= AHEAD_REQUESTS):
-        return 0, 0
-    if not 0 < form.rows <= 8:
-        return 0, 0
-    sizes = (form.head_dim_qk, form.head_dim_v)
-    k, v = (max(1, size * SERVING_ITEMSIZE[form.kv_dtype] // LINE) for size in sizes)
-    return k, v
 
 
 def part_slots(

@@ -8,7 +8,6 @@ from flexattn.device import Device
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN, await_context
 from flexattn.kernels.paged_decode.config import SERVING_ITEMSIZE, ServingConfig, ServingForm
-from flexattn.kernels.paged_decode.invariant import ahead_lines
 
 # Tiles of keys x rows, which each warp has alone. Its language is Gluon, by the name of Triton's.
 WARPS_DIALECT = Dialect(
@@ -70,8 +69,6 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
     q_lanes = bits(q_words, 4 * q_words, 2) + rows
     mma = f"tl.NVMMADistributedLayout([2, 0], [{warps}, 1, 1], [1, 16, 8])"
     requests = f"tl.BlockedLayout([{max(1, form.requests // 32)}], [32], [{warps}], [0])"
-    # Times that a thread prefetches, and the lines of each time.
-    ahead = f"tl.BlockedLayout([1, 1], [1, 32], [1, {warps}], [1, 0])"
     return {
         "jit": "gluon.jit",
         "by_lane": ", BY_LANE",
@@ -88,7 +85,6 @@ def serving_layouts(form: ServingForm, config: ServingConfig) -> dict[str, objec
             *_merged(form, config),
             ("BY_LANE", f"tl.BlockedLayout([1], [32], [{warps}], [0])"),
             ("BY_REQUEST", requests),
-            *((("AHEAD", ahead),) if any(ahead_lines(form)) else ()),
             ("WORD", "tl.pointer_type(tl.int32)"),
         ),
         "in_word": in_word,

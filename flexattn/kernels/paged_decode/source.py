@@ -20,7 +20,6 @@ from flexattn.kernels.paged_decode.config import (
     ServingConfig,
     ServingForm,
 )
-from flexattn.kernels.paged_decode.invariant import ahead_lines
 from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
 from flexattn.kernels.paged_decode.located import located, request_elements
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
@@ -310,14 +309,6 @@ def _shared(
             "SPLIT_KEYS": form.split_keys,
             "TILES_PER_SPLIT": form.split_keys // config.BLOCK_N,
         }
-    k_lines, v_lines = ahead_lines(form) if device.backend == "cuda" else (0, 0)
-    if k_lines:
-        settings["KEY_LINES"] = 2 * max(k_lines, v_lines)
-    steps = [
-        f"stride_{each}"
-        for axis in ("pnh" if form.page else "nh")
-        for each in ("k" + axis, "v" + axis)
-    ]
 
     def span_values(*values: str) -> str:
         return ", ".join((*values, *captured))
@@ -328,12 +319,6 @@ def _shared(
         "warp_private": config.warp_private,
         "whole_shares": config.for_mla,
         "split_keys": form.split_keys,
-        "ahead": k_lines > 0,
-        "k_lines": k_lines,
-        "v_lines": v_lines,
-        "line_bytes": LINE,
-        "itemsize": SERVING_ITEMSIZE[form.kv_dtype],
-        "ahead_values": ["K", "V", *(["TABLE", "num_pages"] if form.page else []), "head", *steps],
         # What a batch's work is counted in.
         "unit": "SPLIT_KEYS" if form.split_keys else "BLOCK_N",
         "one_work_tile": config.warp_private and 0 < form.rows <= config.BLOCK_M,
