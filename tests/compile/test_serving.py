@@ -396,5 +396,3 @@ def test_batch_invariant_kernels_fuse_no_product_with_a_sum(name):
     assert spills_by_tile(compiled) == 0
     assert "fma.rn.f32" not in compiled.asm["ptx"]
     assert "mma.sync.aligned.m16n8k16" in compiled.asm["ptx"]
-    # Behind the prefetches of inputs: a first tile's keys, then a split's.
-    assert (compiled.asm["ptx"].count("prefetch.global.L2") > 4) == ("one request" in name)
