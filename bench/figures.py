@@ -84,7 +84,7 @@ def rate(name: str, row: str, peer: str) -> float | None:
 
 
 def _ratios(name: str, peer: str, pattern: str, ours: str) -> dict[str, float]:
-    found = ratios(report(name), peer, ours)
+    found = ratios(report(name), peer.replace("_", " "), ours)
     return {row: value for row, value in found.items() if re.search(pattern, row)}
 
 
