@@ -92,7 +92,7 @@ DROPPING_SPILLS = {
     ("full", 64, ODD): (2, 12),
     ("causal", 64, EVEN): (3, 2),
     ("causal", 64, ODD): (3, 3),
-    ("lists", 64, EVEN): (0, 3),
+    ("lists", 64, EVEN): (3, 3),
 }
 
 

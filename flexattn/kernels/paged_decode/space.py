@@ -122,8 +122,8 @@ def _preferences(form: ServingForm, device: Device) -> Iterator[ServingConfig]:
     height = 64 if form.ragged or form.rows > 32 else 32 if form.rows > 16 else 16
     warps = 8 if height * widest > 64 * 128 else 4
     if form.ragged or form.rows >= 16:
-        # Latent keys took 0.45 of the Triton kernel's time with 128 heads over 64 x 4k, with 16 over
-        # 64 x 4k 0.97, over 1 x 16k 0.47 (an H100).
+        # Latent keys took 0.45 of the Triton kernel's time with 128 heads over 64 x 4k, with 16
+        # over 64 x 4k 0.97, over 1 x 16k 0.47 (an H100).
         yield next(mla.mla_space())
     combine: Combine = "launch" if form.prefix else _combine(height, widest)
     if form.dtype == "float32":
