@@ -39,7 +39,10 @@ from bench.runner import Method
 from bench.time_limit import time_limit
 from flexattn.measure.timing import Samples, paired_ratio
 
-__all__ = ["EAGER", "GPT", "NONE", "TORCH", "Late", "ended_after", "main", "measure", "table"]
+__all__ = [
+    "EAGER", "GPT", "NONE", "TORCH", "Late", "ended_after", "kernel_lines", "main", "measure",
+    "table",
+]  # fmt: skip
 
 EAGER, TORCH, NONE = f"{OURS}-eager-call", "torch-flex", "without-attention"
 WIDTH, HEADS, VOCABULARY, CAP = 2048, 16, 4096, 50.0
@@ -162,11 +165,29 @@ def _seconds(step: Callable[[], Tensor]) -> float:
     return time.perf_counter() - begin
 
 
-def _of_attention(step: Callable[[], Tensor], name: str) -> dict[str, float]:
-    """Microseconds of each kernel of attention in one step, by its name."""
+def _kernels(step: Callable[[], Tensor]) -> dict[str, tuple[float, int]]:
+    """Microseconds of each kernel in one step, and how often it runs, by its name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         _seconds(step)
-    found = {each.key: each.device_time_total for each in profile.key_averages()}
+    return {each.key: (each.device_time_total, each.count) for each in profile.key_averages()}
+
+
+def kernel_lines(
+    ours: Mapping[str, tuple[float, int]], other: Mapping[str, tuple[float, int]], most: int
+) -> list[str]:
+    """Kernels whose time differs most between ours and a peer: ours, the peer's, and the name."""
+    nothing = (0.0, 0)
+    pairs = {name: (ours.get(name, nothing), other.get(name, nothing)) for name in {*ours, *other}}
+    apart = sorted(pairs.items(), key=lambda each: -abs(each[1][0][0] - each[1][1][0]))
+    return [
+        f"{a[0] / 1e3:9.2f} ms in {a[1]:4} {b[0] / 1e3:9.2f} ms in {b[1]:4}  {name}"
+        for name, (a, b) in apart[:most]
+    ]
+
+
+def _of_attention(step: Callable[[], Tensor], name: str) -> dict[str, float]:
+    """Microseconds of each kernel of attention in one step, by its name."""
+    found = {kernel: us for kernel, (us, _) in _kernels(step).items()}
     kernels = {key: us for key, us in found.items() if _is_attention(key, name)}
     if not kernels:
         raise RuntimeError(f"a profile of {name} has no kernel of attention: {sorted(found)}")
@@ -226,6 +247,10 @@ def measure(asked: argparse.Namespace, device: str = "cuda") -> Iterator[Report]
     for name, made in _attends(asked, device).items():
         if name == TORCH:
             yield _measured(asked, steps, first, refused)
+            if asked.kernels and OURS in steps and EAGER in steps:
+                print(f"kernels of {OURS}, of {EAGER}:")
+                both = (_kernels(steps[peer]) for peer in (OURS, EAGER))
+                print(*kernel_lines(*both, asked.kernels), sep="\n", flush=True)
         found = _prepared(name, lambda made=made: _step(asked, tokens, *made()), asked.limit)
         if isinstance(found, Refusal):
             refused[name] = found.reason
@@ -312,6 +337,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # fmt: skip
         parser.add_argument(f"--{option}", type=int, default=number)
     parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N",
+        help="print the N kernels that differ most between our call inside the graph and outside",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     asked = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -7,9 +7,18 @@ import pytest
 import torch
 
 from bench import training_step as bench
-from bench.training_step import EAGER, NONE, OURS, TORCH, Late, ended_after, measure
+from bench.training_step import (
+    EAGER,
+    NONE,
+    OURS,
+    TORCH,
+    Late,
+    ended_after,
+    kernel_lines,
+    measure,
+)  # fmt: skip
 
-ASKED = Namespace(batch=2, length=64, mean=16, layers=1, rounds=2, limit=0.3)
+ASKED = Namespace(batch=2, length=64, mean=16, layers=1, rounds=2, limit=0.3, kernels=0)
 
 
 @pytest.fixture
@@ -74,3 +83,11 @@ def test_what_catches_exceptions_does_not_keep_a_late_peer():
             time.sleep(20)
         except Exception:
             time.sleep(20)
+
+
+def test_kernels_that_differ_most_come_first():
+    ours = {"copy": (300.0, 12), "product": (5000.0, 24)}
+    other = {"product": (4990.0, 24), "stack": (200.0, 12)}
+    first, second = kernel_lines(ours, other, 2)
+    assert first.endswith("copy") and "0.30 ms in   12      0.00 ms in    0" in first
+    assert second.endswith("stack")
