@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.same_programs import canonical, without_docstrings
+from bench.same_programs import canonical, used_by
 from flexattn.records.codec import decode_record
 from flexattn.records.store import Store
 
@@ -103,7 +103,8 @@ def programs(kernels: dict[str, Any]) -> dict[str, Any]:
         }
         for each in kernels["sources"]
     ]
-    after = [ast.dump(without_docstrings(each)) for each in kernels["after"]]
+    texts = [each["text"] for each in kernels["sources"]]
+    after = [ast.dump(used_by(each, texts)) for each in kernels["after"]]
     return {"sources": sources, "after": after}
 
 

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-__all__ = ["canonical", "without_docstrings"]
+__all__ = ["canonical", "used_by", "without_docstrings"]
 
 # What a launcher asks a compiled module for; its parameters are bound by name. Once it had this
 # name in every module; since then a module's template is in it.
@@ -137,3 +137,48 @@ def _parameters(node: ast.FunctionDef) -> list[ast.arg]:
     given = node.args
     variadic = [each for each in (given.vararg, given.kwarg) if each is not None]
     return [*given.posonlyargs, *given.args, *given.kwonlyargs, *variadic]
+
+
+def used_by(module: str, texts: Sequence[str]) -> ast.Module:
+    """A module's syntax tree, without docstrings, as far as kernels that import from it can reach.
+
+    Statements that define a name which the texts import or a kept statement mentions, and those
+    that define none. The whole module where the texts import nothing of it, as of a stage of the
+    compiler.
+    """
+    tree = without_docstrings(module)
+    statements = (each for text in texts for each in ast.walk(ast.parse(text)))
+    mentioned = {
+        alias.name for each in statements if isinstance(each, ast.ImportFrom)
+        for alias in each.names
+    }  # fmt: skip
+    defined = [(_defined(each), each) for each in tree.body]
+    imports = (ast.Import, ast.ImportFrom)
+    if not any(names & mentioned for names, each in defined if not isinstance(each, imports)):
+        return tree
+    kept: set[int] = set()
+    while found := [
+        i for i, (names, _) in enumerate(defined)
+        if i not in kept and (not names or names & mentioned)
+    ]:  # fmt: skip
+        kept.update(found)
+        for i in found:
+            mentioned |= _mentioned(defined[i][1])
+    tree.body = [each for i, (_, each) in enumerate(defined) if i in kept]
+    return tree
+
+
+def _defined(statement: ast.stmt) -> set[str]:
+    """The names that a statement of a module binds, also inside of branches."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {(each.asname or each.name).split(".")[0] for each in statement.names}
+    stored = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
+    return {each.id for each in stored if isinstance(each.ctx, ast.Store)}
+
+
+def _mentioned(statement: ast.stmt) -> set[str]:
+    nodes = [*ast.walk(statement)]
+    names = {each.id for each in nodes if isinstance(each, ast.Name)}
+    return names | {each.attr for each in nodes if isinstance(each, ast.Attribute)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.same_programs import canonical, without_docstrings
+from bench.same_programs import canonical, used_by, without_docstrings
 
 GOLDENS = sorted((Path(__file__).parents[2] / "golden/files").iterdir())
 BEFORE = """
@@ -112,3 +112,28 @@ def test_what_a_module_exports_is_no_part_of_its_program():
     )
     one, other = (ast.dump(without_docstrings("\n".join(each))) for each in parts)
     assert one == other
+
+
+HELPERS = """
+from triton import language
+from triton.hopper import tma
+assert tma
+load = language.load
+_STEP = 1
+def store(x):
+    return tma.store(x, _STEP)
+"""
+MORE = "import os\ndef atomic_add(x):\n    return os.add(x)\n"
+
+
+def test_a_module_counts_as_far_as_kernels_import_from_it():
+    def dumped(module, *texts):
+        return ast.dump(used_by(module, texts))
+
+    loads = "from helpers import load\nx = tl.atomic_add(store)\n"
+    stores = "from helpers import store\n"
+    assert dumped(HELPERS + MORE, loads) == dumped(HELPERS, loads)
+    assert dumped(HELPERS.replace("_STEP = 1", "_STEP = 2"), loads) == dumped(HELPERS, loads)
+    assert dumped(HELPERS.replace("_STEP = 1", "_STEP = 2"), stores) != dumped(HELPERS, stores)
+    # A stage of the compiler, of which the text says nothing, counts whole.
+    assert dumped(HELPERS + MORE, "x = 1") != dumped(HELPERS, "x = 1")
