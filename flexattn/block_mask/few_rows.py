@@ -39,19 +39,17 @@ def few_rows(
     batches = kept.shape[0] if kept.dim() == 3 else 1
     kept = kept.expand(batches, Q_LEN, blocks * BLOCK)
     kept = kept[:, 0] if Q_LEN == 1 else kept.any(1)
-    listed = kept.reshape(batches, 1, blocks, BLOCK).any(-1).to(torch.int32)
+    # Bytes, which every device sorts.
+    listed = kept.reshape(batches, 1, blocks, BLOCK).any(-1).view(torch.uint8)
     order = torch.sort(listed, descending=True, stable=True).indices.to(torch.int32)
     counts = listed.sum(-1, dtype=torch.int32).unsqueeze(-1)
-    # By key there is one block of rows, or none.
-    by_key = listed, torch.zeros_like(listed).unsqueeze(-1)
-    return _of((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), by_key, mask_mod)
+    return _of((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
 
 
 def relisted(mask: LazyBlockMask, KV_LEN: int) -> LazyBlockMask:
     """The mask with the same lists for KV_LEN keys, the last of which is in their last block."""
     lists = mask.kv_num_blocks, mask.kv_indices
-    by_key = mask.q_num_blocks, mask.q_indices
-    return _of((mask.seq_lengths[0], KV_LEN), lists, by_key, mask.mask_mod)
+    return _of((mask.seq_lengths[0], KV_LEN), lists, mask.mask_mod)
 
 
 def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positions:
@@ -62,9 +60,8 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
     """
     capturing, stream = False, 0
     if device.type == "cuda":
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        )
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         capturing = torch.cuda.is_current_stream_capturing()
         stream = raw_stream(device.index)
     key = B, Q_LEN, KV_LEN, device, stream
@@ -78,19 +75,15 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
             )
             kv_idx = kv_idx.clamp(max=KV_LEN - 1)
             found = b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
-        if not capturing:
+        # A tensor of another class, as of a trace, is of no use to others.
+        if not capturing and type(kv_idx) is Tensor:
             _positions.put(key, found)
     return found
 
 
 def _of(
-    lengths: tuple[int, int],
-    lists: tuple[Tensor, Tensor],
-    by_key: tuple[Tensor | None, Tensor | None],
-    mask_mod: Callable[..., Tensor],
+    lengths: tuple[int, int], lists: tuple[Tensor, Tensor], mask_mod: Callable[..., Tensor]
 ) -> LazyBlockMask:
-    mask = LazyBlockMask(
-        lengths, *lists, None, None, *by_key, None, None, (BLOCK, BLOCK), mask_mod
-    )
+    mask = LazyBlockMask.of(lists, (BLOCK, BLOCK), mask_mod, lengths)
     keep_class(mask, _CLASS)
     return mask

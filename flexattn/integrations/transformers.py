@@ -102,7 +102,7 @@ def make_mask(
         assert attention_mask is not None
         return _contiguous(decoding_mask(attention_mask))
     unasked = q_length == 1 and isinstance(q_offset, Tensor)
-    padding = _padding(attention_mask, kv_offset, kv_length, unasked)
+    padding = _padding(attention_mask, kv_offset + kv_length, unasked)
     if padding is None and (newest or (allow_is_bidirectional_skip and local_size is None)):
         return None
     # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
@@ -202,16 +202,16 @@ def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
     return found and mask is not None and not _graphed(mask)
 
 
-def _padding(mask: Tensor | None, first: int, keys: int, unasked: bool) -> Tensor | None:
-    """The padding mask up to the last of `keys` from `first` on; None if it removes none of them.
+def _padding(mask: Tensor | None, length: int, unasked: bool) -> Tensor | None:
+    """The padding mask up to `length` keys, or None where it is known to remove nothing.
 
     unasked: whether it does is not asked, for a step of a static cache waits for nothing.
     """
     if mask is None:
         return None
-    if not unasked and not _graphed(mask) and bool(mask[:, first : first + keys].all()):
+    if not unasked and not _graphed(mask) and bool(mask.all()):
         return None
-    missing = first + keys - mask.shape[-1]
+    missing = length - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
 
 
