@@ -15,7 +15,7 @@ from flexattn.util.lru import Lru
 # Rows whose elements are evaluated one by one: what decoding has, drafts and trees included.
 MOST_ROWS = 16
 # Keys of a block of its lists.
-BLOCK = 128
+KEY_BLOCK = 128
 # Of a row that keeps most blocks, as that of a causal mask does.
 _CLASS = "d1 i1 runs"
 _Positions = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -33,14 +33,14 @@ def few_rows(
     partial one. Nothing is read back from the device. So the mask's class, which chooses among
     tuned configs, is not looked up: it is that of rows that keep most of their blocks.
     """
-    blocks = -(-KV_LEN // BLOCK)
+    blocks = -(-KV_LEN // KEY_BLOCK)
     b, h, q_idx, kv_idx = positions(B, Q_LEN, KV_LEN, device)
     kept = mask_mod(b, h, q_idx, kv_idx)
     batches = kept.shape[0] if kept.dim() == 3 else 1
-    kept = kept.expand(batches, Q_LEN, blocks * BLOCK)
+    kept = kept.expand(batches, Q_LEN, blocks * KEY_BLOCK)
     kept = kept[:, 0] if Q_LEN == 1 else kept.any(1)
     # Bytes, which every device sorts.
-    listed = kept.reshape(batches, 1, blocks, BLOCK).any(-1).view(torch.uint8)
+    listed = kept.reshape(batches, 1, blocks, KEY_BLOCK).any(-1).view(torch.uint8)
     order = torch.sort(listed, descending=True, stable=True).indices.to(torch.int32)
     counts = listed.sum(-1, dtype=torch.int32).unsqueeze(-1)
     return _of((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
@@ -60,10 +60,10 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
     """
     capturing, stream = False, 0
     if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        asked: int | None = device.index  # None of torch.device("cuda")
+        index = torch.cuda.current_device() if asked is None else asked
+        device, stream = torch.device("cuda", index), raw_stream(index)
         capturing = torch.cuda.is_current_stream_capturing()
-        stream = raw_stream(device.index)
     key = B, Q_LEN, KV_LEN, device, stream
     found = None if capturing else _positions.get(key)
     if found is None:
@@ -71,7 +71,7 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
         with torch.inference_mode(False):
             b, q_idx, kv_idx = (
                 torch.arange(size, device=device)
-                for size in (B, Q_LEN, -(-KV_LEN // BLOCK) * BLOCK)
+                for size in (B, Q_LEN, -(-KV_LEN // KEY_BLOCK) * KEY_BLOCK)
             )
             kv_idx = kv_idx.clamp(max=KV_LEN - 1)
             found = b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
@@ -84,6 +84,6 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
 def _of(
     lengths: tuple[int, int], lists: tuple[Tensor, Tensor], mask_mod: Callable[..., Tensor]
 ) -> LazyBlockMask:
-    mask = LazyBlockMask.of(lists, (BLOCK, BLOCK), mask_mod, lengths)
+    mask = LazyBlockMask.of(lists, (KEY_BLOCK, KEY_BLOCK), mask_mod, lengths)
     keep_class(mask, _CLASS)
     return mask

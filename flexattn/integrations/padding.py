@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexattn.block_mask.few_rows import BLOCK, few_rows, relisted
+from flexattn.block_mask.few_rows import KEY_BLOCK, few_rows, relisted
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.runtime.launch import raw_stream
 from flexattn.util.lru import Lru
@@ -44,7 +44,7 @@ class _Padding(NamedTuple):
     def mask(self, length: int) -> LazyBlockMask:
         found = self.masks.get(length)
         if found is None:
-            found = relisted(self._listed(-(-length // BLOCK)), length)
+            found = relisted(self._listed(-(-length // KEY_BLOCK)), length)
             self.masks.put(length, found)
         return found
 
@@ -54,7 +54,7 @@ class _Padding(NamedTuple):
         if found is None:
             device = self.table.device
             with torch.inference_mode(False):
-                found = few_rows(self.mask_mod, len(self.table), 1, blocks * BLOCK, device)
+                found = few_rows(self.mask_mod, len(self.table), 1, blocks * KEY_BLOCK, device)
             self.listed.put(blocks, found)
         return found
 
@@ -77,7 +77,7 @@ def decoding_mask(seen: Tensor) -> LazyBlockMask | None:
         return None
     # Of tensors made in inference mode autograd can save none.
     with torch.inference_mode(False):
-        room = -(-(seen.shape[1] + _ROOM) // BLOCK) * BLOCK
+        room = -(-(seen.shape[1] + _ROOM) // KEY_BLOCK) * KEY_BLOCK
         table = seen.new_ones((len(seen), room))
         table[:, : seen.shape[1]] = seen
 
