@@ -6,16 +6,21 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.problem.mask_class import keep_class
+from flexattn.runtime.launch import raw_stream
+from flexattn.util.lru import Lru
 
 # Rows whose elements are evaluated one by one: what decoding has, drafts and trees included.
 MOST_ROWS = 16
-_BLOCK = 128
+# Keys of a block of its lists.
+KEY_BLOCK = 128
 # Of a row that keeps most blocks, as that of a causal mask does.
 _CLASS = "d1 i1 runs"
+_Positions = tuple[Tensor, Tensor, Tensor, Tensor]
+# Made once for the steps of a cache whose size stays; memory of another stream is not read.
+_positions: Lru[tuple[int, int, int, torch.device, int], _Positions] = Lru(8)
 
 
 def few_rows(
@@ -28,20 +33,57 @@ def few_rows(
     partial one. Nothing is read back from the device. So the mask's class, which chooses among
     tuned configs, is not looked up: it is that of rows that keep most of their blocks.
     """
-    blocks = -(-KV_LEN // _BLOCK)
-    b, q_idx, kv_idx = (torch.arange(size, device=device) for size in (B, Q_LEN, KV_LEN))
-    kept = mask_mod(b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx)
+    blocks = -(-KV_LEN // KEY_BLOCK)
+    b, h, q_idx, kv_idx = positions(B, Q_LEN, KV_LEN, device)
+    kept = mask_mod(b, h, q_idx, kv_idx)
     batches = kept.shape[0] if kept.dim() == 3 else 1
-    kept = kept.expand(batches, Q_LEN, KV_LEN).any(1)
-    some = pad(kept, (0, blocks * _BLOCK - KV_LEN)).view(-1, 1, blocks, _BLOCK).any(-1)
-    listed = some.to(torch.int32)
+    kept = kept.expand(batches, Q_LEN, blocks * KEY_BLOCK)
+    kept = kept[:, 0] if Q_LEN == 1 else kept.any(1)
+    # Bytes, which every device sorts.
+    listed = kept.reshape(batches, 1, blocks, KEY_BLOCK).any(-1).view(torch.uint8)
     order = torch.sort(listed, descending=True, stable=True).indices.to(torch.int32)
     counts = listed.sum(-1, dtype=torch.int32).unsqueeze(-1)
-    # By key there is one block of rows, or none.
-    by_key = listed, torch.zeros_like(listed).unsqueeze(-1)
-    mask = LazyBlockMask(
-        (Q_LEN, KV_LEN), counts, order.unsqueeze(-2), None, None, *by_key, None, None,
-        (_BLOCK, _BLOCK), mask_mod,
-    )  # fmt: skip
+    return _of((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
+
+
+def relisted(mask: LazyBlockMask, KV_LEN: int) -> LazyBlockMask:
+    """The mask with the same lists for KV_LEN keys, the last of which is in their last block."""
+    lists = mask.kv_num_blocks, mask.kv_indices
+    return _of((mask.seq_lengths[0], KV_LEN), lists, mask.mask_mod)
+
+
+def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positions:
+    """What a mask_mod is given for all elements at once: b, h, q_idx and kv_idx.
+
+    int64 [B, 1, 1], [], [1, Q_LEN, 1] and [KV_LEN, up to whole blocks], where the last key stands
+    for those past it. Not to be written to: who asks again on the same stream gets the same.
+    """
+    capturing, stream = False, 0
+    if device.type == "cuda":
+        asked: int | None = device.index  # None of torch.device("cuda")
+        index = torch.cuda.current_device() if asked is None else asked
+        device, stream = torch.device("cuda", index), raw_stream(index)
+        capturing = torch.cuda.is_current_stream_capturing()
+    key = B, Q_LEN, KV_LEN, device, stream
+    found = None if capturing else _positions.get(key)
+    if found is None:
+        # What is made in inference mode could not be read by a graph that is differentiated.
+        with torch.inference_mode(False):
+            b, q_idx, kv_idx = (
+                torch.arange(size, device=device)
+                for size in (B, Q_LEN, -(-KV_LEN // KEY_BLOCK) * KEY_BLOCK)
+            )
+            kv_idx = kv_idx.clamp(max=KV_LEN - 1)
+            found = b.view(-1, 1, 1), kv_idx[0], q_idx.view(1, -1, 1), kv_idx
+        # A tensor of another class, as of a trace, is of no use to others.
+        if not capturing and type(kv_idx) is Tensor:
+            _positions.put(key, found)
+    return found
+
+
+def _of(
+    lengths: tuple[int, int], lists: tuple[Tensor, Tensor], mask_mod: Callable[..., Tensor]
+) -> LazyBlockMask:
+    mask = LazyBlockMask.of(lists, (KEY_BLOCK, KEY_BLOCK), mask_mod, lengths)
     keep_class(mask, _CLASS)
     return mask

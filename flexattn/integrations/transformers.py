@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, and_masks
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn import catalogue
 from flexattn.block_mask.create import create_block_mask
@@ -17,6 +17,7 @@ from flexattn.block_mask.few_rows import MOST_ROWS, few_rows
 from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
+from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
 
 _NAME = "flexattn"
@@ -90,16 +91,20 @@ def make_mask(
     None where every row sees every key, as one new token does of a cache that grows by the token
     and of a window's worth of keys.
     """
-    padding = _padding(attention_mask, kv_offset + kv_length)
-    if padding is None and allow_is_bidirectional_skip and local_size is None:
-        return None
-    if padding is None and allow_is_causal_skip and isinstance(q_offset, int):
-        newest = q_length == 1 and q_offset + 1 == kv_offset + kv_length
+    newest = False
+    if allow_is_causal_skip and q_length == 1 and isinstance(q_offset, int):
         # A window ends at the newest key, a chunk may end anywhere but before its length.
         chunked = getattr(config, "attention_chunk_size", None) is not None
         local = kv_offset + kv_length if chunked else kv_length
-        if newest and (local_size is None or local <= local_size):
-            return None
+        newest = q_offset + 1 == kv_offset + kv_length
+        newest = newest and (local_size is None or local <= local_size)
+    if newest and not kv_offset and _asks(attention_mask, (batch_size, kv_length)):
+        assert attention_mask is not None
+        return _contiguous(decoding_mask(attention_mask))
+    unasked = q_length == 1 and isinstance(q_offset, Tensor)
+    padding = _padding(attention_mask, kv_offset + kv_length, unasked)
+    if padding is None and (newest or (allow_is_bidirectional_skip and local_size is None)):
+        return None
     # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
     first = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
 
@@ -108,17 +113,17 @@ def make_mask(
 
     def padded(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert padding is not None
-        return padding[b, kv_idx + kv_offset]
+        place = kv_idx + kv_offset
+        return mask_function(b, h, q_idx + first, place) & padding[b, place]
 
-    mask_mod = placed if padding is None else and_masks(placed, padded)
+    mask_mod = placed if padding is None else padded
     compiling = torch.compiler.is_dynamo_compiling()  # a mask that is made in a graph stays there
     if q_length <= MOST_ROWS and kv_length and not compiling:
-        mask: BlockMask = few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
-    else:
-        mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
-    if not compiling:
-        mask.__class__ = _Mask
-    return mask
+        return _contiguous(
+            few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
+        )
+    mask = create_block_mask(mask_mod, batch_size, None, q_length, kv_length, device)
+    return mask if compiling else _contiguous(mask)
 
 
 def attend_transformers(
@@ -178,15 +183,33 @@ class _Mask(LazyBlockMask):
         return self
 
 
-def _padding(mask: Tensor | None, length: int) -> Tensor | None:
-    """The padding mask up to `length` keys, or None where it is known to remove nothing."""
-    if mask is None:
-        return None
-    # Asking waits for the GPU, which no graph can hold.
-    graphed = torch.compiler.is_dynamo_compiling() or (
+def _contiguous(mask: BlockMask | None) -> BlockMask | None:
+    if mask is not None:
+        mask.__class__ = _Mask
+    return mask
+
+
+def _graphed(mask: Tensor) -> bool:
+    """Whether no number can be read back now: a graph cannot hold the wait for a GPU."""
+    return torch.compiler.is_dynamo_compiling() or (
         mask.is_cuda and torch.cuda.is_current_stream_capturing()
     )
-    if not graphed and bool(mask.all()):
+
+
+def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
+    """Whether a mask is bool, of this shape, and may be asked what it removes."""
+    found = mask is not None and mask.shape == shape and mask.dtype == torch.bool
+    return found and mask is not None and not _graphed(mask)
+
+
+def _padding(mask: Tensor | None, length: int, unasked: bool) -> Tensor | None:
+    """The padding mask up to `length` keys, or None where it is known to remove nothing.
+
+    unasked: whether it does is not asked, for a step of a static cache waits for nothing.
+    """
+    if mask is None:
+        return None
+    if not unasked and not _graphed(mask) and bool(mask.all()):
         return None
     missing = length - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -158,23 +158,24 @@ def _open_candidates(
             config = family_of(config).of_this_compiler(config)
         yield Candidate(problem, device, config, found.how, found.origin, measured, stored)
     defaults = _defaults(problem, device, wanted, stored)
-    # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
-    exported = next((each for each in defaults if each.exported), None) if stored else None
-    if exported is not None:
-        yield exported
+    exported = None
+    if stored and current().binaries is not None:
+        # Whoever exported kernels has compiled the candidates, and wrote the one that serves.
+        defaults = list(defaults)
+        exported = next((each for each in defaults if each.exported), None)
+        if exported is not None:
+            yield exported
     yield from (each for each in defaults if each is not exported)
 
 
 def _defaults(
     problem: Problem, device: Device, language: Language | None, stored: bool
-) -> list[Candidate]:
-    found = []
+) -> Iterable[Candidate]:
     for position, config in enumerate(candidates(problem, device, language)):
         origin = f"static default for {device.arch}"
         if position:
             origin += f", choice {position + 1}"
-        found.append(Candidate(problem, device, config, "default", origin, False, stored))
-    return found
+        yield Candidate(problem, device, config, "default", origin, False, stored)
 
 
 def chosen(

@@ -56,6 +56,17 @@ def test_greedy_tokens_are_the_models_own(name, cache, steps):
         assert torch.equal(greedy(model, "sdpa", ids, mask, steps), own)
 
 
+@pytest.mark.usefixtures("kernels_alone")
+def test_paddings_in_turns_over_the_end_of_a_block():
+    """One padding removes a whole block of keys; what was made of another is not used for it."""
+    model, (ids, mask) = tiny("Llama"), prompts(length=254)
+    long = mask.clone()
+    long[0, :130] = 0
+    for seen in (mask, long, mask):
+        own = greedy(model, "sdpa", ids, seen, 5)
+        assert torch.equal(greedy(model, "flexattn", ids, seen, 5), own)
+
+
 # What each model's attention has beyond softmax(qk)v, taken away.
 LESS = {
     "Gemma2": {"attn_logit_softcapping": None},

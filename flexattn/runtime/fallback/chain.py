@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 from flexattn.device import Device
@@ -97,8 +98,9 @@ def serve(
     Raises BuildError with every candidate's reason where none serves; a lone candidate's own
     error; the first one's under FLEXATTN_STRICT=1; and what the driver says of the device itself.
     """
-    left = list(candidates)
-    alone = len(left) == 1
+    # The first mostly serves, and of a new length the others would be listed for nothing.
+    others = iter(candidates)
+    left = list(islice(others, 1))
     attempts: list[Attempt] = []
     spilled: list[tuple[int, int, _C]] = []
     while left:
@@ -108,6 +110,8 @@ def serve(
             kernels, outcome = chance.take(candidate)
         except _Failed as failed:
             outcome = failed.outcome
+            left += others
+            alone = not (left or attempts)
             if failed.error is not None and (alone or (_strict(outcome) and not attempts)):
                 raise failed.error from failed.error.__cause__
             if _strict(outcome) and not attempts:
@@ -117,6 +121,7 @@ def serve(
                 attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
                 _say(title, attempts)
                 return Served(candidate, kernels, tuple(attempts))
+        left += others
         attempts.append(Attempt(candidate.describe(), outcome, chance.remembered))
         if outcome.built:
             spilled.append((outcome.loop_spills, len(spilled), candidate))

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks
 
 from flexattn.block_mask.create import create_block_mask
-from flexattn.block_mask.few_rows import few_rows
+from flexattn.block_mask.few_rows import few_rows, positions
 from flexattn.catalogue import causal, sliding_window
 from flexattn.problem.mask_class import known_class
 
@@ -42,7 +43,24 @@ def test_the_blocks_are_those_of_create_block_mask(name, keys, rows):
     assert mask.full_kv_num_blocks is None and known_class(mask) is not None
     listed = mask.kv_num_blocks.expand(3, 1, 1)
     assert torch.equal(listed, wanted.kv_num_blocks + wanted.full_kv_num_blocks)
-    # By key: each listed block has the one block of rows.
+    # By key: each listed block has the one block of rows, which no step of decoding asks for.
+    assert mask.pending
     assert torch.equal(mask.q_num_blocks.expand(3, 1, -1), wanted.to_dense()[:, :, 0])
-    assert not mask.q_indices.any() and not mask.pending
+    assert not mask.q_indices.any()
     assert mask.kv_indices.sort(-1).values.flatten(0, 2).eq(torch.arange(-(-keys // 128))).all()
+
+
+def test_a_step_of_a_cache_whose_size_stays_makes_no_positions_anew():
+    with torch.inference_mode():
+        made = positions(3, 1, 700, CPU)
+    assert all(one is other for one, other in zip(made, positions(3, 1, 700, CPU), strict=True))
+    assert not any(each.is_inference() for each in made)
+    assert [tuple(each.shape) for each in made] == [(3, 1, 1), (), (1, 1, 1), (768,)]
+    assert made[3].max() == 699 and torch.equal(made[3][:700], torch.arange(700))
+    assert positions(3, 1, 699, CPU)[3].max() == 698
+
+
+def test_positions_of_a_trace_are_not_given_to_others():
+    with FakeTensorMode():
+        assert type(positions(3, 1, 500, CPU)[3]) is not torch.Tensor
+    assert type(positions(3, 1, 500, CPU)[3]) is torch.Tensor

@@ -68,6 +68,23 @@ def test_what_does_not_fit_tries_the_next_tile():
     assert found.attempts[0].outcome.kind == "shared memory"
 
 
+def test_no_candidate_is_listed_behind_one_that_serves():
+    """Each new length listed all of them, on every token of a cache that grows by the token."""
+    listed = []
+
+    def candidates():
+        for each in candidates_of(WANTED, H200, NONE):
+            listed.append(each)
+            yield each
+
+    built = Builder()
+    found = chain.serve(candidates(), lambda source: built.kernel(source, H200, 0), H200, "a test")
+    assert listed == [found.candidate]
+    failing = Builder(gluon(LASTING["the compiler"][0]))
+    found = chain.serve(candidates(), lambda each: failing.kernel(each, H200, 0), H200, "a test")
+    assert found.candidate in listed and len(listed) > 2
+
+
 def test_a_template_that_raises_gives_way(monkeypatch, said, place):
     """A printer that lacks a function raises, and the other template is asked."""
     from flexattn.kernels.hopper.family import PREFILL as HOPPER
