@@ -29,6 +29,8 @@ CASES = {
     "512": ({"B": 512}, LAST),
     "launch": ({"B": 64, "mask": sliding_window(700)}, LAUNCH),
     "launch 512": ({"B": 512}, LAUNCH),
+    "one chunk": ({"B": 1, "total_q": 1024, "mask": causal}, CHUNKS),
+    "32, offset": ({"B": 32, "total_q": 64, "offset": True, "mask": causal}, LAST),
     "chunks": ({"B": 8, "total_q": 2048, "mask": causal}, LAUNCH),
     "eight warps": ({"B": 64, "total_q": 2048, "mask": causal, "lse": True}, CHUNKS),
     "offset": ({"B": 64, "offset": True, "mask": causal}, LAST),
@@ -53,20 +55,38 @@ def loads_of(name, ttgir):
     return found
 
 
+def spread(layout, ttgir):
+    """Elements of a thread, threads of a warp and warps, of each dimension of a layout."""
+    about = re.search(rf"^#{layout} = #ttg\.blocked<{{(.*?)}}>", ttgir, re.MULTILINE)[1]
+    names = "sizePerThread", "threadsPerWarp", "warpsPerCTA"
+    found = (re.search(rf"{name} = \[([\d, ]+)\]", about)[1].split(", ") for name in names)
+    return [[int(number) for number in each] for each in found]
+
+
 def assert_no_copy(kind, ttgir, threads):
     """A vector of so many elements that each thread has its own."""
     size, layout = re.fullmatch(r"tensor<(\d+)x\S*i32>?, #(\w+)>", kind).groups()
-    about = re.search(rf"^#{layout} = #ttg\.blocked<{{(.*?)}}>", ttgir, re.MULTILINE)[1]
-    per_thread, lanes, warps = (
-        math.prod(map(int, re.search(rf"{name} = \[([\d, ]+)\]", about)[1].split(", ")))
-        for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
-    )
+    per_thread, lanes, warps = map(math.prod, spread(layout, ttgir))
     assert lanes * warps == threads
     assert per_thread * threads <= int(size), "no thread is left over for a copy"
 
 
-def check(source, device, threads, names):
+def assert_within_warps(ttgir):
+    """What is summed and found of requests needs no other warp: its vectors lie in one."""
+    scalar = r"\(tensor<(\d+)xi32, (.*?)>\)? -> i32"
+    scan = r'"tt\.scan".*?\n(?:.*\n)*?.*\(tensor<(\d+)xi32, (.*?)>\)'
+    kinds = re.findall(scan, ttgir) + re.findall(scalar, ttgir)
+    assert len(kinds) >= 4
+    for size, layout in kinds:
+        per_thread, lanes, _ = spread(re.search(r"#(\w+)\W*$", layout)[1], ttgir)
+        # Of a slice along its parent's first dimension the second is left.
+        assert int(size) <= per_thread[-1] * lanes[-1], (size, layout)
+
+
+def check(source, device, threads, names, few):
     ttgir = compile_source(source, device).asm["ttgir"]
+    if few:
+        assert_within_warps(ttgir)
     for name in LENGTHS:
         found = loads_of(name, ttgir)
         # A request's rows begin at one number and end at the next.
@@ -85,18 +105,19 @@ def test_each_length_is_loaded_once(name):
         names.add("CU_SEQLENS")
     if wanted.offset:
         names.add("KV_START")
-    check(render_serving(wanted, config, DEVICE, name), DEVICE, 32 * config.num_warps, names)
+    few = wanted.requests <= 32
+    check(render_serving(wanted, config, DEVICE, name), DEVICE, 32 * config.num_warps, names, few)
     if config.combine == "launch":
         combine = render_serving_combine(wanted, config, DEVICE)
-        check(combine, DEVICE, 128, names)
+        check(combine, DEVICE, 128, names, few)
 
 
 def test_the_kernel_that_merges_latent_keys():
     wanted = form(B=8, **LATENT)
-    check(render_serving_combine(wanted, MLA, DEVICE), DEVICE, 128, {"SEQ_LENS"})
+    check(render_serving_combine(wanted, MLA, DEVICE), DEVICE, 128, {"SEQ_LENS"}, True)
 
 
 def test_waves_of_64_threads():
     device = named("amd-mi300x")
     source = render_serving(form(), ServingConfig(16, 64, 4, 2), device, "test")
-    check(source, device, 256, {"SEQ_LENS"})
+    check(source, device, 256, {"SEQ_LENS"}, True)

@@ -9,14 +9,24 @@ from flexattn.device import Device
 from flexattn.kernels.paged_decode.config import ServingForm
 
 
-def request_elements(form: ServingForm, device: Device, num_warps: int) -> int:
-    """Elements of a vector of requests, of which no two threads have the same.
+def request_sizes(
+    form: ServingForm, device: Device, num_warps: int, by_request: bool = False
+) -> dict[str, int]:
+    """Elements of a vector of requests, and of the one that is loaded where that is longer.
 
     Triton gives threads that a short vector leaves over copies of its elements, each of which is
-    loaded at a time of its own.
+    loaded at a time of its own. So no two threads have the same element of what is loaded. What
+    fits in one warp is then copied to all, which need no other warp from there on.
+
+    by_request: warps go their own ways, and load for themselves.
     """
-    threads = num_warps * device.warp_size
-    return form.requests if device.backend == "interpreter" else max(form.requests, threads)
+    # The interpreter has no threads. As if it had 8, few requests are copied and many are not.
+    threads = 8 if device.backend == "interpreter" else num_warps * device.warp_size
+    if by_request or form.requests >= threads:
+        return {"REQUESTS": form.requests}
+    if form.requests > device.warp_size:
+        return {"REQUESTS": threads}
+    return {"REQUESTS": form.requests, "LOADERS": threads}
 
 
 def located(form: ServingForm) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ from flexattn.kernels.paged_decode.config import (
     ServingForm,
 )
 from flexattn.kernels.paged_decode.layouts import WARPS_DIALECT, serving_layouts, warp_sizes
-from flexattn.kernels.paged_decode.located import located, request_elements
+from flexattn.kernels.paged_decode.located import located, request_sizes
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
 from flexattn.kernels.paged_decode.reads import (
     predicated_loads,
@@ -289,7 +289,7 @@ def _shared(
         "PAGE": form.page,
         "HEADS": form.kv_heads,
         "PROGRAMS": config.programs(device),
-        "REQUESTS": form.requests if dialect.gluon else request_elements(form, device, num_warps),
+        **request_sizes(form, device, num_warps, dialect.gluon),
         "LEAST": config.least,
         "WEIGHTS": slots * form.head_dim_v,
         "MERGE_ROWS": merged.rows,
@@ -331,6 +331,8 @@ def _shared(
         # Of tall tiles ptxas spills the loop's addresses where this comparison is left out.
         "bounded_below": config.BLOCK_M >= 64 or any(edge.lowest for edge in found),
         "located": located(form),
+        "loaded": located(form)[2:],
+        "warp_copies": "LOADERS" in settings,
         "free_edges": free,
         "free_arguments": ["b", "q_first", "q_last", "first_key", "kv_len", *captures],
         "request_arguments": ["b", *names],
