@@ -36,13 +36,19 @@ def pool_of(pages):
 
 
 @pytest.mark.parametrize(
-    ("config", "mods"),
-    [(LAST, {}), (LAUNCH, {}), (LAST, {"mask_mod": sliding_window(700)})],
-    ids=["last", "launch", "window"],
+    ("config", "B", "mods"),
+    [
+        (LAST, 64, {}),
+        (LAUNCH, 64, {}),
+        (LAST, 64, {"mask_mod": sliding_window(700)}),
+        (LAST, 8, {}),
+        (LAUNCH, 1, {}),
+    ],
+    ids=["last", "launch", "window", "8 requests", "1 request"],
 )
-def test_lengths_and_tables_that_another_stream_changes_under_launches(config, mods):
+def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B, mods):
     """Launches end, and read nothing outside of the cache; then a new plan is right."""
-    B, wild = 64, [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
+    wild = [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
     whole, pool = pool_of(2048)
     plan = DecodePlan(batch=B, config=config, **SHAPE, **mods)
     q = torch.randn(B, 1, HEADS[0], 128, **BF16)
@@ -70,10 +76,14 @@ def test_lengths_and_tables_that_another_stream_changes_under_launches(config, m
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
 
 
-@pytest.mark.parametrize("config", [LAST, LAUNCH], ids=["last", "launch"])
-def test_rows_that_another_stream_changes_under_launches(config):
+@pytest.mark.parametrize(
+    ("config", "B"),
+    [(LAST, 64), (LAUNCH, 64), (LAST, 8), (LAUNCH, 1)],
+    ids=["last", "launch", "8 requests", "1 request"],
+)
+def test_rows_that_another_stream_changes_under_launches(config, B):
     """Rows of requests overlap, fall and lie outside of q while programs look for theirs."""
-    B, rows = 64, 512
+    rows = 512
     whole, pool = pool_of(2048)
     plan = DecodePlan(batch=B, config=config, total_q=rows, mask_mod=causal, **SHAPE)
     q = torch.randn(rows, HEADS[0], 128, **BF16)
