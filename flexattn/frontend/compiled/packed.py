@@ -37,8 +37,8 @@ class SideBySide(NamedTuple):
     places: list[int]
 
 
-class _Other(Exception):
-    """The graph does something else."""
+class _NotSideBySide(Exception):
+    """The graph does something else with the gradients than put them side by side."""
 
 
 def packed_gradients(backward: Node) -> SideBySide | None:
@@ -57,7 +57,7 @@ def packed_gradients(backward: Node) -> SideBySide | None:
         try:
             return _packed_in(node, grads)
         # What is not understood is lowered as it stands.
-        except (_Other, AttributeError, LookupError, TypeError):
+        except (_NotSideBySide, AttributeError, LookupError, TypeError):
             continue
     return None
 
@@ -74,18 +74,18 @@ def _below(node: Node) -> Iterator[Node]:
 def _packed_in(node: Node, grads: Sequence[Node]) -> SideBySide:
     whole: Tensor = node.meta["val"]
     if not _fixed(whole) or not whole.is_contiguous() or _leaves(node):
-        raise _Other
+        raise _NotSideBySide
     found: dict[Node, Tensor] = {}
     memory = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
     _place(node, memory, found, frozenset(grads))
     if len(found) != len(grads):
-        raise _Other
+        raise _NotSideBySide
     places: list[int] = []
     for each in (found[x] for x in grads):
         step = stride_step(each.shape[3], each.element_size())
         numbers = list(map(int, (each.storage_offset(), *each.stride()[:3])))
         if each.stride(3) != 1 or any(n % step for n in numbers):
-            raise _Other
+            raise _NotSideBySide
         places += numbers
     return SideBySide(node, places)
 
@@ -99,12 +99,12 @@ def _place(node: Node, memory: Tensor, found: dict[Node, Tensor], grads: frozens
     """Find which part of memory each gradient is, where all of memory is what a node computes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not _fixed(value) or value.dtype != memory.dtype:
-        raise _Other
+        raise _NotSideBySide
     if value.shape != memory.shape:
-        raise _Other
+        raise _NotSideBySide
     if node in grads:
         if node in found:
-            raise _Other
+            raise _NotSideBySide
         found[node] = memory
         return
     stacked = _stacked(node)
@@ -117,11 +117,11 @@ def _place(node: Node, memory: Tensor, found: dict[Node, Tensor], grads: frozens
         end = 0
         for begin, above, part in sorted(pieces, key=lambda piece: piece[0]):
             if begin != end:
-                raise _Other
+                raise _NotSideBySide
             here, end = part(memory, dim)
             _place(above, here, found, grads)
         if end != memory.shape[dim]:
-            raise _Other
+            raise _NotSideBySide
 
 
 def _back(node: Node, memory: Tensor, above: Node) -> Tensor:
@@ -135,7 +135,7 @@ def _back(node: Node, memory: Tensor, above: Node) -> Tensor:
     try:
         return memory.view(above.meta["val"].shape)
     except RuntimeError:
-        raise _Other from None
+        raise _NotSideBySide from None
 
 
 # Where a piece begins along a dimension, what it is, and which part of memory it is and its end.
@@ -171,7 +171,7 @@ def _pieces(node: Node) -> tuple[int, list[_Piece]]:
     terms = [_scattered(term) for term in _terms(node)]
     dims = {dim for dim, _ in terms}
     if len(dims) != 1:
-        raise _Other
+        raise _NotSideBySide
     return dims.pop(), [piece for _, piece in terms]
 
 
@@ -179,7 +179,7 @@ def _terms(node: Node) -> list[Node]:
     if node.target is not _aten.add.Tensor:
         return [node]
     if node.kwargs:
-        raise _Other
+        raise _NotSideBySide
     given: Any = node.args
     return [term for each in given for term in _terms(each)]
 
@@ -187,13 +187,13 @@ def _terms(node: Node) -> list[Node]:
 def _scattered(node: Node) -> tuple[int, _Piece]:
     """A value among zeros, and the dimension along which it has a place."""
     if node.target not in (_aten.select_scatter.default, _aten.slice_scatter.default):
-        raise _Other
+        raise _NotSideBySide
     names = [argument.name for argument in node.target._schema.arguments]
     defaults = {"dim": 0, "start": None, "end": None, "step": 1}
     said: dict[str, Any] = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     zeros, src, dim = said[names[0]], said["src"], said["dim"]
     if zeros.target is not _aten.full.default or zeros.args[1] != 0:
-        raise _Other
+        raise _NotSideBySide
     dim %= node.meta["val"].dim()
     size = node.meta["val"].shape[dim]
     if "index" in said:
@@ -201,7 +201,7 @@ def _scattered(node: Node) -> tuple[int, _Piece]:
         return dim, (index, src, _select(index))
     begin, end = _inside(said["start"], 0, size), _inside(said["end"], size, size)
     if said["step"] != 1:
-        raise _Other
+        raise _NotSideBySide
     return dim, (begin, src, _slice(begin, end))
 
 
