@@ -91,7 +91,10 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
-        self.blocks = nn.ModuleList(_Block(attend) for _ in range(layers))
+        # A graph that a peer breaks calls whatever `attend` a block has, so it would serve all
+        # peers; by its class a block is known to Dynamo's guards.
+        block = type("Block", (_Block,), {})
+        self.blocks = nn.ModuleList(block(attend) for _ in range(layers))
         self.norm = nn.RMSNorm(WIDTH)
 
     def forward(self, tokens: Tensor, mask: Any) -> Tensor:

@@ -17,6 +17,7 @@ from bench.training_step import (
     kernel_lines,
     measure,
 )  # fmt: skip
+from tests.compiled import as_on_a_gpu
 
 ASKED = Namespace(batch=2, length=64, mean=16, layers=1, rounds=2, limit=0.3, kernels=0)
 
@@ -75,6 +76,35 @@ def test_a_profile_without_attention_costs_one_row(steps, monkeypatch):
     _, after = measured()
     assert list(after["step"].samples) == [OURS, EAGER, TORCH]
     assert after["attention-kernels"].refused == {TORCH: "no kernel of attention"}
+
+
+def test_no_peer_runs_another_s_graphs(monkeypatch):
+    """A graph that the eager call breaks served all: it calls whatever its block has."""
+    as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(bench, "WIDTH", 32)
+    monkeypatch.setattr(bench, "HEADS", 2)
+    ran = []
+
+    def counted(graph, _):
+        nodes = sum("flex_attention" in str(node.target) for node in graph.graph.nodes)
+        return lambda *given: ran.append(nodes) or graph(*given)
+
+    torch._dynamo.reset()
+    peers = {}
+    for name in (NONE, OURS, EAGER):
+        attend, mask = bench._attends(ASKED, "cpu")[name]()
+        peers[name] = bench.GPT(2, attend), mask
+        for block in peers[name][0].blocks:
+            block.compile(backend=counted)
+    found = {}
+    for name in (*peers, *peers):
+        ran.clear()
+        model, mask = peers[name]
+        model(torch.zeros(2, 64, dtype=torch.int64), mask)
+        found.setdefault(name, []).append([*ran])
+    torch._dynamo.reset()
+    one, broken = [1] * 2, [0] * 4
+    assert found == {NONE: [[0] * 2] * 2, OURS: [one] * 2, EAGER: [broken] * 2}
 
 
 def test_what_catches_exceptions_does_not_keep_a_late_peer():
