@@ -36,7 +36,7 @@ class BothLists(NamedTuple):
         if by_key is None:
             mask_class(mask)  # finds the runs that its lists may have, which by_query has then
             by_query = Lists.of(mask)
-            by_key = _by_key(mask, by_query)
+            by_key = made_by_key(mask, by_query)
             if not _capturing(by_query.kv_num):
                 _await(by_key.kv_num)
                 keep_by_key(mask, by_key)
@@ -91,7 +91,8 @@ def has_more_rows(mask: BlockMask) -> bool:
     return bool(mask.kv_num_blocks.shape[-1] > _blocks(mask)[0])
 
 
-def _by_key(mask: BlockMask, by_query: Lists) -> Lists:
+def made_by_key(mask: BlockMask, by_query: Lists) -> Lists:
+    """Those of a mask's lists by query; one number is read back where these have runs."""
     rows, kv_blocks = _blocks(mask)
     num, idx = _transposed(by_query.kv_num, by_query.kv_idx, rows, kv_blocks)
     full_num = full_idx = runs = None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexattn.frontend.compiled.spec import Spec
 from flexattn.problem.mask_class import keep_class, known_class, mask_class
 from flexattn.problem.runs import keep_runs, known_runs
-from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key
+from flexattn.runtime.key_lists import BothLists, has_more_rows, keep_by_key, made_by_key
 from flexattn.runtime.launch import Lists
 
 
@@ -20,14 +22,14 @@ from flexattn.runtime.launch import Lists
 class _Look:
     """What was found in lists, and how often they had been written to.
 
-    by_key: the same lists by key, of a mask with runs, once a backward asked for them.
+    by_key: the same lists by key, once a backward asked for them, and what they were made for.
     """
 
     lists: tuple[weakref.ref[Tensor], ...]
     written: tuple[tuple[int, int], ...]
     name: str
     runs: Tensor | None
-    by_key: Lists | None = None
+    by_key: tuple[Any, Lists] | None = None
 
 
 _looks: dict[int, _Look] = {}
@@ -59,20 +61,29 @@ def remember_look(mask: BlockMask, lists: Sequence[Tensor], said: Spec) -> None:
 
 
 def remember_by_key(mask: BlockMask, lists: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Give a mask its lists by key: those of its look where it has runs, else the given ones.
+    """Give a mask its lists by key: those that a graph has, or those kept with its look.
 
-    Those of a mask that was made shorter name rows that there are not: its backward makes others.
+    given: nothing where nobody has made them. Kept are those of masks with runs, which given lists
+    do not say, and those that nobody has made: once for all calls with the same lists by query.
+    Given lists of a mask that was made shorter name rows that there are not: others are made.
     """
-    if has_more_rows(mask):
-        return
     found = _known(lists)
-    if known_runs(mask) is None or found is None:
+    if given and not has_more_rows(mask) and (known_runs(mask) is None or found is None):
         num, idx, *full = given
         keep_by_key(mask, Lists.made((num, idx, *(full or (None, None)))))
         return
-    if found.by_key is None:
-        found.by_key = BothLists.of(mask).by_key
-    keep_by_key(mask, found.by_key)
+    if found is None or any(x.is_inference() for x in lists):
+        # Of lists that live as long as this call nothing is kept, and nobody waits for them.
+        keep_by_key(mask, made_by_key(mask, Lists.of(mask)))
+        return
+    made_for = _written(lists), tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE)
+    if found.by_key is not None and found.by_key[0] == made_for:
+        keep_by_key(mask, found.by_key[1])
+        return
+    by_key = BothLists.of(mask).by_key
+    # A captured graph writes its own each time it is replayed, into memory of its own.
+    if not (lists[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        found.by_key = made_for, by_key
 
 
 def _known(lists: Sequence[Tensor]) -> _Look | None:

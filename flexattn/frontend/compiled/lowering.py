@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from flexattn.frontend.compiled.mark import BARE
 from flexattn.frontend.compiled.op import OP_NAME
 from flexattn.frontend.compiled.op_backward import (
     BACKWARD_OP_NAME as BACKWARD_NAME,
+    BY_KEY_OP_NAME as BY_KEY_NAME,
     PACKED_OP_NAME as PACKED_NAME,
 )
 from flexattn.frontend.compiled.packed import SideBySide, packed_gradients
@@ -35,6 +37,8 @@ _DEVICES = ("cuda", "cpu")
 # Of a node's mask: counts and indices of blocks by query, then by key, stand behind two lengths;
 # its last three entries are the block's rows, its keys, and the graph of mask_mod.
 _LISTS, _BY_KEY, _BLOCK, _GRAPH = slice(2, 6), slice(6, 10), slice(-3, -1), -1
+# Where a backward node has its mask, and its options.
+_MASK, _OPTIONS = 9, 11
 _LN_2 = math.log(2)
 
 
@@ -148,9 +152,10 @@ def lower_backward(
     if chosen.backward:
         _check(asked, inputs)
     given = [*map(_as_traced, (query, key, value, out), inputs), _times(lse, _LN_2)]
+    by_key = [] if _unmade(inputs[_MASK]) else list(node.by_key)
     given += [
         grad_out, None if grad_lse is None else _times(grad_lse, 1 / _LN_2), list(node.lists),
-        list(node.by_key), *node.tensors, *node.integers, text, _fixed(scale),
+        by_key, *node.tensors, *node.integers, text, _fixed(scale),
     ]  # fmt: skip
     packed = packed_gradients(V.graph.current_node)
     if packed is None:
@@ -161,12 +166,34 @@ def lower_backward(
     return (*found, tuple(map(by_place.get, range(len(score_captures)))))
 
 
+def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
+    """A marked backward's arguments, with lists by key where there are none: torch reads them."""
+    mask, traced = args[_MASK], V.graph.current_node.args
+    if BARE in traced[_OPTIONS] or not _unmade(traced[_MASK]):
+        return args
+    num, idx, *full = mask[_LISTS]
+    made = [*_call(BY_KEY_NAME, [num, idx])]
+    made += full if full[0] is None else _call(BY_KEY_NAME, full)
+    return (
+        *args[:_MASK],
+        (*mask[: _BY_KEY.start], *made, *mask[_BY_KEY.stop :]),
+        *args[_MASK + 1 :],
+    )
+
+
+def _unmade(block_mask: Any) -> bool:
+    """Whether lists by query stand for those by key of a node, as `node` leaves it."""
+    return all(map(is_, block_mask[_LISTS], block_mask[_BY_KEY]))
+
+
 def _side_by_side(packed: SideBySide, given: list[Any], inputs: Any) -> tuple[list[Any], Any]:
     """Gradients of q, k and v in the tensor that the graph would copy them into, and the others.
 
-    What computes that tensor is found to be known when its turn comes, and what led to it unused.
+    What computes that tensor, and what leads to it, is found to be known when its turn comes: a
+    concatenation would be computed though nobody reads it.
     """
     memory, captured = _call(PACKED_NAME, [*given, packed.places])
+    V.graph.env.update(dict.fromkeys(packed.between, memory))
     shape = packed.node.meta["val"].shape
     V.graph.env[packed.node] = lowerings[torch.ops.aten.view.default](memory, shape)
     found = []

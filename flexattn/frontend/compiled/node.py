@@ -116,21 +116,14 @@ def _of_all(q: Tensor) -> BlockMask:
 
 
 def _with_lists_by_key(mask: BlockMask) -> BlockMask:
-    """A mask whose lists by key are there where torch's backward may read them.
+    """A mask that torch takes for one with lists by key, which a backward is to be given.
 
-    They are made in the graph: lists that were kept with the mask would be another mask to the
-    guards of the next call, which would compile again.
+    Lists that are not there yet are made outside of the graph, where our backward first reads
+    them, or in torch's own backward. Those by query stand for them: torch asks for some, and lists
+    that were kept with the mask would be another mask to the guards of the next call.
     """
     if not isinstance(mask, LazyBlockMask) or not mask.pending:
         return mask
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-    if torch.is_grad_enabled():
-        return BlockMask.from_kv_blocks(
-            *lists,
-            BLOCK_SIZE=mask.BLOCK_SIZE,
-            mask_mod=mask.mask_mod,
-            seq_lengths=mask.seq_lengths,
-        )
-    return BlockMask(
-        mask.seq_lengths, *lists, None, None, None, None, mask.BLOCK_SIZE, mask.mask_mod
-    )
+    by_key = lists if torch.is_grad_enabled() else (None,) * 4
+    return BlockMask(mask.seq_lengths, *lists, *by_key, mask.BLOCK_SIZE, mask.mask_mod)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexattn.block_mask.lists import transposed
 from flexattn.frontend.attention import route_of
 from flexattn.frontend.call import Call
 from flexattn.frontend.compiled.looks import remember_by_key
@@ -23,6 +24,7 @@ from flexattn.runtime.launch import dense_strides
 
 BACKWARD_OP_NAME = "flexattn::attend_backward"
 PACKED_OP_NAME = "flexattn::attend_backward_packed"
+BY_KEY_OP_NAME = "flexattn::lists_by_key"
 _TAKES = (
     "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout, "
     "Tensor? dlse, Tensor[] lists, Tensor[] by_key, Tensor[] score, Tensor[] mask, "
@@ -30,6 +32,7 @@ _TAKES = (
 )
 library.define(f"attend_backward({_TAKES}) -> (Tensor, Tensor, Tensor, Tensor[])")
 library.define(f"attend_backward_packed({_TAKES}, int[] places) -> (Tensor, Tensor[])")
+library.define("lists_by_key(Tensor counts, Tensor indices) -> (Tensor, Tensor)")
 
 _Found = tuple[Tensor, Tensor, Tensor, list[Tensor]]
 
@@ -55,8 +58,9 @@ def attend_backward(
     """Gradients of q, k, v and of those tensors in score that the spec names.
 
     out, lse: of `attend` (lse in natural log). dout, dlse: their gradients, None where nothing
-    depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key. into:
-    where the first three go; None where they are allocated.
+    depends on one. lists, by_key: of blocks, as a BlockMask has them by query and by key; no
+    by_key where they are to be made here. into: where the first three go; None where they are
+    allocated.
     """
     said = parsed(spec)
     scale = checks.check_scale(scale, q.shape[3])
@@ -172,6 +176,11 @@ def _fake_packed(
     return _packed(q, k, v), _fake_captured(score, spec)
 
 
+def _fake_by_key(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    *batch, rows, columns = indices.shape
+    return counts.new_empty([*batch, columns]), indices.new_empty([*batch, columns, rows])
+
+
 def _fake_captured(score: Sequence[Tensor], spec: str) -> list[Tensor]:
     return [score[i].new_empty(score[i].shape) for i in parsed(spec).grads]
 
@@ -179,6 +188,7 @@ def _fake_captured(score: Sequence[Tensor], spec: str) -> list[Tensor]:
 for _name, _run, _shapes in (
     (BACKWARD_OP_NAME, attend_backward, _fake),
     (PACKED_OP_NAME, attend_backward_packed, _fake_packed),
+    (BY_KEY_OP_NAME, transposed, _fake_by_key),
 ):
     library.impl(_name.split("::")[1], _run, "CompositeExplicitAutograd")
     torch.library.register_fake(_name, _shapes, lib=library)

@@ -31,10 +31,14 @@ _JOINS = {
 
 
 class SideBySide(NamedTuple):
-    """node: the contiguous tensor of all three. places: as `attend_backward_packed` takes them."""
+    """node: the contiguous tensor of all three. places: as `attend_backward_packed` takes them.
+
+    between: what leads from the gradients to that tensor, and nowhere else.
+    """
 
     node: Node
     places: list[int]
+    between: frozenset[Node]
 
 
 class _NotSideBySide(Exception):
@@ -55,10 +59,12 @@ def packed_gradients(backward: Node) -> SideBySide | None:
     shared = [x for x in first if all(x in chain for chain in others)]
     for node in reversed(shared):
         try:
-            return _packed_in(node, grads)
+            places = _packed_in(node, grads)
         # What is not understood is lowered as it stands.
         except (_NotSideBySide, AttributeError, LookupError, TypeError):
             continue
+        between = {x for chain in (first, *others) for x in chain[: chain.index(node)]}
+        return SideBySide(node, places, frozenset(between))
     return None
 
 
@@ -71,7 +77,7 @@ def _below(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _packed_in(node: Node, grads: Sequence[Node]) -> SideBySide:
+def _packed_in(node: Node, grads: Sequence[Node]) -> list[int]:
     whole: Tensor = node.meta["val"]
     if not _fixed(whole) or not whole.is_contiguous() or _leaves(node):
         raise _NotSideBySide
@@ -87,7 +93,7 @@ def _packed_in(node: Node, grads: Sequence[Node]) -> SideBySide:
         if each.stride(3) != 1 or any(n % step for n in numbers):
             raise _NotSideBySide
         places += numbers
-    return SideBySide(node, places)
+    return places
 
 
 def _leaves(node: Node) -> bool:

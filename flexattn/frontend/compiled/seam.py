@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, wraps
 from importlib import import_module
@@ -33,7 +33,11 @@ def open_seam() -> str:
         import_module("torch._inductor.kernel.flex")  # it registers torch's own
         from torch._inductor.lowering import lowerings
 
-        from flexattn.frontend.compiled.lowering import lower, lower_backward
+        from flexattn.frontend.compiled.lowering import (
+            lower,
+            lower_backward,
+            with_lists_by_key,
+        )
         from flexattn.frontend.compiled.widened import lower_widened
 
         node, backward = (getattr(torch.ops.higher_order, name) for name in (NODE, BACKWARD_NODE))
@@ -48,7 +52,9 @@ def open_seam() -> str:
     _let_floats_change()
     lowerings[torch.ops.flexattn.widened.default] = lower_widened
     lowerings[node] = _ours(stock, lower, _OPTIONS)
-    lowerings[backward] = _ours(stock_backward, lower_backward, _BACKWARD_OPTIONS)
+    lowerings[backward] = _ours(
+        stock_backward, lower_backward, _BACKWARD_OPTIONS, with_lists_by_key
+    )
     return ""
 
 
@@ -89,10 +95,16 @@ def keep_out(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, types.FrameExecStrategy(skip, skip))
 
 
-def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Callable[..., Any]:
+def _ours(
+    stock: Callable[..., Any],
+    lower: Callable[..., Any],
+    at: int,
+    for_torch: Callable[[Sequence[Any]], Sequence[Any]] = tuple,
+) -> Callable[..., Any]:
     """A lowering of marked nodes; torch's templates see no key of ours, which they would print.
 
-    at: where kernel_options stand.
+    at: where kernel_options stand. for_torch: what torch's own lowering takes of a marked node's
+    arguments.
     """
 
     @wraps(stock)
@@ -111,6 +123,8 @@ def _ours(stock: Callable[..., Any], lower: Callable[..., Any], at: int) -> Call
         else:
             who = who if found is not None else "torch: a node it was left"
         served[who] += 1
-        return stock(*args[:at], theirs, *args[at + 1 :]) if found is None else found
+        if found is not None:
+            return found
+        return stock(*for_torch((*args[:at], theirs, *args[at + 1 :])))
 
     return lowering

@@ -163,7 +163,8 @@ def test_lists_that_generated_code_writes_are_never_looked_at(monkeypatch):
 def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
     """Autograd hands a graph the lists that it saved, which are those that the forward looked at.
 
-    A backward looks at none itself: it cannot tell who made them.
+    A backward looks at none itself: it cannot tell who made them. It makes the lists by key, once
+    for all calls until somebody writes into those by query.
     """
     as_on_a_gpu(monkeypatch)
     found, seen = [], []
@@ -176,7 +177,6 @@ def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
 
     monkeypatch.setattr(op_backward, "_by_kernel", planned)
     mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
-    assert mask.q_num_blocks is not None  # made here, where no compiler takes long for it
     model = inductor.compile(lambda q, k, v, m: flexattn.flex_attention(q, k, v, block_mask=m))
     look = mask_class.look_at_lists
     monkeypatch.setattr(
@@ -188,10 +188,48 @@ def test_a_backward_takes_what_its_forward_saw(monkeypatch, inductor):
     assert len(seen) == 1 and len(found) == 2
     (name, runs, by_key), again = found
     assert name == again[0] != "unknown" and runs is not None and by_key.runs is not None
-    assert again[2].runs is by_key.runs
+    assert again[2].kv_num is by_key.kv_num and again[2].runs is by_key.runs
     mask.kv_num_blocks.fill_(1)
-    model(q, k, v, mask).sum().backward()
-    assert found[2][1] is None and found[2][2].runs is None
+    for _ in range(2):
+        model(q, k, v, mask).sum().backward()
+    (_, runs, by_key), again = found[2:]
+    assert runs is None and by_key.runs is None and again[2].kv_num is by_key.kv_num
+    assert inductor.counter.frame_count == 1 and mask.pending
+
+
+def test_torchs_backward_is_given_lists_by_key_that_nobody_made(monkeypatch, inductor):
+    """Those by query stood for them: its kernel would walk them as queries of each key."""
+    from torch._inductor.lowering import lowerings
+
+    as_on_a_gpu(monkeypatch)
+    hop, taken = torch.ops.higher_order.flex_attention_backward, []
+
+    def stock(*given):
+        taken.extend(given[9][6:10])
+        raise Read
+
+    monkeypatch.setattr(lowering, "joint_agrees", lambda *_: False)
+    monkeypatch.setitem(
+        lowerings, hop, seam._ours(stock, lowering.lower_backward, 11, lowering.with_lists_by_key)
+    )
+    mask = flexattn.create_block_mask(causal, None, None, 40, 40, "cpu", 16)
+    q, k, v = (x.requires_grad_() for x in inputs(1, 2, 2, 40, 40, 16))
+    with pytest.raises(Read), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        inductor.compile(flexattn.flex_attention)(q, k, v, None, mask)
+    assert mask.pending
+    num, idx, full_num, full_idx = ([*map(int, x.get_size())] for x in taken)
+    assert num == full_num == [1, 1, 3] and idx == full_idx == [1, 1, 3, 3]
+    assert all("lists_by_key" in str(x.data.data.inputs[0].op_overload) for x in taken)
+
+
+def test_lists_by_key_as_an_op():
+    mask = flexattn.create_block_mask(causal, None, None, 40, 60, "cpu", 16)
+    given = mask.kv_num_blocks, mask.kv_indices
+    found = torch.ops.flexattn.lists_by_key(*given)
+    assert all(map(torch.equal, found, (mask.q_num_blocks, mask.q_indices)))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.flexattn.lists_by_key(*given)
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in found]
 
 
 def table_of(score, b, h, q_idx, kv_idx, table):

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flexattn
+from bench import training_step
 from flexattn.frontend.compiled import op_backward, spec
 from flexattn.frontend.compiled.packed import packed_gradients
 from tests.compiled import as_on_a_gpu, compiling
@@ -145,45 +146,92 @@ def test_the_op_fills_the_tensor(length):
     assert fake[1] == found[1] == []
 
 
-def layer(x, weight):
-    q, k, v = unpacked(x @ weight)
-    return flexattn.flex_attention(q, k, v).square().mean()
+def layer(x, weight, split=unpacked):
+    q, k, v = split(x @ weight)
+    return flexattn.flex_attention(q, k, v, enable_gqa=True).square().mean()
 
 
-def test_a_compiled_backward_copies_no_gradient(monkeypatch):
-    """Of code that is printed and not compiled: what follows the op is the product's backward."""
+class Printed(BaseException):
+    """Ends a compile where code is printed."""
+
+
+@pytest.fixture
+def codes(monkeypatch):
+    """What is printed of a forward and of its backward, which then ends the compile."""
     as_on_a_gpu(monkeypatch)
-    codes = []
-
-    class Printed(BaseException):
-        pass
+    found = []
 
     def printed(graph):
-        codes.append(graph.codegen()[0].value)
+        found.append(graph.codegen()[0].value)
         if graph.is_backward:
             raise Printed
-        return SimpleNamespace(call=None, runner=None, __file__="")
+        return SimpleNamespace(call=lambda *_: None, runner=None, __file__="")
 
     monkeypatch.setattr(GraphLowering, "compile_to_module", printed)
-    x, weight = torch.randn(B, 40, 32), torch.randn(32, 96, requires_grad=True)
-    eagerly = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with eagerly, compiling(monkeypatch) as found, pytest.raises(Printed):
-        found.compile(layer)(x, weight)
-    _, code = codes
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        yield found
+
+
+def assert_no_copy(code):
+    """What follows the op in a backward is the product's."""
     _, after = code.split("torch.ops.flexattn.attend_backward_packed.default(")
-    launched = after.split("return (")[0]
-    assert "extern_kernels.mm(" in launched and "cpp_fused" not in launched
+    between, product, _ = after.partition("extern_kernels.mm(")
+    assert product and not any(x in between for x in ("cpp_fused", "torch.ops.aten", "return ("))
+
+
+@pytest.mark.parametrize("name", ["unbound", "in chunks", "grouped queries"])
+def test_a_compiled_backward_copies_no_gradient(monkeypatch, codes, name):
+    split, width = SPLITS[name], 64 if "grouped" in name else 96
+    x, weight = torch.randn(B, 40, 32), torch.randn(32, width, requires_grad=True)
+    with compiling(monkeypatch) as found, pytest.raises(Printed):
+        found.compile(layer)(x, weight, split)
+    assert_no_copy(codes[1])
+    parts = split(torch.empty(B, 40, width))
+    places = [n for part in parts for n in (part.storage_offset(), *part.stride()[:3])]
+    assert f", {places})" in codes[1]
+
+
+def bench_s_block(monkeypatch):
+    """The block of bench.training_step in a small size, its input, and its mask."""
+    monkeypatch.setattr(training_step, "WIDTH", 64)
+    monkeypatch.setattr(training_step, "HEADS", 4)
+    documents = SimpleNamespace(batch=B, length=40, mean=16)
+    attend, mask = training_step._attends(documents, "cpu")[training_step.OURS]()
+    torch.manual_seed(0)
+    block = training_step.GPT(1, attend).blocks[0]
+    return block, torch.randn(B, 40, 64, requires_grad=True), mask
+
+
+def test_a_block_of_the_bench_copies_nothing_for_its_attention(monkeypatch, codes):
+    """Neither q, k, v, nor the output, nor a gradient; and it makes no lists of its mask."""
+    block, x, mask = bench_s_block(monkeypatch)
+    with compiling(monkeypatch) as found, pytest.raises(Printed):
+        found.compile(block)(x, mask)
+    forward, backward = codes
+    assert_no_copy(backward)
+    for code in codes:
+        assert not any(f"torch.ops.aten.{x}" in code for x in ("clone", "cat", "sort"))
+    before, after = forward.split("torch.ops.flexattn.attend.default(")
+    assert mask.pending and before.count("extern_kernels.mm(") == 1
+    for given, offset in zip(after.split(", reinterpret_tensor("), (0, 64, 128), strict=False):
+        assert f"(2, 4, 40, 16), (7680, 16, 192, 1), {offset})" in given
 
 
 @pytest.mark.long
-def test_a_compiled_backward_is_right(monkeypatch):
+@pytest.mark.parametrize("case", ["unbound", "grouped queries", "block"])
+def test_a_compiled_backward_is_right(monkeypatch, case):
     as_on_a_gpu(monkeypatch)
-    x, weight = torch.randn(B, 40, 32), (0.1 * torch.randn(32, 96)).requires_grad_()
+    width = 64 if "grouped" in case else 96
+    model, leaf = layer, (0.1 * torch.randn(32, width)).requires_grad_()
+    given = torch.randn(B, 40, 32), leaf, SPLITS.get(case)
+    if case == "block":
+        model, *given = bench_s_block(monkeypatch)
+        leaf = model.qkv.weight
     called, run = [], op_backward.attend_backward
     monkeypatch.setattr(
         op_backward, "attend_backward", lambda *given: called.append(given[-1]) or run(*given)
     )
     with compiling(monkeypatch) as found:
-        (got,) = torch.autograd.grad(found.compile(layer)(x, weight), weight)
-    (wanted,) = torch.autograd.grad(layer(x, weight), weight)
+        (got,) = torch.autograd.grad(found.compile(model)(*given).square().mean(), leaf)
+    (wanted,) = torch.autograd.grad(model(*given).square().mean(), leaf)
     assert (got - wanted).norm() < 1e-4 * wanted.norm() and len(called[0]) == 3

@@ -1,11 +1,15 @@
 """A mask's lists by key: those of the lists that a forward reads, whatever the mask has."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import flexattn
+from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.catalogue import causal
-from flexattn.frontend.compiled.looks import remember_by_key
+from flexattn.frontend.compiled import looks
+from flexattn.frontend.compiled.looks import remember_by_key, remember_look
 from flexattn.problem.dense_blocks import dense_blocks
 from flexattn.problem.mask_class import mask_class
 from flexattn.runtime import key_lists
@@ -95,6 +99,51 @@ def test_a_graph_s_lists_by_key_are_not_taken_where_they_name_such_rows():
     remember_by_key(shorter, [shorter.kv_num_blocks], given)
     wanted = BothLists.of(made(holes, L=96)).by_key.kv_num
     assert torch.equal(BothLists.of(shorter).by_key.kv_num, wanted)
+
+
+@pytest.mark.parametrize("mask_mod", [causal, holes], ids=["causal", "holes"])
+def test_lists_by_key_that_no_graph_made_are_made_once(mask_mod, monkeypatch):
+    """For each content of the lists by query, and for each length that these are read with."""
+    whole = flexattn.create_block_mask(mask_mod, None, None, 96, 103, "cpu", 16)
+    lists = [whole.kv_num_blocks, whole.kv_indices]
+    lists += [whole.full_kv_num_blocks, whole.full_kv_indices]
+    waited = []
+    monkeypatch.setattr(key_lists, "_await", waited.append)
+
+    def found(looks=True, rows=96):
+        mask = LazyBlockMask.of(tuple(lists), (16, 16), mask_mod, (rows, 103))
+        remember_look(mask, lists, SimpleNamespace(looks=looks, backward=False))
+        remember_by_key(mask, lists, [])
+        return BothLists.of(mask).by_key
+
+    def equal(got, rows=96):
+        mask = LazyBlockMask.of(tuple(lists), (16, 16), mask_mod, (rows, 103))
+        wanted = BothLists.of(mask).by_key[:4]
+        return all(x is y is None or torch.equal(x, y) for x, y in zip(got, wanted, strict=False))
+
+    # A graph's own lists live as long as a call: nothing is kept with them, nobody waits.
+    assert equal(found(looks=False)) and len(waited) == 1
+    once = found()
+    assert equal(once) and found().kv_num is once.kv_num
+    assert equal(found(rows=48), 48) and not equal(once, 48)
+    lists[2].zero_()
+    again = found()
+    assert equal(again) and again.kv_num is not once.kv_num
+
+
+def test_lists_of_inference_mode_are_never_kept():
+    """They do not tell when they are written to."""
+    with torch.inference_mode():
+        mask = flexattn.create_block_mask(holes, None, None, 96, 96, "cpu", 16)
+    lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    for _ in range(2):
+        remember_look(mask, lists, SimpleNamespace(looks=True, backward=False))
+        remember_by_key(mask, lists, [])
+        with torch.inference_mode():
+            lists[2].zero_()
+    assert (
+        looks._looks[id(lists[0])].by_key is None and not BothLists.of(mask).by_key.full_num.any()
+    )
 
 
 def test_what_is_kept_has_been_waited_for(monkeypatch):
