@@ -201,6 +201,23 @@ def test_gradients_of_captured_tensors_and_a_float_that_changes(inductor):
     assert inductor.counter.frame_count <= 3
 
 
+def test_torchs_backward_walks_lists_by_key_that_nobody_made(inductor):
+    """Of a mod whose gradient is not its expression's: the mask has lists by query alone."""
+    q, k, v, _ = leaves()
+    mask = block_mask(causal, q, k)
+
+    def layer(q, k, v):
+        def mod(score, b, h, q_idx, kv_idx):
+            return score + 0.1 * score.detach()
+
+        return flexattn.flex_attention(q, k, v, mod, mask, enable_gqa=True).square().sum()
+
+    mine = torch.autograd.grad(inductor.compile(layer)(q, k, v), (q, k, v))
+    assert mask.pending and inductor.called and not inductor.differentiated
+    for got, wanted in zip(mine, torch.autograd.grad(layer(q, k, v), (q, k, v)), strict=True):
+        assert (got - wanted).norm() / wanted.norm() < 1e-2
+
+
 def test_gradients_of_a_backend_that_leaves_torchs_nodes_alone(monkeypatch):
     with compiling(monkeypatch, "aot_eager") as found:
         model, given = found.compile(trained), leaves()
