@@ -30,6 +30,8 @@ LIMIT_MS = 50.0
 # What FLEXATTN_MODE is, by how a process is called in the results.
 MODES = {"records looked for": "replay", "records off": "off"}
 PROFILED = "profiled"
+# Calls of a process that a file of results names.
+SLOWEST = 10
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -61,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {
             "schema": 1, "bench": "first_traffic", "environment": describe(),
             "method": {"seconds": args.seconds, "seed": args.seed, "limit_ms": LIMIT_MS},
-            "processes": found, "faults": wrong,
+            "processes": {name: _shortened(each) for name, each in found.items()},
+            "faults": wrong,
         }  # fmt: skip
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -75,9 +78,8 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for name, each in found.items():
         for kind, walls in each["wall_ms"].items():
-            ordered = sorted(walls)
-            figures = statistics.median(walls), ordered[int(0.99 * len(walls))], ordered[-1]
-            lines.append([name, kind, str(len(walls)), *(f"{ms:.2f}" for ms in figures)])
+            count, *figures = _figures(walls).values()
+            lines.append([name, kind, str(count), *(f"{ms:.2f}" for ms in figures)])
     slowest = [
         f"{name}: warm-up {each['warm_seconds']:.1f} s, {each['kernels']} kernels; "
         f"slowest {each['slowest'][0]['call']}, {each['slowest'][0]['wall_ms']:.1f} ms "
@@ -86,6 +88,21 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         for name, each in found.items()
     ]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *slowest])
+
+
+def _figures(walls: Sequence[float]) -> dict[str, float]:
+    """Of the calls of a kind, in milliseconds."""
+    ordered = sorted(walls)
+    return {
+        "count": len(walls), "median": statistics.median(walls),
+        "99 %": ordered[int(0.99 * len(walls))], "longest": ordered[-1],
+    }  # fmt: skip
+
+
+def _shortened(each: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a process: figures of its calls and the slowest ones, not every one."""
+    walls = {kind: _figures(ms) for kind, ms in each["wall_ms"].items()}
+    return {**each, "wall_ms": walls, "slowest": each["slowest"][:SLOWEST]}
 
 
 def faults(found: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -20,6 +20,12 @@ def test_table_has_figures_of_each_kind_and_the_slowest_call():
     assert "slowest prompt causal 2x777, 9.0 ms (1.0 of the host, 7.5 of the GPU)" in lines[-1]
 
 
+def test_a_file_has_figures_of_the_calls_and_not_every_one():
+    kept = first_traffic._shortened(process() | {"slowest": [process()["slowest"][0]] * 50})
+    assert kept["wall_ms"] == {"prompt": {"count": 3, "median": 2.0, "99 %": 9.0, "longest": 9.0}}
+    assert len(kept["slowest"]) == first_traffic.SLOWEST and kept["kernels"] == 17
+
+
 def test_a_stall_is_a_fault_but_for_a_profiled_process():
     assert first_traffic.faults({"records off": process(50.0)}) == []
     (said,) = first_traffic.faults({"records off": process(50.1), "profiled": process(70.0)})
