@@ -279,7 +279,7 @@ def _language(block):
         load=lambda place: Number(place.array[place.offset]), allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
-        uint32="uint32", join=lambda a, b: np.stack([a, b], -1),
+        uint32="uint32", join=lambda a, b: np.stack([a, b], -1).view(Tile),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
@@ -342,6 +342,13 @@ def _assembly(block):
         "take": lambda at: block.barrier(at).sync(LOADER),
         "release_tile": lambda at: block.barrier(at).arrive(LOADER),
         "take_tile_if": lambda at, n: block.barrier(at).sync(CONSUMERS) if n > 0 else None,
+        "give_half": lambda at: [block.barrier(at + w).arrive(CONSUMERS) for w in (0, 1)],
+        "take_half": lambda at: block.barrier(at).sync(LOADER),
+        "release_half": lambda at: block.barrier(at).arrive(LOADER),
+        "take_half_if": lambda at, n: (
+            [block.barrier(at + w).sync(CONSUMERS) for w in (0, 1)] if n > 0 else None
+        ),
+        "begin_store": lambda: None,
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),

@@ -20,6 +20,7 @@ from flexattn.kernels.stated import (
     serving,
     serving_warps,
 )
+from flexattn.kernels.stated.expressions import Python
 from flexattn.kernels.stated.printer import text
 from flexattn.kernels.triton import printed
 
@@ -46,6 +47,14 @@ def test_the_printed_rules_are_those_stated(family, request):
         file.write_text(wanted, encoding="utf-8")
     words = f"by sympy {sympy.__version__}: `make golden` writes it, where the statements changed"
     assert file.read_text(encoding="utf-8") == wanted, words
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_choice_keeps_its_parentheses_in_a_sum(turned):
+    """`a + b if x else c` is the choice of a sum, not a sum with a choice."""
+    a, b, c, x = sympy.symbols("a b c x")
+    printed_sum = Python(()).doprint(a + sympy.Piecewise((b, x), (c, True)))
+    assert eval(printed_sum, {"a": 1, "b": 20, "c": 300, "x": turned}) == (21 if turned else 301)
 
 
 @pytest.mark.parametrize("family", PRINTED)

@@ -66,9 +66,14 @@ def at_rest(config: _C) -> _C:
 
 
 def words(config: Config) -> list[str]:
-    """The words of the knobs that are turned, in the order of the fields."""
-    known = _knobs(type(config))
-    return [found.word for name, default, found in known if getattr(config, name) != default]
+    """The words of the knobs that are turned, in the order of the fields; of several, which."""
+    known = [
+        (getattr(config, name), default, found) for name, default, found in _knobs(type(config))
+    ]
+    return [
+        found.word if len(found.others) == 1 else f"{found.word}-{value}"
+        for value, default, found in known if value != default
+    ]  # fmt: skip
 
 
 def values(of: Any) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
     found += [Argument(*descriptor(name, dtype, keys, width)) for name in ("DK", "DV")]
     sums = _SUMS
     if config.dq_tma:
-        sums = Argument("DQ_ACC", _described(rows * width // SUMS_OF_A_ROW, SUMS_OF_A_ROW, 128))
+        sums_rows = rows * width // SUMS_OF_A_ROW // (2 if config.dq_halves else 1)
+        sums = Argument("DQ_ACC", _described(sums_rows, SUMS_OF_A_ROW, 128))
     found += [sums, *(Argument(name, "i32") for name in _SIZES)]
     found.append(Argument("sm_scale", "fp32"))
     if config.deterministic:

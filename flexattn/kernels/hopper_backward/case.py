@@ -6,6 +6,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.hopper_backward.config import (
     BACKWARD_REGISTERS,
+    EARLY,
     PIPELINED,
     HopperBackwardConfig,
     columns,
@@ -23,11 +24,15 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         config.BLOCK_M,
         config.BLOCK_N,
         config.num_stages,
+        config.ds_stages,
         config.pipelined != "",
         config.pipelined == "dq",
         config.dq_tma,
+        config.dq_halves,
         config.deterministic,
-        config.pipelined in PIPELINED and 0 <= config.ex2_emulated <= 8,
+        config.pipelined in PIPELINED
+        and config.early_lse in EARLY
+        and 0 <= config.ex2_emulated <= 8,
         structure.itemsize,
         structure.head_dim_qk,
         structure.head_dim_v,

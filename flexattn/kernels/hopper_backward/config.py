@@ -14,6 +14,7 @@ from flexattn.problem import Structure
 BLOCK_WARPS = 8
 BACKWARD_REGISTERS = 240
 PIPELINED = ("", "dk", "dq")
+EARLY = ("", "half", "all")
 
 
 def _masked(structure: Structure) -> bool:
@@ -42,6 +43,9 @@ class HopperBackwardConfig:
     taken where weights are dropped.
     even_n: whether BLOCK_N divides the number of keys; default False. It spares a comparison of
     each score. Both follow from a problem's sizes.
+    ds_stages: tiles of dS in shared memory, 1 or 2; default 1. With two in turn the warpgroups
+    meet once a tile, behind the store, and not in front of it as well: 2 to 3 % faster at D 64 and
+    128 on an H100, nothing at 256.
     pipelined: whose product goes on when the next tile begins; default "", nobody's. "dk": dK's,
     beside the next scores: 7 to 10 % faster at D 256 with a causal mask on an H200, slower at 64
     and 128. "dq": dQ's, which is then multiplied and added beside the next scores: as fast as the
@@ -60,13 +64,17 @@ class HopperBackwardConfig:
     lpt: whether the longest tiles of as many heads as fill the device start first (longest
     processing time first); default True. Else those of one head: the last wave of a causal mask
     then is longer by 2 to 3 %, by simulation.
-    early_stats: whether lse and delta are read before the products that they go with are awaited;
-    default False. It hides a read of shared memory and takes registers: 1 to 5 % slower on an
-    H100.
+    early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
+    nothing. Behind the product shared memory serves the tensor cores first, and a read takes some
+    340 cycles. "all": 4 to 6 % faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then
+    read before dP is awaited. "half": where registers have no place for more; 1 % at D 64. In
+    tiles that the warpgroups share by columns it is read through shared memory.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
     FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
-    instructions and registers, and takes 32 KB: up to 19 % faster with masks and mods on an H100,
-    1 to 4 % slower without.
+    instructions and registers, and takes 32 KB. 4 to 20 % faster up to 128 columns on an H100.
+    dq_halves: whether each warpgroup hands on its half of a tile of dQ by itself, to a warp of its
+    own; default False: both wait for both. It takes dq_tma, neither order nor dropout. 3 to 5 %
+    faster without a mask and with a causal one on an H100, 9 % slower with a window of 1,024.
     deterministic: whether the blocks of a head add to dQ in the order in which they start, a
     semaphore for each tile; default False: in any order. dQ then has the same bits in every run.
     It takes dq_tma: a warp waits for a block's turn, not the consumers.
@@ -79,14 +87,16 @@ class HopperBackwardConfig:
     num_stages: int
     mha: bool = False
     even_n: bool = False
+    ds_stages: int = 1
     pipelined: str = knob("", "dk", "dq", word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
     dk_rs: bool = knob(True, False, word="dk-ss")
     ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
-    early_stats: bool = knob(False, True, word="early", moves=_dense)
+    early_lse: str = knob("", "half", "all", word="early")
     dq_tma: bool = knob(False, True, word="dq-tma")
+    dq_halves: bool = knob(False, True, word="halves")
     deterministic: bool = knob(False, True, word="deterministic")
     remat: bool = knob(False, True, word="remat")
 

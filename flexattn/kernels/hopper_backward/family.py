@@ -101,6 +101,7 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
             BLOCK_M=64,
             num_stages=stages,
             pipelined=pipelined,
+            dq_halves=False,
             dq_tma=True,
             deterministic=True,
             remat=True,

@@ -18,9 +18,11 @@ class RuleCase:
     BLOCK_M: int
     BLOCK_N: int
     num_stages: int
+    ds_stages: int
     pipelined: bool
     dq_later: bool
     dq_tma: bool
+    dq_halves: bool
     deterministic: bool
     known_words: bool
     itemsize: int
@@ -49,7 +51,7 @@ def shared_memory(c: RuleCase) -> int:
     # K and V.
     held_tiles = 2 * c.BLOCK_N * c.head_dim * c.itemsize
     # dS, and a P a stage where the warpgroups share a tile's columns.
-    scored = c.num_stages + 1 if c.BLOCK_N == 64 else 1
+    scored = c.ds_stages + (c.num_stages if c.BLOCK_N == 64 else 0)
     score_tiles = c.BLOCK_M * c.BLOCK_N * c.itemsize * scored
     # A bit of each weight.
     kept = floor(c.BLOCK_M * c.BLOCK_N / 8) if c.drops else 0
@@ -86,6 +88,12 @@ RULES: Rules[RuleCase] = Rules(
             lambda c: c.num_stages >= 1 and c.num_stages <= 4,
         ),
         Rule(
+            "ds_stages",
+            "ds_stages={ds_stages} is not 1, or 2 where pipelined is not dq: that multiplies the"
+            " last tile's dS in the next turn",
+            lambda c: (not c.dq_later or c.ds_stages == 1) and (c.ds_stages in (1, 2)),
+        ),
+        Rule(
             "pipelined",
             "pipelined takes two stages or more: the next Q is awaited before this one is "
             "released",
@@ -108,7 +116,8 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "words",
-            "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
+            "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 "
+            "at most 8",
             lambda c: c.known_words,
         ),
     ),
@@ -136,9 +145,15 @@ RULES: Rules[RuleCase] = Rules(
             lambda c: not c.dq_tma or c.BLOCK_M * c.head_dim <= 8192,
         ),
         Rule(
+            "dq_halves",
+            "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
+            lambda c: not c.dq_halves or (c.dq_tma and not c.deterministic and not c.drops),
+        ),
+        Rule(
             "dropout stages",
-            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
-            lambda c: not c.drops or c.num_stages <= 3,
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage, and "
+            "beside dq_tma of the third",
+            lambda c: not c.drops or c.num_stages <= 2 or (not c.dq_tma and c.num_stages <= 3),
         ),
         Rule(
             "layout",

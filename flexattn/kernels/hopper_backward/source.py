@@ -22,23 +22,30 @@ from flexattn.kernels.hopper_backward.arguments import (
     before_arguments,
     mod_arguments,
 )
-from flexattn.kernels.hopper_backward.config import BLOCK_WARPS, HopperBackwardConfig, columns
+from flexattn.kernels.hopper_backward.config import (
+    BLOCK_WARPS,
+    HopperBackwardConfig,
+    columns,
+)
 from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
+from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import waits_meet
+from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
+PASS = "hopper_backward.two_buffers"
 _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
 # Those at which the warps that add tiles of dq meet the consumers, below those of three stages: of
-# DQ_STORED there is one more where two warps do so.
+# each there is one more where two warps do so.
 DQ_STORED, DQ_READ = 5, 8
-# Those at which the warps that draw what dropout keeps meet the consumers: below those of three
-# stages, and above the ones by which Triton lets the warps of a partition meet.
-KEPT_DRAWN, KEPT_READ = 4, 9
+# The one at which the warps that draw what dropout keeps let the consumers go on, above those by
+# which Triton lets the warps of a partition meet; the other one, KEPT_READ, lies below FREE_Q.
+KEPT_DRAWN = 4
 # So many powers of 2 of a thread are made by one piece of assembly.
 POWERS_AT_ONCE = 8
 # A row of a tile is a key, and what is walked are queries: see OVER_ROWS of the gradient printer.
@@ -96,6 +103,9 @@ def render(
         "of": POWERS_AT_ONCE,
         "shift_rows": config.shift_rows and sparsity is None and not config.deterministic,
         "dq_tma": config.dq_tma,
+        "halves": config.dq_halves,
+        "ds_stages": config.ds_stages,
+        "announcement": ANNOUNCED,
         "deterministic": config.deterministic,
         "adding_warps": _adding_warps(config),
         "dropout": structure.dropout,
@@ -103,14 +113,22 @@ def render(
         "beside_warps": _beside(structure, config),
         "beside_registers": [24] * len(_beside(structure, config)),
         "half": "bf16" if structure.dtype == "bfloat16" else "f16",
-        "early_stats": config.early_stats,
+        "early_lse": config.early_lse,
         "remat": config.remat,
         "even_n": config.even_n,
         "grouped": not config.mha,
     }
     header = [title, f"config: {describe(config)}", *expressions(structure)]
     return make_source(
-        _TEMPLATE, device, header, context, found, BLOCK_WARPS, config.num_stages, "gluon"
+        _TEMPLATE,
+        device,
+        header,
+        context,
+        found,
+        BLOCK_WARPS,
+        config.num_stages,
+        "gluon",
+        stages=Stages((PASS,)) if config.ds_stages == 2 else OWN_STAGES,
     )
 
 
@@ -135,6 +153,7 @@ def render_after(structure: Structure, config: HopperBackwardConfig, device: Dev
         "constants": tuple(settings.items()),
         **_places(config, width),
         "used": _used(structure),
+        "dq_tma": config.dq_tma,
     }
     template, found = "hopper_backward/after.py.jinja", after_arguments(structure)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
@@ -153,6 +172,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     """The constants of the kernel."""
     rows, sparsity = config.BLOCK_M, structure.sparsity
     free_do = _HARDWARE_BARRIERS - config.num_stages
+    free_q = free_do - config.num_stages
     settings: dict[str, object] = {
         "BLOCK_M": rows,
         "BLOCK_N": config.BLOCK_N,
@@ -160,7 +180,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
         "STAGES": config.num_stages,
         "Q_TYPE": f"gl.{structure.dtype}",
         "FREE_DO": free_do,
-        "FREE_Q": free_do - config.num_stages,
+        "FREE_Q": free_q,
     }
     if config.ping_pong:
         settings["TURN"] = TURN
@@ -169,7 +189,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
     if structure.dropout:
         # Pairs of words, a thread each.
         pairs, threads = rows * config.BLOCK_N // 64, 32 * _drawing_warps(config)
-        settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": KEPT_READ}
+        settings |= {"KEPT_DRAWN": KEPT_DRAWN, "KEPT_READ": free_q - 1}
         settings |= {"DRAWN_AT_ONCE": threads, "DRAWN_PARTS": pairs // threads}
     if sparsity is not None:
         settings |= {"SPARSE_KV": sparsity.kv_block, "TILES_PER_Q": sparsity.q_block // rows}
@@ -179,7 +199,7 @@ def _settings(structure: Structure, config: HopperBackwardConfig) -> dict[str, o
 
 
 def _adding_warps(config: HopperBackwardConfig) -> int:
-    return config.dq_tma + config.deterministic
+    return config.dq_tma + (config.deterministic or config.dq_halves)
 
 
 def _drawing_warps(config: HopperBackwardConfig) -> int:

@@ -10,6 +10,7 @@ from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.hopper_backward.masks import band_of
 from flexattn.kernels.hopper_backward.tiles import at_sizes
+from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Problem, Structure
 
 _TALL = HopperBackwardConfig(128, 128, 2)
@@ -24,9 +25,9 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
     counters, beside a mask's comparisons but at 128 columns, where a mod takes registers, and
     where weights are dropped (ptxas of Triton 3.6 then spills in the loop that draws).
     Of 256 columns without a mask the form in turns was 2 % faster than the plain one (H100).
-    Up to 128 columns the copy engine adds dQ wherever a mask or a mod takes registers: a window's
-    and soft-capping's backward takes 0.81 of the time then, documents' 0.93, causal's 0.94 to
-    1.01, and one without either 1.01 to 1.04 (H100).
+    Up to 128 columns the copy engine adds dQ, dS has two tiles, and lse is read early, as far as
+    registers go; without a mask and with a causal one a warpgroup hands on its half of dQ by
+    itself: together 0.92 to 0.96 of the time of the plain form (H100).
     """
     structure = problem.structure
     width, plain = columns(structure), _few_registers(structure)
@@ -39,8 +40,16 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
-        if width <= 128 and (masked or not plain or structure.dropout):
-            yield replace(config, dq_tma=True)
+        # All of lse, and a second tile of dS where heads are counted, spill beside a score_mod's
+        # numbers, in tall tiles, and as Triton 3.9 makes the loop.
+        few = each is _TALL or structure.score is not None
+        grouped = not config.mha and (few or waits_meet())
+        early = "all" if each is _SPLIT or (plain and not few and not grouped) else "half"
+        config = replace(config, early_lse=early if plain or few else "")
+        if width <= 128:
+            stages, remat = (1, True) if grouped else (2, config.remat)
+            added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
+            yield replace(added, dq_halves=_walks_far(structure) and not structure.dropout)
         yield config
 
 
@@ -68,19 +77,28 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
         replace(beside, pipelined="dk", remat=True),
     ]
     if columns(structure) <= 128:
-        pipelines.append(replace(config, dq_tma=True))
+        added = replace(config, dq_tma=True, ds_stages=2)
+        pipelines += [added, replace(added, dq_halves=True)]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))
+    early = "half" if config.BLOCK_M == 128 else "all"
+    pipelines += [replace(each, early_lse=early) for each in pipelines]
     dense = structure.sparsity is None
-    if dense:
-        pipelines.append(replace(config, early_stats=True))
     for each, ping_pong in product(pipelines, (False, True)):
         each = replace(each, ping_pong=ping_pong)
         yield each
         if structure.dtype == "bfloat16":
             yield replace(each, ex2_emulated=2)
         yield replace(each, shift_rows=True) if dense else replace(each, lpt=False)
+
+
+def _walks_far(structure: Structure) -> bool:
+    """Whether a block walks most rows of a head: without a mask, or with a causal one."""
+    if structure.mask is None:
+        return True
+    band = band_of(structure.mask.mod.expr)
+    return band is not None and None in (band.low, band.high)
 
 
 def _few_registers(structure: Structure) -> bool:

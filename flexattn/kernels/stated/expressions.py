@@ -68,7 +68,9 @@ class Python(
         text = self._within(first, "Add")
         for term in rest:
             below = term.could_extract_minus_sign()
-            text += f" - {self._within(-term, 'Mul')}" if below else f" + {self._print(term)}"
+            text += (
+                f" - {self._within(-term, 'Mul')}" if below else f" + {self._within(term, 'Add')}"
+            )
         return text
 
     def _print_Mul(self, expr: sp.Mul) -> str:

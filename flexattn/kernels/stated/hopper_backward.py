@@ -9,12 +9,14 @@ from sympy import And, Eq, Max, Mod, Not, Or, Piecewise, floor, symbols
 from flexattn.kernels.stated.statement import Inequality, Statement, Steps
 
 # A config's numbers. Then truth values: whether a product goes on when the next tile begins, and
-# dQ's does, the copy engine adds dQ, and in order, and words and numbers are among those that
-# there are.
+# dQ's does, the copy engine adds dQ, its halves by themselves, and in order, and words and numbers
+# are among those that there are.
 _CONFIG = (
-    BLOCK_M, BLOCK_N, num_stages, pipelined, dq_later, dq_tma, deterministic, known_words,
+    BLOCK_M, BLOCK_N, num_stages, ds_stages, pipelined, dq_later, dq_tma, dq_halves, deterministic,
+    known_words,
 ) = symbols(
-    "BLOCK_M BLOCK_N num_stages pipelined dq_later dq_tma deterministic known_words"
+    "BLOCK_M BLOCK_N num_stages ds_stages pipelined dq_later dq_tma dq_halves deterministic "
+    "known_words"
 )  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
@@ -46,7 +48,7 @@ walked_tiles = let(
 held_tiles = let("held_tiles", 2 * BLOCK_N * head_dim * itemsize, "K and V.")
 scored = let(
     "scored",
-    Piecewise((1 + num_stages, Eq(BLOCK_N, 64)), (1, True)),
+    ds_stages + Piecewise((num_stages, Eq(BLOCK_N, 64)), (0, True)),
     "dS, and a P a stage where the warpgroups share a tile's columns.",
 )
 score_tiles = let("score_tiles", scored * BLOCK_M * BLOCK_N * itemsize)
@@ -93,6 +95,12 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "num_stages={num_stages} is not between 1 and 4",
         ),
         Inequality(
+            "ds_stages",
+            And(_one_of(ds_stages, (1, 2)), Or(Eq(ds_stages, 1), Not(dq_later))),
+            "ds_stages={ds_stages} is not 1, or 2 where pipelined is not dq: that multiplies the "
+            "last tile's dS in the next turn",
+        ),
+        Inequality(
             "pipelined",
             Or(Not(pipelined), num_stages >= 2),
             "pipelined takes two stages or more: the next Q is awaited before this one is "
@@ -116,7 +124,8 @@ HOPPER_BACKWARD_STATEMENT = Statement(
         Inequality(
             "words",
             known_words,
-            "pipelined is dk, dq or empty, and ex2_emulated of 8 at most 8",
+            "pipelined is dk, dq or empty, early_lse half, all or empty, and ex2_emulated of 8 at "
+            "most 8",
         ),
     ),
     fit=(
@@ -143,9 +152,15 @@ HOPPER_BACKWARD_STATEMENT = Statement(
             "dq_tma copies a tile of dQ at once: one of {BLOCK_M}x{head_dim} has more than 32 KB",
         ),
         Inequality(
+            "dq_halves",
+            Or(Not(dq_halves), And(dq_tma, Not(deterministic), Not(drops))),
+            "dq_halves takes dq_tma, and a second warp that neither adds in order nor draws",
+        ),
+        Inequality(
             "dropout stages",
-            Or(Not(drops), num_stages <= 3),
-            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage",
+            Or(Not(drops), num_stages <= 2, And(Not(dq_tma), num_stages <= 3)),
+            "num_stages={num_stages}: dropout takes a hardware barrier of the fourth stage, and "
+            "beside dq_tma of the third",
         ),
         Inequality(
             "layout",

@@ -68,9 +68,9 @@ class Emulated(Recorded):
     def by_row(self, sums):
         """Tiles in the order of rows, of those in the order in which threads hold them."""
         tall = self.config.BLOCK_M == 128
-        warps = (1, 8) if tall else (2, 4)
-        sums = sums.reshape(-1, self.width // warps[0] // 8, *warps, 8, 4, 2, 2)
-        return sums.transpose(0, 3, 6, 4, 2, 1, 5, 7)
+        groups = (2, 1) if tall else (1, 2)
+        sums = sums.reshape(-1, *groups, self.width // groups[1] // 8, 4, 8, 4, 2, 2)
+        return sums.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8)
 
     def argument(self, name, value):
         if name in SIZES:
@@ -80,7 +80,8 @@ class Emulated(Recorded):
             return Descriptor(self.seen["stats"], (1, 1, 1, 2 * self.config.BLOCK_M), 4)
         if name == "DQ_ACC" and self.config.dq_tma:
             sums = self.seen["sums"].reshape(value.shape)
-            return Descriptor(sums, (1, 1, *value.shape[2:]), 4)
+            parts = 2 if self.config.dq_halves else 1
+            return Descriptor(sums, (1, 1, value.shape[2] // parts, value.shape[3]), 4)
         if name == "DQ_ACC":
             return Pointer(self.seen["sums"])
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
@@ -131,6 +132,8 @@ PIPELINES = {
     "dk": {"pipelined": "dk"},
     "dq": {"pipelined": "dq", "dk_rs": False, "remat": True},
     "dq_tma": {"dq_tma": True},
+    "halves": {"dq_tma": True, "dq_halves": True, "early_lse": "half"},
+    "two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all"},
     "dq_tma dk": {"dq_tma": True, "pipelined": "dk"},
     "deterministic": {"dq_tma": True, "deterministic": True},
     "deterministic dk": {
@@ -155,6 +158,12 @@ CASES = [
     *(("dq_tma", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("holes", MHA))),
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),
+    ("halves", "causal", (128, 64, 2), MHA),
+    *(("halves", mask, (64, 128, 3), heads) for mask, heads in (("full", MHA), ("window", GQA))),
+    *(
+        ("two buffers", mask, (64, 128, 2), heads)
+        for mask, heads in (("full", GQA), ("holes", MHA))
+    ),
     *(("deterministic", mask, (64, 128, 2), MHA) for mask in MASKS),
     *(("deterministic dk", mask, (64, 64, 2), GQA) for mask in MASKS),
 ]
@@ -175,10 +184,10 @@ def test_gradients(name, mask, tile, heads, monkeypatch):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", ["", "half", "all"])
 def test_scores_that_are_no_number_behind_the_last_row(early, monkeypatch):
     """Of the last tile's rows some are none: 0 / 0 there made all of dk and dv NaN."""
-    config = HopperBackwardConfig(64, 128, 2, early_stats=early)
+    config = HopperBackwardConfig(64, 128, 2, early_lse=early)
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.float64) for n in (210, 290, 290, 210))
 
