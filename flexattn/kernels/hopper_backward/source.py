@@ -36,7 +36,7 @@ from flexattn.kernels.ptx.stages import OWN_STAGES, Stages
 from flexattn.problem import Structure
 
 _TEMPLATE = "hopper_backward/dkdvdq.py.jinja"
-PASS = "hopper_backward.two_buffers"
+_TWO_BUFFERS = "hopper_backward.two_buffers"
 _HARDWARE_BARRIERS = 16
 # The one at which the second warpgroup waits for the first: below those of four stages.
 TURN = 7
@@ -128,7 +128,7 @@ def render(
         BLOCK_WARPS,
         config.num_stages,
         "gluon",
-        stages=Stages((PASS,)) if config.ds_stages == 2 else OWN_STAGES,
+        stages=Stages((_TWO_BUFFERS,)) if config.ds_stages == 2 else OWN_STAGES,
     )
 
 
