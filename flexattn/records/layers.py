@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -183,9 +184,15 @@ def _neighbours(key: Key, here: Environment, places: tuple[RecordLayer, ...]) ->
         for sizes in layer.store.sizes(folder, family)
         if 0 < (away := distance(sizes, key.sizes)) <= MAX_DISTANCE
     ]
-    for _, _, position, sizes, folder in sorted(found)[:MAX_TRIED]:
+    # Of the same sizes several environments may have records: as hints are ranked, so are these.
+    for (_, _, position, sizes), same in groupby(sorted(found)[:MAX_TRIED], lambda each: each[:4]):
         there = replace(key, **sizes._asdict())
-        yield from _stored(places[position], folder, there, key, here)
+        stored = [
+            each
+            for *_, folder in same
+            for each in _stored(places[position], folder, there, key, here)
+        ]
+        yield from sorted(stored, key=_closeness, reverse=True)
 
 
 def _stored(

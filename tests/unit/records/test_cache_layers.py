@@ -128,6 +128,16 @@ def test_the_nearest_sizes_serve_with_their_regret(places):
     assert "3.4 %" in found.origin and str(sizes_of(near)) in found.origin
 
 
+@pytest.mark.parametrize("torch", ["2.0.0", "2.0.1", "2.0.2", "2.0.3"])
+def test_neighbours_of_the_same_sizes_are_ranked_as_hints_are(places, torch):
+    """Of two environments that whose folder's hash came first served."""
+    near = replace(PREFILL, kv_len=16384)
+    places["user"].write(elsewhere(recorded(near, ONE), template="old", torch=torch))
+    places["user"].write(elsewhere(recorded(near, TWO), torch=torch, triton="3.0.0"))
+    found = find(PREFILL, H200)
+    assert (found.how, found.config, found.differing) == ("nearest", TWO, ("triton", "torch"))
+
+
 def test_a_hint_comes_before_a_neighbour_of_this_environment(places):
     places["user"].write(recorded(replace(PREFILL, kv_len=16384), ONE))
     places["user"].write(elsewhere(recorded(PREFILL, TWO), torch="2.0.0"))
