@@ -66,14 +66,12 @@ def at_rest(config: _C) -> _C:
 
 
 def words(config: Config) -> list[str]:
-    """The words of the knobs that are turned, in the order of the fields; of several, which."""
-    known = [
-        (getattr(config, name), default, found) for name, default, found in _knobs(type(config))
-    ]
+    """The words of the knobs that are turned, with the value where a knob has several others."""
     return [
         found.word if len(found.others) == 1 else f"{found.word}-{value}"
-        for value, default, found in known if value != default
-    ]  # fmt: skip
+        for name, default, found in _knobs(type(config))
+        if (value := getattr(config, name)) != default
+    ]
 
 
 def values(of: Any) -> dict[str, Any]:

@@ -88,13 +88,13 @@ class HopperBackwardConfig:
     mha: bool = False
     even_n: bool = False
     ds_stages: int = 1
-    pipelined: str = knob("", "dk", "dq", word="pipelined")
+    pipelined: str = knob(*PIPELINED, word="pipelined")
     ping_pong: bool = knob(False, True, word="pingpong")
     dk_rs: bool = knob(True, False, word="dk-ss")
     ex2_emulated: int = knob(0, 2, word="ex2", moves=_bfloat16)
     shift_rows: bool = knob(False, True, word="shifted", moves=_dense)
     lpt: bool = knob(True, False, word="by-head", moves=_masked)
-    early_lse: str = knob("", "half", "all", word="early")
+    early_lse: str = knob(*EARLY, word="early")
     dq_tma: bool = knob(False, True, word="dq-tma")
     dq_halves: bool = knob(False, True, word="halves")
     deterministic: bool = knob(False, True, word="deterministic")

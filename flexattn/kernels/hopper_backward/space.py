@@ -40,14 +40,16 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         config = replace(config, remat=remat, pipelined="dk" if masked and each is _SPLIT else "")
         if bare and each is _SPLIT and not masked:
             config = replace(config, remat=True, pipelined="dk", ping_pong=True)
-        # All of lse, and a second tile of dS where heads are counted, spill beside a score_mod's
-        # numbers, in tall tiles, and as Triton 3.9 makes the loop.
-        few = each is _TALL or structure.score is not None
-        grouped = not config.mha and (few or waits_meet())
-        early = "all" if each is _SPLIT or (plain and not few and not grouped) else "half"
-        config = replace(config, early_lse=early if plain or few else "")
+        # Tall tiles and a score_mod leave no registers for all of lse. Where query heads are
+        # counted, they leave none for a second tile of dS either, nor does Triton 3.9's loop.
+        tight = each is _TALL or structure.score is not None
+        tight_loop = not config.mha and (tight or waits_meet())
+        early = "half" if each is not _SPLIT and (tight or tight_loop) else "all"
+        if structure.score is None and not plain:
+            early = ""
+        config = replace(config, early_lse=early)
         if width <= 128:
-            stages, remat = (1, True) if grouped else (2, config.remat)
+            stages, remat = (1, True) if tight_loop else (2, config.remat)
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
             yield replace(added, dq_halves=_walks_far(structure) and not structure.dropout)
         yield config
@@ -56,8 +58,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
 def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     """What a search may try; every: all settings of the knobs on all tiles."""
     if every:
-        for rows, keys, stages in product((64, 128), (64, 128), (1, 2, 3)):
-            config = at_sizes(HopperBackwardConfig(rows, keys, stages), problem)
+        for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
+            config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)
             yield from turned(config, problem.structure)
         return
     tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))

@@ -14,6 +14,8 @@ import re
 
 ANNOUNCED = "two_buffers 1"
 
+# What a barrier may stand in front of: behind it are barriers that the store needs.
+_STORE = re.compile(r"\b(?:stmatrix|st\.(?:volatile\.)?shared|fence\.proxy)")
 _BARRIER = re.compile(
     r"^[ \t]*(?:bar|barrier)(?:\.cta)?\.sync(?:\.aligned)?[ \t]+0(?:, *\d+)?;[^\n]*\n",
     re.MULTILINE,
@@ -31,6 +33,6 @@ def merged(ptx: str) -> str:
 
 
 def _without(text: str) -> str:
-    store = text.find("stmatrix")
-    found = _BARRIER.search(text, 0, max(store, 0))
+    store = _STORE.search(text)
+    found = store and _BARRIER.search(text, 0, store.start())
     return text if found is None else text[: found.start()] + text[found.end() :]

@@ -27,6 +27,8 @@ def test_each_announcement_takes_one_barrier():
     f"// {ANNOUNCED}\nbar.sync 5, 160;\n{STORE}",
     f"// {ANNOUNCED}\nbar.arrive 0, 288;\n{STORE}",
     f"// {ANNOUNCED}\nbar.sync 0;\n",
+    f"// {ANNOUNCED}\nst.shared.v4.b32 [%r1], {{%r2}};\nbar.sync 0;\n{STORE}",
+    f"// {ANNOUNCED}\nfence.proxy.async.shared::cta;\nbar.sync 0;\n{STORE}",
 ])  # fmt: skip
 def test_anything_else_stays(text):
     assert merged(text) == text
