@@ -65,10 +65,10 @@ class HopperBackwardConfig:
     processing time first); default True. Else those of one head: the last wave of a causal mask
     then is longer by 2 to 3 %, by simulation.
     early_lse: what is read of a tile's lse before the product of its scores is issued; default "",
-    nothing. Behind the product shared memory serves the tensor cores first, and a read takes some
-    340 cycles. "all": 4 to 6 % faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then
-    read before dP is awaited. "half": where registers have no place for more; 1 % at D 64. In
-    tiles that the warpgroups share by columns it is read through shared memory.
+    nothing. Issued behind it a read takes some 340 cycles (H100, by the profile). "all": 4 to 6 %
+    faster at D 128 and 2 to 3 % at D 256 on an H100; delta is then read before dP is awaited.
+    "half": where registers have no place for more; 1 % at D 64. In tiles that the warpgroups share
+    by columns it is read through shared memory.
     dq_tma: whether a tile of dQ passes through shared memory and the copy engine adds it, as in
     FlashAttention-3; default False: each thread adds what it holds. It spares the consumers
     instructions and registers, and takes 32 KB. 4 to 20 % faster up to 128 columns on an H100.
