@@ -1,7 +1,8 @@
 """Backward: the launches of a call's gradients, prepared once for its shapes; then tensors in.
 
-Every family of the kind "backward" is given the same: q, k, v, the gradient of the output, lse as
-the forward writes it, and delta, fp32 [B, Hq, q_len]: rowsum(out * its gradient) - lse's gradient.
+Every family of the kind "backward" is given the same: q, k, v, the output, its gradient, lse as
+the forward writes it and its gradient, and memory for delta, fp32 [B, Hq, q_len], which its first
+kernel makes: rowsum(out * its gradient) - lse's gradient.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from flexattn.device import Device
 from flexattn.kernels.base.binding import strides
 from flexattn.kernels.base.family import Around
+from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.choose.options import Options
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.printers.gradient_printer import grad_name
-from flexattn.kernels.triton_backward.source import render_delta, rows_of_delta
 from flexattn.mods import Bound
 from flexattn.problem import Problem
 from flexattn.problem.dropout import Dropout
@@ -40,9 +41,10 @@ from flexattn.runtime.launch import (
 )
 
 _TILES = ("Q_TILES", "DO_TILES", "K_TILES", "V_TILES")
-_GIVEN = ("Q", "K", "V", "DO", "LSE", "DELTA", "DQ", "DK", "DV", "sm_scale")
+_GIVEN = (
+    "Q", "K", "V", "OUT", "DO", "LSE", "DLSE", "DELTA", "DQ", "DK", "DV", "sm_scale", *_TILES,
+)  # fmt: skip
 _RESULTS = ("DQ", "DK", "DV")
-_DELTA_GIVEN = ("OUT", "DO", "LSE", "DLSE", "DELTA")
 
 
 class Gradients(NamedTuple):
@@ -57,10 +59,13 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _AroundLaunch:
-    """What is launched before and after the kernel, and the memory that they share with it."""
+    """What is launched before and after the kernel, and the memory that they share with it.
 
-    before: Launcher
-    after: Launcher
+    before: without and with a gradient of lse.
+    """
+
+    before: tuple[Launcher, Launcher]
+    after: Launcher | None
     scratch: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -72,13 +77,13 @@ class _AroundLaunch:
         fixed: dict[str, Any],
         given: Sequence[str],
     ) -> _AroundLaunch:
-        before, after = (
-            builder()
-            .kernel(source, target, index)
-            .prepare(around.programs, fixed, given, spare=(*fixed, *given))
-            for source in (around.before, around.after)
-        )
-        return cls(before, after, tuple(shape for _, shape in around.scratch))
+        def prepared(source: Source) -> Launcher:
+            kernel = builder().kernel(source, target, index)
+            return kernel.prepare(around.programs, fixed, given, spare=(*fixed, *given))
+
+        before, through_lse = map(prepared, around.before)
+        after = None if around.after is None else prepared(around.after)
+        return cls((before, through_lse), after, tuple(shape for _, shape in around.scratch))
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(x, dtype=torch.float32, device=device) for x in self.scratch]
@@ -86,20 +91,18 @@ class _AroundLaunch:
 
 @dataclass(frozen=True, slots=True)
 class BackwardLaunch:
-    """A chosen kernel, and that of delta, with what does not change while shapes do not.
+    """A chosen kernel, and those around it, with what does not change while shapes do not.
 
-    deltas: without and with a gradient of lse. rest: names of what `rest_of` gives. around: of
-    a family with kernels around its own. deterministic: whether dq's sums are in order.
+    rest: names of what `rest_of` gives. deterministic: whether dq's sums are in order.
     """
 
     choice: Choice
     geometry: Geometry
     gpu: int
-    deltas: tuple[Launcher, Launcher]
+    around: _AroundLaunch
     attend: Launcher
     runs: bool
     rest: tuple[str, ...]
-    around: _AroundLaunch | None = None
     deterministic: bool = False
 
     @property
@@ -143,17 +146,15 @@ class BackwardLaunch:
         delta = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
         dq, dk, dv = map(like, inputs) if into is None else into
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=out.device) for x in captured]
-        self.deltas[dlse is not None].launch(stream, (out, dout, lse, dlse, delta))
         q, k, v = inputs
-        given = (q, k, v, dout, lse, delta, dq, dk, dv, scale)
         around = self.around
-        if around is None:
-            self.attend.launch(stream, (*given, q, dout, k, v, *rest, *sums))
-        else:
-            scratch = around.allocate(out.device)
-            around.before.launch(stream, (*given, *scratch, *rest))
-            self.attend.launch(stream, (*given, *scratch, *rest))
-            around.after.launch(stream, (*given, *scratch, *rest))
+        scratch = around.allocate(out.device)
+        given = (q, k, v, out, dout, lse, dlse, delta, dq, dk, dv, scale, q, dout, k, v)
+        given = (*given, *scratch, *rest, *sums)
+        around.before[dlse is not None].launch(stream, given)
+        self.attend.launch(stream, given)
+        if around.after is not None:
+            around.after.launch(stream, given)
         found = [total.to(x.dtype) for total, x in zip(sums, captured, strict=True)]
         return Gradients(dq, dk, dv, tuple(found), delta)
 
@@ -210,6 +211,7 @@ def prepare_backward(
     )
     fixed: dict[str, Any] = {
         **input_strides(problem, q, k, v),
+        **strides("stride_o", "bhm", out),
         **strides("stride_do", "bhm", dout),
         **_named("stride_dq", "bhm", dq),
         **_named("stride_dk", "bhn", dk),
@@ -232,48 +234,26 @@ def prepare_backward(
         for name, x, steps in zip(_RESULTS, inputs, (dq, dk, dv), strict=True)
     }
     around = family.around(problem, config, target)
-    if around is None:
-        given: tuple[str, ...] = (*_GIVEN, *_TILES, *rest, *map(grad_name, structure.grads))
-        spare: tuple[str, ...] = _TILES
-        launched = None
-    else:
-        # Of what all families are given it takes some.
-        given = (*_GIVEN, *(name for name, _ in around.scratch), *rest)
-        spare = (*fixed, *given)
-        boxes |= {name: dense_box(shape) for name, shape in around.scratch}
-        launched = _AroundLaunch.of(around, target, index, fixed, given)
+    assert around is not None
+    given = (
+        *_GIVEN,
+        *(name for name, _ in around.scratch),
+        *rest,
+        *map(grad_name, structure.grads),
+    )
+    boxes |= {name: dense_box(shape) for name, shape in around.scratch}
+    launched = _AroundLaunch.of(around, target, index, fixed, given)
     boxes = {name: box for name, box in boxes.items() if name in names and names[name].described}
     return BackwardLaunch(
         choice,
         grid,
         index,
-        _deltas(problem, target, index, out, dout),
-        kernel.prepare(grid.programs, fixed, given, boxes, spare=spare),
+        launched,
+        kernel.prepare(grid.programs, fixed, given, boxes, spare=(*fixed, *given)),
         runs,
         rest,
-        launched,
         deterministic,
     )
-
-
-def _deltas(
-    problem: Problem, target: Device, index: int, out: Tensor, dout: Tensor
-) -> tuple[Launcher, Launcher]:
-    """Launchers of delta without and with a gradient of lse."""
-    rows = problem.B * problem.Hq * problem.q_len
-    fixed = {
-        **strides("stride_o", "bhm", out), **strides("stride_do", "bhm", dout),
-        "Hq": problem.Hq, "q_len": problem.q_len, "rows": rows,
-    }  # fmt: skip
-    programs = -(-rows // rows_of_delta(problem.structure))
-    found = [
-        builder().kernel(render_delta(problem.structure, target, through_lse), target, index)
-        for through_lse in (False, True)
-    ]
-    one, other = (
-        kernel.prepare(programs, fixed, _DELTA_GIVEN, spare=("DLSE",)) for kernel in found
-    )
-    return one, other
 
 
 def _named(prefix: str, axes: str, steps: Sequence[int]) -> dict[str, int]:

@@ -24,13 +24,14 @@ _NUMBERS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 class Around(NamedTuple):
     """What a backward launches before and after its kernel, each `programs` programs.
 
-    scratch: names and shapes of the memory that all share, of four bytes an element.
+    before: what makes delta, without and with a gradient of lse. scratch: names and shapes of the
+    memory that all share, of four bytes an element.
     """
 
-    before: Source
-    after: Source
+    before: tuple[Source, Source]
     programs: int
-    scratch: tuple[tuple[str, tuple[int, ...]], ...]
+    after: Source | None = None
+    scratch: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class KernelFamily(ABC, Generic[_C]):
@@ -135,7 +136,7 @@ class KernelFamily(ABC, Generic[_C]):
         return None
 
     def around(self, problem: Problem, config: _C, device: Device) -> Around | None:
-        """The kernels around a backward's own; None where it needs none."""
+        """The kernels around a backward's own; None of other kinds."""
         return None
 
     def bind(self, problem: Problem, config: _C, grid: Geometry) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from flexattn.kernels.base.arguments import (
     descriptor,
     dropout_arguments,
 )
+from flexattn.kernels.base.delta import delta_arguments
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
 from flexattn.kernels.printers.triton_ops import signature_type
@@ -53,11 +54,13 @@ def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[A
     return tuple(found)
 
 
-def before_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the kernel that makes STATS and clears DQ_ACC, and DQ_SEMAPHORES."""
-    found = [Argument(name, "*fp32", 16) for name in ("LSE", "DELTA", "STATS")]
-    found.append(_SUMS)
-    found += [Argument("q_len", "i32"), Argument("num_queries", "i32")]
+def before_arguments(
+    structure: Structure, config: HopperBackwardConfig, through_lse: bool
+) -> tuple[Argument, ...]:
+    """Of the kernel that makes delta and STATS, and clears DQ_ACC and DQ_SEMAPHORES."""
+    found = delta_arguments(structure, through_lse)
+    found += [Argument("STATS", "*fp32", 16), _SUMS]
+    found += [Argument(name, "i32") for name in ("Hq", "q_len", "num_queries")]
     if config.deterministic:
         found.append(_SEMAPHORES)
     return (*found, *dropout_arguments(structure)[2:])

@@ -80,8 +80,11 @@ class _Backward(KernelFamily[HopperBackwardConfig]):
         ]
         if config.deterministic:
             scratch.append(("DQ_SEMAPHORES", (1, 1, 1, tiles)))
-        before, after = (make(structure, config, device) for make in (render_before, render_after))
-        return Around(before, after, tiles, tuple(scratch))
+        before, through_lse = (
+            render_before(structure, config, device, each) for each in (False, True)
+        )
+        after = render_after(structure, config, device)
+        return Around((before, through_lse), tiles, after, tuple(scratch))
 
     def bind(
         self, problem: Problem, config: HopperBackwardConfig, grid: Geometry

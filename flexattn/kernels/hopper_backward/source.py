@@ -13,6 +13,7 @@ from flexattn.kernels.base.source import (
     expressions,
     make_source,
     mod_context,
+    named_pieces,
     traits_of,
 )
 from flexattn.kernels.base.tiles import walks_runs
@@ -132,16 +133,23 @@ def render(
     )
 
 
-def render_before(structure: Structure, config: HopperBackwardConfig, device: Device) -> Source:
-    """The kernel that makes STATS and clears what sums up dq: a program a tile of a head."""
+def render_before(
+    structure: Structure, config: HopperBackwardConfig, device: Device, through_lse: bool
+) -> Source:
+    """The kernel that makes delta and STATS and clears what sums up dq; through_lse: of lse, too.
+
+    A program has a tile of a head.
+    """
     settings = {"BLOCK_M": config.BLOCK_M, "HEAD_DIM": columns(structure)}
     context: dict[str, object] = {
         "constants": (*settings.items(), *BASE_2),
+        "v_pieces": named_pieces("v", structure.head_dim_v),
+        "through_lse": through_lse,
         "deterministic": config.deterministic,
         "dropout": structure.dropout,
     }
     template = "hopper_backward/before.py.jinja"
-    found = before_arguments(structure, config)
+    found = before_arguments(structure, config, through_lse)
     return make_source(template, device, [_title(structure)], context, found, 4, 1)
 
 

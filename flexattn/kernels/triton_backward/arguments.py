@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from flexattn.kernels.base.arguments import (
     Argument,
     captured_arguments,
@@ -13,6 +11,7 @@ from flexattn.kernels.base.arguments import (
     strides_of,
 )
 from flexattn.kernels.base.config import pieces
+from flexattn.kernels.base.delta import dense_stride_arguments
 from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.kernels.triton_backward.config import BackwardConfig
@@ -36,10 +35,10 @@ def backward_arguments(
     found += [Argument("DELTA", "*fp32", 16)]
     found += [Argument(name, element, 16) for name in ("DQ", "DK", "DV")]
     found += [each for tensor in "qkv" for each in strides_of(tensor, structure)]
-    found += _dense("do", "bhm", structure.head_dim_v)
-    found += _dense("dq", "bhm", structure.head_dim_qk)
-    found += _dense("dk", "bhn", structure.head_dim_qk)
-    found += _dense("dv", "bhn", structure.head_dim_v)
+    found += dense_stride_arguments("do", "bhm", structure.head_dim_v)
+    found += dense_stride_arguments("dq", "bhm", structure.head_dim_qk)
+    found += dense_stride_arguments("dk", "bhn", structure.head_dim_qk)
+    found += dense_stride_arguments("dv", "bhn", structure.head_dim_v)
     found += [Argument(name, "i32") for name in _SIZES]
     found.append(Argument("sm_scale", "fp32"))
     found += _sparse(structure, runs)
@@ -51,17 +50,6 @@ def backward_arguments(
     return tuple(found)
 
 
-def delta_arguments(structure: Structure, through_lse: bool) -> tuple[Argument, ...]:
-    """Of the kernel that makes delta; through_lse: lse has a gradient, too."""
-    element = f"*{signature_type(structure.dtype)}"
-    found = [Argument("OUT", element, 16), Argument("DO", element, 16)]
-    found += [Argument("LSE", "*fp32", 16)]
-    found += [Argument("DLSE", "*fp32", 16)] * through_lse
-    found += [Argument("DELTA", "*fp32", 16)]
-    found += _dense("o", "bhm", structure.head_dim_v) + _dense("do", "bhm", structure.head_dim_v)
-    return (*found, Argument("Hq", "i32"), Argument("q_len", "i32"), Argument("rows", "i64"))
-
-
 def _tiles(structure: Structure, config: BackwardConfig) -> list[tuple[str, str]]:
     """Descriptors of what is walked, and their types."""
     if not config.use_tma:
@@ -70,11 +58,6 @@ def _tiles(structure: Structure, config: BackwardConfig) -> list[tuple[str, str]
     rows, keys, dtype = config.BLOCK_M1, config.BLOCK_N2, structure.dtype
     sizes = {"Q": (rows, qk), "DO": (rows, v), "K": (keys, qk), "V": (keys, v)}
     return [descriptor(f"{name}_TILES", dtype, *size) for name, size in sizes.items()]
-
-
-def _dense(tensor: str, axes: str, head_dim: int) -> list[Argument]:
-    """Strides of what is dense, all multiples of its rows."""
-    return [Argument(f"stride_{tensor}{axis}", "i64", gcd(16, head_dim)) for axis in axes]
 
 
 def _sparse(structure: Structure, runs: bool) -> list[Argument]:

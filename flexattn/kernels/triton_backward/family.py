@@ -7,14 +7,14 @@ from typing import Any
 
 from flexattn.device import Device
 from flexattn.kernels.base.config import Language
-from flexattn.kernels.base.family import Effort, KernelFamily
+from flexattn.kernels.base.family import Around, Effort, KernelFamily
 from flexattn.kernels.base.feasibility import Feasibility
 from flexattn.kernels.base.knobs import turned, words
 from flexattn.kernels.base.source import Source
 from flexattn.kernels.base.tiles import Geometry
 from flexattn.kernels.triton_backward.config import RULES, BackwardConfig, case_of, estimate
 from flexattn.kernels.triton_backward.defaults import axes, defaults
-from flexattn.kernels.triton_backward.source import render
+from flexattn.kernels.triton_backward.source import render, render_delta, rows_of_delta
 from flexattn.kernels.triton_backward.tiles import backward_grid, fit_to_mask, sizes_of_launch
 from flexattn.problem import Kind, Problem, Structure
 
@@ -50,6 +50,12 @@ class _Backward(KernelFamily[BackwardConfig]):
 
     def bind(self, problem: Problem, config: BackwardConfig, grid: Geometry) -> dict[str, Any]:
         return sizes_of_launch(problem, config)
+
+    def around(self, problem: Problem, config: BackwardConfig, device: Device) -> Around:
+        structure = problem.structure
+        before, through_lse = (render_delta(structure, device, each) for each in (False, True))
+        tiles = -(-problem.q_len // rows_of_delta(structure))
+        return Around((before, through_lse), problem.B * problem.Hq * tiles)
 
     def launch_key(self, config: BackwardConfig) -> tuple[object, ...]:
         return *config.tiles, config.num_warps

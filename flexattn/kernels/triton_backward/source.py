@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexattn.device import Device
+from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.config import describe, power_above
+from flexattn.kernels.base.delta import delta_arguments
 from flexattn.kernels.base.source import (
     BASE_2,
     Source,
@@ -25,7 +27,7 @@ from flexattn.kernels.printers.triton_ops import triton_type
 from flexattn.kernels.printers.triton_printer import Printed
 from flexattn.kernels.ptx.assembler import for_split_tiles
 from flexattn.kernels.ptx.stages import Stages
-from flexattn.kernels.triton_backward.arguments import backward_arguments, delta_arguments
+from flexattn.kernels.triton_backward.arguments import backward_arguments
 from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.kernels.triton_backward.tiles import reads_runs, tile_counts
 from flexattn.problem import Structure
@@ -88,7 +90,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
 
 
 def rows_of_delta(structure: Structure) -> int:
-    """How many query rows a program of delta takes."""
+    """How many query rows of a head a program of delta takes."""
     width = sum(piece.tile for piece in named_pieces("v", structure.head_dim_v))
     return max(16, min(128, _ELEMENTS // power_above(width)))
 
@@ -101,7 +103,8 @@ def render_delta(structure: Structure, device: Device, through_lse: bool) -> Sou
         "through_lse": through_lse,
     }
     title = f"delta {structure.dtype} D={structure.head_dim_v} for {device.arch}"
-    found = delta_arguments(structure, through_lse)
+    sizes = (Argument("Hq", "i32"), Argument("q_len", "i32"))
+    found = (*delta_arguments(structure, through_lse), *sizes)
     return make_source("triton_backward/delta.py.jinja", device, [title], context, found, 4, 1)
 
 

@@ -43,7 +43,7 @@ class Emulated(Recorded):
         names, rows, seen = told.keys(), self.config.BLOCK_M, self.seen
         if "OUT" in names:
             told["DELTA"].copy_((told["OUT"] * told["DO"]).double().sum(-1))
-        elif "LSE" in names:
+        if "STATS" in names and "Q" not in names:
             tiles, length = told["num_queries"], told["q_len"]
             stats = np.zeros((*told["LSE"].shape[:2], tiles * rows, 2), np.float32)
             stats[..., 0] = np.inf
@@ -62,7 +62,7 @@ class Emulated(Recorded):
             sums = self.by_row(seen["sums"]) if self.config.dq_tma else seen["sums"]
             sums = sums.reshape(*heads, -1, self.width) * told["sm_scale"]
             told["DQ"].copy_(torch.from_numpy(sums)[:, :, : told["q_len"], : told["DQ"].shape[3]])
-        else:
+        elif "Q" in names:
             run(self.source, programs, {n: self.argument(n, x) for n, x in told.items()})
 
     def by_row(self, sums):
