@@ -25,6 +25,7 @@ from bench.rows import Row
 from flexattn.frontend.gradients import AskedGradients, BackwardPlan, plan_backward
 from flexattn.frontend.trained import with_tensors
 from flexattn.kernels.choose.options import Options
+from flexattn.kernels.choose.registry import family_of
 from flexattn.mods import bind
 from flexattn.runtime.backward import prepare_backward
 from flexattn.runtime.dispatch import dispatcher
@@ -105,10 +106,12 @@ class _Exactly:
             q, k, v, out, dout = tensors
             asked = with_tensors(self._asked, mask, others)
             first, lists = plan_backward(asked, *tensors).launch, asked.lists()
-            exact = Options(exact=replace(first.choice.config, **self._given))
+            problem, device = first.problem, first.choice.device
+            config = replace(first.choice.config, **self._given)
+            fitting = family_of(config).at_sizes(config, problem, problem, device)
+            exact = Options(exact=fitting)
             launch = prepare_backward(
-                first.problem, first.choice.device, q.device, dispatcher(), exact, (q, k, v), out,
-                dout, lists,
+                problem, device, q.device, dispatcher(), exact, (q, k, v), out, dout, lists,
             )  # fmt: skip
             rest = launch.rest_of(lists, asked.score, asked.mask, asked.dropout)
             self._plan = BackwardPlan(launch, rest)

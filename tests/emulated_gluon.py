@@ -6,7 +6,6 @@ before it is awaited: a tile of shared memory that was overwritten too early giv
 and one that was never written gives NaN. A thread that waits for ever ends the test.
 """
 
-import math
 import random
 import threading
 from types import SimpleNamespace
@@ -15,101 +14,10 @@ import numpy as np
 import torch
 
 from flexattn.reference.dropout import philox4x32
+from tests.emulated_memory import Number, Shared, Staged, Tile, tile
 
 SECONDS = 20
 CONSUMERS, LOADER = 256, 32
-
-
-class Tile(np.ndarray):
-    """A tensor in registers."""
-
-    type = SimpleNamespace(layout=None)
-
-    def to(self, dtype):
-        return self
-
-    def permute(self, order):
-        return self.transpose(order)
-
-
-class Number(int):
-    """A number of a kernel's arguments."""
-
-    def to(self, dtype):
-        return self
-
-    def __rshift__(self, places):
-        return Number(int(self) >> places)
-
-
-def tile(values, dtype=np.float32):
-    return np.asarray(values, dtype).view(Tile)
-
-
-class Pointer:
-    """An address in a flat array."""
-
-    def __init__(self, array, offset=0):
-        self.array, self.offset = array, offset
-
-    def __add__(self, more):
-        return Pointer(self.array, self.offset + more)
-
-
-class Descriptor:
-    """A tensor as the copy engine sees it: outside of it zeros are read, and nothing written."""
-
-    layout = None
-
-    def __init__(self, array, block, itemsize):
-        self.array, self.block, self.dtype = array, block, None
-        self.bytes = itemsize * math.prod(block)
-
-    def _inside(self, at):
-        ends = [
-            min(a + n, size) for a, n, size in zip(at, self.block, self.array.shape, strict=True)
-        ]
-        kept = tuple(slice(int(a), max(int(a), int(z))) for a, z in zip(at, ends, strict=True))
-        return kept, tuple(slice(0, max(0, int(z - a))) for a, z in zip(at, ends, strict=True))
-
-    def read(self, at):
-        found = np.zeros(self.block, np.float32)
-        kept, there = self._inside(at)
-        found[there] = self.array[kept]
-        return found
-
-    def write(self, at, values):
-        kept, there = self._inside(at)
-        self.array[kept] = values.reshape(self.block)[there]
-
-    def add(self, at, values):
-        kept, there = self._inside(at)
-        self.array[kept] += values.reshape(self.block)[there]
-
-
-class Shared:
-    """Shared memory, or a part of it."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def index(self, i):
-        return Shared(self.array[int(i)])
-
-    def reshape(self, shape):
-        return Shared(self.array.reshape(shape))
-
-    def permute(self, order):
-        return Shared(self.array.transpose(order))
-
-    def slice(self, start, length):
-        return Shared(self.array[start : start + length])
-
-    def load(self, layout):
-        return tile(self.array.copy(), self.array.dtype)
-
-    def store(self, values):
-        self.array[...] = values
 
 
 class Meeting:
@@ -126,18 +34,18 @@ class Meeting:
         self.generation, self.count = self.generation + 1, 0
         self.block.lock.notify_all()
 
-    def arrive(self, threads):
-        """Of a hardware barrier, at which so many threads of 288 arrive."""
+    def arrive(self, threads, of=CONSUMERS + LOADER):
+        """Of a hardware barrier, at which so many threads of all of them arrive."""
         with self.block.lock:
             self.count += threads
-            assert self.count <= CONSUMERS + LOADER
-            if self.count == CONSUMERS + LOADER:
+            assert self.count <= of
+            if self.count == of:
                 self._pass()
 
-    def sync(self, threads):
+    def sync(self, threads, of=CONSUMERS + LOADER):
         with self.block.lock:
             before = self.generation
-        self.arrive(threads)
+        self.arrive(threads, of)
         self._until(lambda: self.generation > before)
 
     def expect(self, size, arrivals=1):
@@ -161,10 +69,16 @@ class Meeting:
 class Block:
     """One program of the grid."""
 
-    def __init__(self, number, chance):
-        self.number, self.chance, self.failed = number, chance, False
+    def __init__(self, number, chance, of=1):
+        self.number, self.chance, self.of, self.failed = number, chance, of, False
         self.lock = threading.Condition()
-        self.hardware, self.flying, self.copies, self.sums = {}, [], [], []
+        self.hardware, self.flying, self.copies, self.stores = {}, [], [], {}
+        self.warps = 1
+
+    def count(self, place, more):
+        before = Number(place.array[place.offset])
+        place.array[place.offset] += more
+        return before
 
     def barrier(self, number):
         return self.hardware.setdefault(int(number), Meeting(self))
@@ -201,14 +115,23 @@ class Block:
         self.copies.append(later)
         later.start()
 
+    def _late(self, write, at, place):
+        """The copy engine reads shared memory as late as the thread that asks lets it."""
+        self.stores.setdefault(threading.get_ident(), []).append((write, at, place))
+
     def add(self, to, at, place):
-        """The copy engine reads shared memory as late as it may."""
-        self.sums.append((to, at, place))
+        self._late(to.add, at, place)
+
+    def store(self, to, at, place):
+        self._late(to.write, at, place)
 
     def await_stores(self, most):
-        while self.sums:
-            to, at, place = self.sums.pop()
-            to.add(at, place.array)
+        mine = self.stores.get(threading.get_ident(), [])
+        while mine:
+            write, at, place = mine.pop()
+            if isinstance(place, Staged):
+                place.check()
+            write(at, place.array)
 
     def specialise(self, partitions, warps, registers):
         def run(function, arguments):
@@ -220,8 +143,11 @@ class Block:
                     self.failed = True
                     self.lock.notify_all()
 
-        errors = []
-        threads = [threading.Thread(target=run, args=each, daemon=True) for each in partitions]
+        errors, self.warps = [], len(partitions)
+        threads = [
+            threading.Thread(target=run, args=each, name=each[0].__name__, daemon=True)
+            for each in partitions
+        ]
         for each in threads:
             each.start()
         for each in threads:
@@ -232,7 +158,7 @@ class Block:
             each.join()
         assert (
             not self.flying
-            and not self.sums
+            and not any(self.stores.values())
             and all(not each.count for each in self.hardware.values())
         )
 
@@ -250,7 +176,7 @@ def run(source, programs, arguments, seed=0):
         ordered = any(each.name == "DQ_SEMAPHORES" for each in source.arguments)
         started = range(programs) if ordered else chance.sample(range(programs), programs)
         for number in started:
-            block = Block(number, random.Random(chance.random()))
+            block = Block(number, random.Random(chance.random()), programs)
             names = _language(block)
             exec(code, names)
             names.update(_assembly(block))
@@ -263,6 +189,8 @@ def _language(block):
     def allocate(dtype, shape, layout):
         if dtype == "int64":
             return Meeting(block)
+        if dtype == "int32":
+            return Shared(np.full(shape, -99, np.int64))
         if dtype == "uint32":
             return Shared(np.full(shape, 2**32 - 1, np.int64))
         return Shared(np.full(shape, np.nan, np.float32))
@@ -283,12 +211,14 @@ def _language(block):
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
-        full=lambda shape, x, dtype, layout: np.full(shape, x),
+        full=lambda shape, x, dtype, layout: np.full(shape, x), num_programs=lambda axis: block.of,
+        max=lambda x, axis: Number(x.max(axis)), atomic_add=block.count,
     )  # fmt: skip
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: None,
         expect=lambda barrier, size: barrier.expect(size),
         wait=lambda barrier, parity: barrier.wait(parity),
+        arrive=lambda barrier, count: barrier.expect(0),
     )  # fmt: skip
     return {
         "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
@@ -296,8 +226,8 @@ def _language(block):
         "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
-        "store": lambda to, at, place: to.write(at, place.array),
-        "reinterpret": lambda place, dtype, shape, layout: place.reshape(shape),
+        "store": block.store, "barrier": lambda: None,
+        "reinterpret": lambda place, dtype, shape, layout: place.reinterpret(shape),
     }  # fmt: skip
 
 
@@ -336,6 +266,10 @@ def _assembly(block):
     def release_semaphore(place, order):
         place.array[place.offset] = order
 
+    def give_keys(at):
+        mine = CONSUMERS if threading.current_thread().name == "consume" else LOADER
+        block.barrier(at).arrive(mine, CONSUMERS + LOADER * (block.warps - 1))
+
     return {
         "give": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_if": lambda at, n: block.barrier(at).arrive(CONSUMERS) if n > 0 else None,
@@ -349,6 +283,10 @@ def _assembly(block):
             [block.barrier(at + w).sync(CONSUMERS) for w in (0, 1)] if n > 0 else None
         ),
         "begin_store": lambda: None,
+        "give_keys": give_keys,
+        "take_keys": lambda at: block.barrier(at).sync(
+            LOADER, CONSUMERS + LOADER * (block.warps - 1)
+        ),
         "give_kept": lambda at: block.barrier(at).arrive(CONSUMERS),
         "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),

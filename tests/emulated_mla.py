@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tests.emulated_gluon import Block, Descriptor, Meeting, Pointer, Shared, Tile, tile
+from tests.emulated_gluon import Block, Meeting
+from tests.emulated_memory import Descriptor, Pointer, Shared, Tile, tile
 
 NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
 

@@ -97,6 +97,14 @@ FORMS = {
     "two buffers": {"ds_stages": 2, "early_lse": "half"},
     "dq_tma two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all", "remat": True},
     "dq_tma halves": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "remat": True},
+    "persistent": {"dq_tma": True, "persistent": True, "ds_stages": 2},
+    "persistent halves": {
+        "dq_tma": True,
+        "dq_halves": True,
+        "persistent": True,
+        "ds_stages": 2,
+        "early_lse": "half",
+    },
 }
 TILES = {64: ((128, 128, 2), (64, 128, 3)), 128: ((64, 128, 2),), 256: ((64, 64, 2),)}
 # Shared memory has no room for a tile of dq of 256 columns.
@@ -112,7 +120,19 @@ def test_forms(name, D, forced):
         check(*on_gpu(1, 4, 2, 520, 640, D), MASKS["holes"])
 
 
-DROPPING = [each for each in EVERY_FORM if "dq_halves" not in FORMS[each[1]]]
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", ["persistent", "persistent halves"])
+def test_a_block_takes_one_tile_of_keys_after_another(name, D, forced):
+    """More tiles than SMs, of which `holes` leaves some without queries."""
+    for tile in TILES[D]:
+        forced(HopperBackwardConfig(*tile, **FORMS[name]))
+        check(*on_gpu(5, 16, 16, 520, 640, D), causal)
+        check(*on_gpu(3, 32, 16, 333, 1401, D), None)
+        check(*on_gpu(4, 32, 16, 520, 1281, D), MASKS["holes"])
+
+
+WITHOUT = ("dq_halves", "persistent")
+DROPPING = [each for each in EVERY_FORM if not FORMS[each[1]].keys() & set(WITHOUT)]
 
 
 @pytest.mark.parametrize(("D", "name"), [*((D, "plain") for D in TILES), *DROPPING])

@@ -13,7 +13,7 @@ from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
-from tests.emulated_gluon import Pointer
+from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
 from tests.serving import assert_right, batch, plan_for, poisoned_pages, run

@@ -81,6 +81,12 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     if columns(structure) <= 128:
         added = replace(config, dq_tma=True, ds_stages=2)
         pipelines += [added, replace(added, dq_halves=True)]
+        # Tall tiles have no registers for a second tile of dS beside the count of tiles.
+        stays = replace(added, ds_stages=1, remat=True) if config.BLOCK_M == 128 else added
+        pipelines += [
+            replace(stays, persistent=True),
+            replace(stays, persistent=True, dq_halves=True),
+        ]
     # Beside the scores of tall tiles dQ's product has no registers: ptxas waits for each.
     if config.BLOCK_M == 64:
         pipelines.append(replace(beside, pipelined="dq", remat=True))

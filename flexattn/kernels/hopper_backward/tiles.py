@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flexattn.device import Device
 from flexattn.errors import ConfigError
 from flexattn.kernels.base.tiles import Geometry, walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
@@ -20,17 +21,22 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     """The config in the form that a problem's heads and keys allow.
 
     With dropout a block counts heads also where each key head has one: ptxas of Triton 3.9 then
-    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask.
+    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask. So
+    does a block that stays: it counts tiles as it is, and spilled 32 words at 128 columns.
     """
+    counts = problem.structure.dropout or config.persistent
     return replace(
         config,
-        mha=_shared_heads(problem) == 1 and not problem.structure.dropout,
+        mha=_shared_heads(problem) == 1 and not counts,
         even_n=problem.kv_len % config.BLOCK_N == 0,
     )
 
 
-def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
-    """A program for each tile of keys of each key head; raises ConfigError for another form."""
+def backward_grid(problem: Problem, config: HopperBackwardConfig, device: Device) -> Geometry:
+    """A program for each tile of keys of each key head, or for each SM.
+
+    Raises ConfigError for another form than a problem's.
+    """
     allowed = at_sizes(config, problem)
     if config.mha > allowed.mha or config.even_n > allowed.even_n:
         raise ConfigError(
@@ -40,8 +46,9 @@ def backward_grid(problem: Problem, config: HopperBackwardConfig) -> Geometry:
             f"use {allowed}",
         )
     sizes = sizes_of_launch(problem, config)
-    programs = sizes["num_tiles"] * sizes["kv_units"]
-    return Geometry(programs, sizes["num_tiles"], programs)
+    tiles = sizes["num_tiles"] * sizes["kv_units"]
+    programs = min(tiles, device.num_sms) if config.persistent else tiles
+    return Geometry(programs, sizes["num_tiles"], tiles)
 
 
 def sizes_of_launch(problem: Problem, config: HopperBackwardConfig) -> dict[str, int]:
