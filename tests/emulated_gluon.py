@@ -204,7 +204,7 @@ def _language(block):
         arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
         minimum=min, maximum=_maximum, convert_layout=lambda x, layout: x,
-        load=lambda place: Number(place.array[place.offset]), allocate_shared_memory=allocate,
+        load=_load, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         uint32="uint32", join=lambda a, b: np.stack([a, b], -1).view(Tile),
@@ -229,6 +229,12 @@ def _language(block):
         "store": block.store, "barrier": lambda: None,
         "reinterpret": lambda place, dtype, shape, layout: place.reinterpret(shape),
     }  # fmt: skip
+
+
+def _load(place, mask=True, other=0):
+    if np.ndim(place.offset) == 0:
+        return Number(place.array[place.offset])
+    return np.where(mask, place.array[np.where(mask, place.offset, 0)], other).view(Tile)
 
 
 def _maximum(a, b):

@@ -159,10 +159,24 @@ PIPELINES = {
     },
     "shifted dq": {"pipelined": "dq", "shift_rows": True, "ex2_emulated": 2, "lpt": False},
 }
-MASKS = {"full": None, "causal": causal, "window": sliding_window(90), "holes": holes}
+DOCUMENTS = torch.arange(210) // 75
+
+
+def documents(b, h, q_idx, kv_idx):
+    return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+
+MASKS = {
+    "documents": documents,
+    "full": None,
+    "causal": causal,
+    "window": sliding_window(90),
+    "holes": holes,
+}
 MHA, GQA = (2, 2), (4, 2)
 CASES = [
     *(("plain", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("causal", MHA))),
+    ("plain", "documents", (64, 128, 2), GQA),
     *(("dk", mask, (64, 128, 2), heads) for mask, heads in (("causal", GQA), ("window", MHA))),
     *(("dq", mask, (64, 128, 2), GQA) for mask in ("causal", "holes")),
     *(("dq", mask, (64, 128, 2), MHA) for mask in ("full", "window")),
