@@ -1,4 +1,4 @@
-"""The mask of a step of a static cache: what it keeps, which blocks it lists, what making it asks."""
+"""The mask of a step of a static cache: what it keeps, what it lists, what making it asks."""
 
 import pytest
 import torch
@@ -38,7 +38,9 @@ def check(mask, wanted):
     listed = mask.to_dense().expand(B, -1, -1, -1).bool()
     assert (listed >= needed.to_dense().bool()).all()
     blocks = -(-keys // 128)
-    assert torch.equal(mask.kv_indices.sort(-1).values, torch.arange(blocks).expand_as(mask.kv_indices))
+    assert torch.equal(
+        mask.kv_indices.sort(-1).values, torch.arange(blocks).expand_as(mask.kv_indices)
+    )
     assert torch.equal(mask.q_num_blocks.expand(B, -1, -1).bool(), listed[:, :, 0])
     assert mask.seq_lengths == (1, keys) and known_class(mask) and mask.contiguous() is mask
     return listed.sum(-1).flatten().tolist()
@@ -47,7 +49,7 @@ def check(mask, wanted):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_row_sees_the_keys_up_to_its_own_but_for_padding(data):
-    """The mask may be shorter or longer than what was seen, with holes, and of a row without keys."""
+    """Padding may be shorter or longer than what was seen, have holes, and leave no key."""
     keys = data.draw(st.integers(1, 700))
     at = data.draw(st.integers(0, keys - 1))
     width = data.draw(st.integers(1, keys + 20))
@@ -84,7 +86,10 @@ def test_a_window_lists_the_blocks_up_to_its_newest_key():
     [
         {"mask_function": lambda b, h, q_idx, kv_idx: kv_idx % 2 == 0},
         {"mask_function": sliding_window(20), "local_size": 21},
-        {"mask_function": lambda b, h, q_idx, kv_idx: q_idx // 100 == kv_idx // 100, "kv_offset": 7},
+        {
+            "mask_function": lambda b, h, q_idx, kv_idx: q_idx // 100 == kv_idx // 100,
+            "kv_offset": 7,
+        },
     ],
     ids=["keys after the row", "a window on all keys", "another offset"],
 )
