@@ -1,8 +1,8 @@
 """static_mask(): the mask of one new row of a static cache, in few operations and without a wait.
 
-`generate` makes the masks of such a cache outside of the graph that it compiles, in every step. All
-that changes from step to step is in tensors of the same sizes: a Python number would be an input
-of the graph, of which torch records another CUDA graph for each value.
+`generate` makes the masks of such a cache in every step, outside of the graph that it compiles.
+All that changes from step to step is in tensors of the same sizes: a Python number would be an
+input of the graph, of which torch records another CUDA graph for each value.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class _Tables(NamedTuple):
                 twice.as_strided((last, last), (1, 1)),
                 torch.zeros(B, keys, dtype=torch.bool, device=device),
             )
-        # A CUDA graph reads it where it lies, in place of copying it in every step.
-        torch._dynamo.mark_static_address(found.order)
+        # A CUDA graph reads it where it lies, in place of copying it in every step. A static cache
+        # of transformers has imported what makes graphs; nobody else waits for that here.
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.mark_static_address(found.order)
         return found
 
 
@@ -92,12 +94,12 @@ def static_mask(
     causal = not_after(mask_function) and near
     if isinstance(at, Tensor) and not offset and causal:
         place = tables.places.index_select(0, at.view(1))
-        mask_mod = _placed(mask_function, place[0, 0], None, kept)
+        mask_mod = _padded(_placed(mask_function, place[0, 0]), kept)
         lists = _lists(tables, place[:, 4:], kept)
         return with_lists((1, keys), lists, mask_mod)
     # A static cache counts on in the very tensor that it gives, before the kernel runs.
     first = at.clone() if isinstance(at, Tensor) else _number(at, device)
-    mask_mod = _placed(mask_function, first, _number(offset, device), kept)
+    mask_mod = _padded(_moved(mask_function, first, _number(offset, device)), kept)
     if isinstance(at, Tensor) or not causal:
         return few_rows(mask_mod, B, 1, keys, device)
     blocks = min(max((at - offset) // KEY_BLOCK + 1, 0), tables.order.shape[3])
@@ -140,24 +142,28 @@ def _number(value: int, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.int64, device=device)
 
 
-def _placed(
-    mask_function: MaskFunction, first: Tensor, offset: Tensor | None, kept: Tensor | None
-) -> MaskFunction:
-    """The function of places in the cache."""
-
+def _placed(mask_function: MaskFunction, first: Tensor) -> MaskFunction:
     def placed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_function(b, h, q_idx + first, kv_idx)
 
+    return placed
+
+
+def _moved(mask_function: MaskFunction, first: Tensor, offset: Tensor) -> MaskFunction:
     def moved(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_function(b, h, q_idx + first, kv_idx + offset)
 
-    whole = placed if offset is None else moved
+    return moved
+
+
+def _padded(whole: MaskFunction, kept: Tensor | None) -> MaskFunction:
+    if kept is None:
+        return whole
 
     def padded(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert kept is not None
         return whole(b, h, q_idx, kv_idx) & kept[b, kv_idx]
 
-    return whole if kept is None else padded
+    return padded
 
 
 def _lists(tables: _Tables, counts: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:

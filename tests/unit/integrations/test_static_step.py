@@ -1,5 +1,7 @@
 """The mask of a step of a static cache: what it keeps, what it lists, what making it asks."""
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -149,6 +151,7 @@ def test_all_that_changes_is_in_tensors_of_the_same_sizes_and_strides():
 
 
 def test_lists_that_never_change_are_read_where_they_lie():
+    importlib.import_module("torch._dynamo")  # as a static cache of transformers does
     one, other = made(300, torch.tensor(5)), made(300, torch.tensor(290))
     assert one.kv_indices is other.kv_indices and not one.kv_indices.is_inference()
     assert one.kv_indices._dynamo_static_input_type == "unguarded"
