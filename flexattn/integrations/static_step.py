@@ -20,6 +20,8 @@ from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.util.lru import Lru
 
 MaskFunction = Callable[..., Tensor]
+# Keys of all batches that a GPU reads in the time that it takes to find where padding ends.
+FEW_KEYS = 8192
 
 
 class _Tables(NamedTuple):
@@ -83,8 +85,8 @@ def static_mask(
     whether no key of the cache is too far back for the function.
 
     Blocks are listed that the row may see something of. Of a function that is known to see no key
-    after the row, and has all keys near, these are the blocks up to the row, from the first key of
-    each batch on that is seen, and no element is evaluated for them.
+    after the row, and has all keys near, these are the blocks up to the row, of more than FEW_KEYS
+    keys from the first one on that is seen, and no element is evaluated for them.
     """
     tables = _known(B, keys, device)
     kept = None
@@ -95,7 +97,7 @@ def static_mask(
     if isinstance(at, Tensor) and not offset and causal:
         place = tables.places.index_select(0, at.view(1))
         mask_mod = _padded(_placed(mask_function, place[0, 0]), kept)
-        lists = _lists(tables, place[:, 4:], kept)
+        lists = _lists(tables, place[:, 4:], kept if B * keys > FEW_KEYS else None)
         return with_lists((1, keys), lists, mask_mod)
     # A static cache counts on in the very tensor that it gives, before the kernel runs.
     first = at.clone() if isinstance(at, Tensor) else _number(at, device)

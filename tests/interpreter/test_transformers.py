@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flexattn
 from flexattn.frontend import attention
+from flexattn.integrations import static_step
 from flexattn.integrations.transformers import make_mask, register
 from flexattn.mods.bind import clear, stats
 from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
@@ -103,8 +104,11 @@ def test_bf16_is_as_near_as_the_models_own(name, cache):
 
 
 @pytest.mark.parametrize("at", [126, 128, 300])
-def test_a_step_of_a_static_cache_reads_blocks_from_its_first_key_to_its_row(kernels_alone, at):
+def test_a_step_of_a_static_cache_reads_blocks_from_its_first_key_to_its_row(
+    monkeypatch, kernels_alone, at
+):
     """Keys in blocks before and behind are no numbers, and nobody meets them."""
+    monkeypatch.setattr(static_step, "FEW_KEYS", 0)
     q, k, v = inputs(3, 4, 2, 1, 400)
     seen = torch.arange(at + 1) >= torch.tensor([0, 130, 290])[:, None]
     seen[:, at] = True  # a row sees itself

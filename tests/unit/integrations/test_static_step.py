@@ -48,9 +48,10 @@ def check(mask, wanted):
     return listed.sum(-1).flatten().tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("few", [0, 8192], ids=["many keys", "few keys"])
+@settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_a_row_sees_the_keys_up_to_its_own_but_for_padding(data):
+def test_a_row_sees_the_keys_up_to_its_own_but_for_padding(few, data):
     """Padding may be shorter or longer than what was seen, have holes, and leave no key."""
     keys = data.draw(st.integers(1, 700))
     at = data.draw(st.integers(0, keys - 1))
@@ -59,13 +60,15 @@ def test_a_row_sees_the_keys_up_to_its_own_but_for_padding(data):
     seen = torch.arange(width) >= starts[:, None]
     seen[0, data.draw(st.integers(0, width - 1))] ^= True
     place = torch.tensor(at)
-    masks = made(keys, place, seen), made(keys, place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_step, "FEW_KEYS", few)
+        masks = made(keys, place, seen), made(keys, place)
     place += 1  # as a static cache does before the kernel runs
     before = (torch.arange(keys) <= at).expand(2, keys)
     padded = torch.nn.functional.pad(seen, (0, max(0, keys - width)))[:, :keys]
     listed = check(masks[0], before & padded)
     assert check(masks[1], before) == [at // 128 + 1] * 2
-    first = [int(row.nonzero()[0]) if row.any() else 0 for row in padded]
+    first = [int(row.nonzero()[0]) if row.any() and not few else 0 for row in padded]
     assert listed == [max(0, at // 128 + 1 - each // 128) for each in first]
 
 
@@ -111,22 +114,23 @@ WINDOW = {"local_size": 300, "kv_offset": 40}
 
 
 @pytest.mark.parametrize(
-    ("at", "seen", "more", "most"),
+    ("keys", "at", "seen", "more", "most"),
     [
-        (torch.tensor(199), None, {}, {"index_select": 1}),
+        (300, torch.tensor(199), None, {}, {"index_select": 1}),
+        (300, torch.tensor(199), PADDED, {}, {"index_select": 1, "cat": 1}),
         (
-            torch.tensor(199), PADDED, {},
+            5000, torch.tensor(199), PADDED, {},
             {"cat": 1, "index_select": 3, "argmax": 1, "sub.Tensor": 1, "clamp_": 1},
         ),
-        (199, None, WINDOW, {"full": 2}),
-        (199, PADDED, WINDOW, {"full": 2, "cat": 1}),
+        (300, 199, None, WINDOW, {"full": 2}),
+        (300, 199, PADDED, WINDOW, {"full": 2, "cat": 1}),
     ],
-    ids=["full", "full, padded", "window", "window, padded"],
+    ids=["full", "few keys, padded", "many keys, padded", "window", "window, padded"],
 )  # fmt: skip
-def test_a_step_takes_few_operations_and_reads_nothing_back(at, seen, more, most):
-    made(300, at, seen, **more)
+def test_a_step_takes_few_operations_and_reads_nothing_back(keys, at, seen, more, most):
+    made(keys, at, seen, **more)
     with Operations() as operations:
-        made(300, at, seen, **more)
+        made(keys, at, seen, **more)
     assert operations.found == most
 
 
