@@ -115,15 +115,16 @@ def not_after(mask_function: Any) -> bool:
     It is `catalogue.causal`, transformers' causal function, or transformers' intersection of one
     of these with others, as its windows are.
     """
-    module: Any = sys.modules.get("transformers.masking_utils")
     if mask_function is catalogue.causal:
         return True
-    if module is None:
+    module = sys.modules.get("transformers.masking_utils")
+    plain, both = (getattr(module, name, None) for name in ("causal_mask_function", "and_masks"))
+    if plain is None or both is None:
         return False
-    if mask_function is module.causal_mask_function:
+    if mask_function is plain:
         return True
     parts = getattr(mask_function, "__closure__", None)
-    if not parts or mask_function.__code__ is not module.and_masks().__code__:
+    if not parts or mask_function.__code__ is not both().__code__:
         return False
     return any(map(not_after, parts[0].cell_contents))
 
