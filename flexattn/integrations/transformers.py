@@ -19,13 +19,12 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
-from flexattn.integrations.static_step import static_mask
+from flexattn.integrations.static_step import MaskFunction, static_mask
 
 _NAME = "flexattn"
 # Continuous batching takes no name without "flash" in it.
 PAGED = "flexattn_flash2"
 
-MaskFunction = Callable[..., Tensor]
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
 
 
