@@ -103,12 +103,14 @@ def test_bf16_is_as_near_as_the_models_own(name, cache):
     assert_close_as(got, exact, own)
 
 
+@pytest.mark.parametrize("few", [0, 8192], ids=["many keys", "few keys"])
 @pytest.mark.parametrize("at", [126, 128, 300])
-def test_a_step_of_a_static_cache_reads_blocks_from_its_first_key_to_its_row(
-    monkeypatch, kernels_alone, at
-):
-    """Keys in blocks before and behind are no numbers, and nobody meets them."""
-    monkeypatch.setattr(static_step, "FEW_KEYS", 0)
+def test_a_step_of_a_static_cache_reads_blocks_up_to_its_row(monkeypatch, kernels_alone, at, few):
+    """Keys in blocks that are not listed are no numbers; of many keys those before the first too.
+
+    Splits of the keys may find nothing but padding.
+    """
+    monkeypatch.setattr(static_step, "FEW_KEYS", few)
     q, k, v = inputs(3, 4, 2, 1, 400)
     seen = torch.arange(at + 1) >= torch.tensor([0, 130, 290])[:, None]
     seen[:, at] = True  # a row sees itself
@@ -120,10 +122,10 @@ def test_a_step_of_a_static_cache_reads_blocks_from_its_first_key_to_its_row(
             q, k[:, :, : at + 1], v[:, :, : at + 1], seen[:, None, None], enable_gqa=True
         )
         for row, keys in enumerate(seen):
-            first = int(keys.nonzero()[0]) // 128 * 128
+            first = 0 if few else int(keys.nonzero()[0]) // 128 * 128
             for x in (k, v):
                 x[row, :, :first] = x[row, :, -(-(at + 1) // 128) * 128 :] = float("nan")
-        for options in KINDS.values():
+        for options in (*KINDS.values(), {**DECODE, "SPLIT_KV": 3}):
             got = flexattn.flex_attention(
                 q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
             )
