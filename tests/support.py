@@ -5,9 +5,11 @@
 
 import functools
 import math
+from collections import Counter
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexattn
 from flexattn.measure.gate import judge
@@ -162,3 +164,16 @@ def random_runs(mask_mod, heads, q_len, kv_len, draw):
     )
     mask_class(mask)
     return mask
+
+
+class Operations(TorchDispatchMode):
+    """Operations of torch that are no views, counted by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.found[func.name().removeprefix("aten::")] += 1
+        return func(*args, **kwargs or {})

@@ -43,13 +43,23 @@ def few_rows(
     listed = kept.reshape(batches, 1, blocks, KEY_BLOCK).any(-1).view(torch.uint8)
     order = torch.sort(listed, descending=True, stable=True).indices.to(torch.int32)
     counts = listed.sum(-1, dtype=torch.int32).unsqueeze(-1)
-    return _of((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
+    return with_lists((Q_LEN, KV_LEN), (counts, order.unsqueeze(-2)), mask_mod)
 
 
 def relisted(mask: LazyBlockMask, KV_LEN: int) -> LazyBlockMask:
     """The mask with the same lists for KV_LEN keys, the last of which is in their last block."""
     lists = mask.kv_num_blocks, mask.kv_indices
-    return _of((mask.seq_lengths[0], KV_LEN), lists, mask.mask_mod)
+    return with_lists((mask.seq_lengths[0], KV_LEN), lists, mask.mask_mod)
+
+
+def queue_of(device: torch.device) -> tuple[torch.device, int, bool]:
+    """A device with its index, its current stream, and whether that one is being captured."""
+    if device.type != "cuda":
+        return device, 0, False
+    asked: int | None = device.index  # None of torch.device("cuda")
+    index = torch.cuda.current_device() if asked is None else asked
+    capturing = torch.cuda.is_current_stream_capturing()
+    return torch.device("cuda", index), raw_stream(index), capturing
 
 
 def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positions:
@@ -58,12 +68,7 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
     int64 [B, 1, 1], [], [1, Q_LEN, 1] and [KV_LEN, up to whole blocks], where the last key stands
     for those past it. Not to be written to: who asks again on the same stream gets the same.
     """
-    capturing, stream = False, 0
-    if device.type == "cuda":
-        asked: int | None = device.index  # None of torch.device("cuda")
-        index = torch.cuda.current_device() if asked is None else asked
-        device, stream = torch.device("cuda", index), raw_stream(index)
-        capturing = torch.cuda.is_current_stream_capturing()
+    device, stream, capturing = queue_of(device)
     key = B, Q_LEN, KV_LEN, device, stream
     found = None if capturing else _positions.get(key)
     if found is None:
@@ -81,9 +86,14 @@ def positions(B: int, Q_LEN: int, KV_LEN: int, device: torch.device) -> _Positio
     return found
 
 
-def _of(
+def with_lists(
     lengths: tuple[int, int], lists: tuple[Tensor, Tensor], mask_mod: Callable[..., Tensor]
 ) -> LazyBlockMask:
+    """A mask of few rows by its lengths and its lists, of blocks in which it may keep something.
+
+    lists int32 [B or 1, 1, 1] and [B or 1, 1, 1, blocks]: how many blocks, and all of them with
+    those in front.
+    """
     mask = LazyBlockMask.of(lists, (KEY_BLOCK, KEY_BLOCK), mask_mod, lengths)
     keep_class(mask, _CLASS)
     return mask

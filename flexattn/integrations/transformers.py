@@ -19,12 +19,12 @@ from flexattn.errors import InputError, UnsupportedError
 from flexattn.frontend.attention import flex_attention
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.paged import accept, attend_paged
+from flexattn.integrations.static_step import MaskFunction, static_mask
 
 _NAME = "flexattn"
 # Continuous batching takes no name without "flash" in it.
 PAGED = "flexattn_flash2"
 
-MaskFunction = Callable[..., Tensor]
 _capped = lru_cache(maxsize=64)(catalogue.softcap)
 
 
@@ -91,19 +91,28 @@ def make_mask(
     None where every row sees every key, as one new token does of a cache that grows by the token
     and of a window's worth of keys.
     """
+    # A window ends at the newest key, a chunk may end anywhere but before its length.
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    local = kv_offset + kv_length if chunked else kv_length
+    near = local_size is None or local <= local_size
     newest = False
     if allow_is_causal_skip and q_length == 1 and isinstance(q_offset, int):
-        # A window ends at the newest key, a chunk may end anywhere but before its length.
-        chunked = getattr(config, "attention_chunk_size", None) is not None
-        local = kv_offset + kv_length if chunked else kv_length
-        newest = q_offset + 1 == kv_offset + kv_length
-        newest = newest and (local_size is None or local <= local_size)
+        newest = near and q_offset + 1 == kv_offset + kv_length
     if newest and not kv_offset and _asks(attention_mask, (batch_size, kv_length)):
         assert attention_mask is not None
         return _contiguous(decoding_mask(attention_mask))
-    unasked = q_length == 1 and isinstance(q_offset, Tensor)
-    padding = _padding(attention_mask, kv_offset + kv_length, unasked)
-    if padding is None and (newest or (allow_is_bidirectional_skip and local_size is None)):
+    compiling = torch.compiler.is_dynamo_compiling()  # a mask that is made in a graph stays there
+    all_seen = allow_is_bidirectional_skip and local_size is None
+    # A compiled step: transformers lets no mask be left out, of one row and of a cache that stays.
+    step = not (allow_is_causal_skip or allow_is_bidirectional_skip)
+    step = q_length == 1 and kv_length > 0 and (step or isinstance(q_offset, Tensor))
+    if step and not compiling and not (all_seen and attention_mask is None):
+        return _contiguous(static_mask(
+            mask_function, batch_size, kv_length, q_offset, kv_offset, attention_mask, near,
+            torch.device(device),
+        ))  # fmt: skip
+    padding = _padding(attention_mask, kv_offset, kv_length)
+    if padding is None and (newest or all_seen):
         return None
     # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
     first = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
@@ -117,7 +126,6 @@ def make_mask(
         return mask_function(b, h, q_idx + first, place) & padding[b, place]
 
     mask_mod = placed if padding is None else padded
-    compiling = torch.compiler.is_dynamo_compiling()  # a mask that is made in a graph stays there
     if q_length <= MOST_ROWS and kv_length and not compiling:
         return _contiguous(
             few_rows(mask_mod, batch_size, q_length, kv_length, torch.device(device))
@@ -202,16 +210,16 @@ def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
     return found and mask is not None and not _graphed(mask)
 
 
-def _padding(mask: Tensor | None, length: int, unasked: bool) -> Tensor | None:
-    """The padding mask up to `length` keys, or None where it is known to remove nothing.
+def _padding(mask: Tensor | None, offset: int, keys: int) -> Tensor | None:
+    """The padding mask up to the last key, or None where it is known to remove none of these keys.
 
-    unasked: whether it does is not asked, for a step of a static cache waits for nothing.
+    offset: the position of the first of them; what stood before has left the cache.
     """
     if mask is None:
         return None
-    if not unasked and not _graphed(mask) and bool(mask.all()):
+    if not _graphed(mask) and bool(mask[:, offset : offset + keys].all()):
         return None
-    missing = length - mask.shape[-1]
+    missing = offset + keys - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask
 
 

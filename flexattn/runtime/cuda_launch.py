@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexattn.device import cuda_driver
 from flexattn.errors import BuildError, InputError
@@ -56,23 +56,13 @@ class CudaLaunch:
         self._maps = binary.maps
         self._boxes = bound.boxes
         self._local = threading.local()
-        self._types = types = bound.types
-        given = [i for i, _ in bound.given]
-        kept = [i for i in range(len(types)) if i not in given]
-        # Addresses that calls give lie first and are written one by one, which takes less time
-        # than a pack; then the numbers that calls give, and behind them what is kept.
-        tensors = [(i, place) for i, place in bound.given if types[i][0] in "*t"]
-        numbers = [(i, place) for i, place in bound.given if types[i][0] not in "*t"]
+        self._types = bound.types
         self._passed = bound.passed
-        self._given = len(given)
-        self._order = [i for i, _ in tensors + numbers] + kept
-        self._fixed = [bound.fixed[i] for i in kept]
-        self._tensors = [(slot, place) for slot, (_, place) in enumerate(tensors)]
-        described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
-        self._described = list(enumerate(described))
-        self._numbers = [place for _, place in numbers]
-        self._behind = 8 * len(tensors)
-        self._pack = _packer(types[i] for i, _ in numbers).pack_into
+        order = _order_of(bound.types, bound.given)
+        self._order, self._given = order.slots, len(bound.given)
+        self._fixed = [bound.fixed[i] for i in order.slots[self._given :]]
+        self._tensors, self._numbers, self._behind = order.tensors, order.numbers, order.behind
+        self._described, self._pack = order.described, order.pack
         self._driver = cuda_driver.launch_kernel()
         self._check(binary)
 
@@ -122,7 +112,7 @@ class CudaLaunch:
         frame = Frame(len(types) + 2 * RANK * len(boxes) + 2, len(boxes))
         extra = [number for box in boxes for number in (*box.shape, *box.strides)]
         kept = [*(types[i] for i in self._order[given:]), *["i64"] * len(extra)]
-        _packer(kept).pack_into(frame.slots, 8 * given, *self._fixed, *extra)
+        _packer(tuple(kept)).pack_into(frame.slots, 8 * given, *self._fixed, *extra)
         base = ctypes.addressof(frame.slots)
         place = {argument: base + 8 * slot for slot, argument in enumerate(self._order)}
         after = base + 8 * len(types)
@@ -170,7 +160,42 @@ def _too_large(given: Sequence[Any]) -> InputError:
     )
 
 
-def _packer(types: Iterable[str]) -> struct.Struct:
+class _Order(NamedTuple):
+    """Where the arguments of a kernel lie in a frame, which their types and places decide.
+
+    slots: the argument of each slot. tensors, numbers: places of what a call gives, the first
+    with their slots. described: the slot of each tensor descriptor, numbered. behind: bytes before
+    the numbers, which pack writes.
+    """
+
+    slots: tuple[int, ...]
+    tensors: tuple[tuple[int, int], ...]
+    numbers: tuple[int, ...]
+    described: tuple[tuple[int, int], ...]
+    behind: int
+    pack: Callable[..., None]
+
+
+@lru_cache(maxsize=1024)
+def _order_of(types: tuple[str, ...], given: tuple[tuple[int, int], ...]) -> _Order:
+    """Addresses that calls give lie first and are written one by one, which takes less time than a
+    pack; then the numbers that calls give, and behind them what is kept."""
+    kept = [i for i in range(len(types)) if i not in dict(given)]
+    tensors = [(i, place) for i, place in given if types[i][0] in "*t"]
+    numbers = [(i, place) for i, place in given if types[i][0] not in "*t"]
+    described = (slot for slot, (i, _) in enumerate(tensors) if types[i][0] == "t")
+    return _Order(
+        tuple(i for i, _ in tensors + numbers) + tuple(kept),
+        tuple((slot, place) for slot, (_, place) in enumerate(tensors)),
+        tuple(place for _, place in numbers),
+        tuple(enumerate(described)),
+        8 * len(tensors),
+        _packer(tuple(types[i] for i, _ in numbers)).pack_into,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _packer(types: tuple[str, ...]) -> struct.Struct:
     """Writes arguments of these types, as Triton's signature spells them."""
     kinds = ("Q" if kind[0] in "*t" else _FORMATS.get(kind, "q") for kind in types)
     return struct.Struct("=" + "".join(kinds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +76,12 @@ class Candidate:
         """The config without what says how it is compiled."""
         tiles: Config = family_of(self.config).uncompiled(self.config)
         return tiles
+
+    @property
+    def kernel(self) -> tuple[Structure, Config, Device, bool, bool]:
+        """What its sources follow from, and how they are judged."""
+        config = family_of(self.config).as_rendered(self.config)
+        return self.problem.structure, config, self.device, self.measured, self.stored
 
     def describe(self) -> str:
         """The template, the config, and where it comes from."""
@@ -192,6 +199,16 @@ def chosen(
     flexattn.runtime.fallback.chain.serve, and ConfigError as `candidates_of`.
     """
     candidates = candidates_of(problem, device, options, stored)
+    return _first_served(candidates, problem, device, build, known)
+
+
+def _first_served(
+    candidates: Iterable[Candidate],
+    problem: Problem,
+    device: Device,
+    build: Callable[[Source], Kernel],
+    known: Memory | None,
+) -> tuple[Choice, Kernel, Kernel | None]:
     served = serve(candidates, build, device, problem.describe(), known)
     choice, attempts = served.candidate.choice(), served.attempts
     origin = choice.origin
@@ -259,6 +276,9 @@ class Dispatcher:
     def __init__(self, build: Builder) -> None:
         self._build = build
         self._table: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(4096)
+        # What the first candidate of a problem gave, for others with the same first candidate: a
+        # cache that grows brings a new length with every token.
+        self._served: Lru[object, tuple[Choice, Kernel, Kernel | None]] = Lru(1024)
 
     def kernels(
         self, problem: Problem, device: Device, index: int, options: Options
@@ -289,7 +309,24 @@ class Dispatcher:
         def build(source: Source) -> Kernel:
             return self._build.kernel(source, device, index)
 
-        return chosen(problem, device, options, build, memory(), stored)
+        others = candidates_of(problem, device, options, stored)
+        first = next(others, None)
+        if first is None:
+            return _first_served((), problem, device, build, memory())
+        key = first.kernel, index, current().binaries
+        known = self._served.get(key)
+        if known is not None:
+            choice, kernel, combine = known
+            attempt = replace(choice.attempts[0], candidate=first.describe())
+            again = replace(
+                choice, problem=problem, config=first.config, how=first.how, origin=first.origin,
+                attempts=(attempt,),
+            )  # fmt: skip
+            return again, kernel, combine
+        found = _first_served(chain((first,), others), problem, device, build, memory())
+        if len(found[0].attempts) == 1:
+            self._served.put(key, found)
+        return found
 
 
 @lru_cache(maxsize=1)

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flexattn
 from flexattn.frontend import attention
-from flexattn.integrations.transformers import register
+from flexattn.integrations import static_step
+from flexattn.integrations.transformers import make_mask, register
 from flexattn.mods.bind import clear, stats
 from tests.models import MODELS, WITH_SDPA, greedy, logits, padded, prompts, tiny
 from tests.support import DECODE, KINDS, assert_close_as, inputs
@@ -99,6 +101,35 @@ def test_bf16_is_as_near_as_the_models_own(name, cache):
     own = logits(model, "eager", ids, mask, 5)
     got = logits(model, "flexattn", ids, mask, 5, static=cache == "static")
     assert_close_as(got, exact, own)
+
+
+@pytest.mark.parametrize("few", [0, 8192], ids=["many keys", "few keys"])
+@pytest.mark.parametrize("at", [126, 128, 300])
+def test_a_step_of_a_static_cache_reads_blocks_up_to_its_row(monkeypatch, kernels_alone, at, few):
+    """Keys in blocks that are not listed are no numbers; of many keys those before the first too.
+
+    Splits of the keys may find nothing but padding.
+    """
+    monkeypatch.setattr(static_step, "FEW_KEYS", few)
+    q, k, v = inputs(3, 4, 2, 1, 400)
+    seen = torch.arange(at + 1) >= torch.tensor([0, 130, 290])[:, None]
+    seen[:, at] = True  # a row sees itself
+    place = torch.tensor(at)
+    mask = make_mask(3, 1, 400, place, attention_mask=seen, allow_is_causal_skip=False)
+    place += 1
+    with torch.no_grad():
+        wanted = sdpa(
+            q, k[:, :, : at + 1], v[:, :, : at + 1], seen[:, None, None], enable_gqa=True
+        )
+        for row, keys in enumerate(seen):
+            first = 0 if few else int(keys.nonzero()[0]) // 128 * 128
+            for x in (k, v):
+                x[row, :, :first] = x[row, :, -(-(at + 1) // 128) * 128 :] = float("nan")
+        for options in (*KINDS.values(), {**DECODE, "SPLIT_KV": 3}):
+            got = flexattn.flex_attention(
+                q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options
+            )
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [*KINDS.values(), {**DECODE, "SPLIT_KV": 3}], ids=str)

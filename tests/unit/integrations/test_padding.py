@@ -1,10 +1,7 @@
 """The mask of a padded batch that decodes is made once, and compared in every step."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexattn import create_block_mask
 from flexattn.catalogue import sliding_window
@@ -12,6 +9,7 @@ from flexattn.integrations import padding
 from flexattn.integrations.padding import decoding_mask
 from flexattn.integrations.transformers import make_mask
 from flexattn.problem.mask_class import known_class
+from tests.support import Operations
 
 
 @pytest.fixture(autouse=True)
@@ -21,19 +19,6 @@ def forgotten():
 
 def left(*starts, keys=200):
     return torch.arange(keys) >= torch.tensor(starts)[:, None]
-
-
-class Operations(TorchDispatchMode):
-    """Operations of torch that are no views, counted by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.found[func.name().removeprefix("aten::")] += 1
-        return func(*args, **kwargs or {})
 
 
 def grown(seen):
@@ -127,7 +112,7 @@ def test_the_mask_of_a_step_of_a_padded_batch(more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"kv_offset": 40, "kv_length": 160, "local_size": 160},
+        {"kv_offset": 140, "kv_length": 60, "local_size": 60},
         {"local_size": 100},
         {"attention_mask": left(0, 150).int()},
         {"kv_length": 220},
@@ -140,12 +125,9 @@ def test_other_masks_are_made_for_their_step(more):
     assert not padding._paddings.items()
 
 
-def test_a_step_of_a_static_cache_reads_nothing_back():
-    """Two dozen operations made it, and it waited for the GPU before each step."""
-    given = {**STEP, "kv_length": 300, "q_offset": torch.tensor(199)}
-    given |= {"attention_mask": left(0, 150), "allow_is_causal_skip": False}
-    make_mask(**given)
-    with Operations() as operations:
-        make_mask(**given)
-    assert "_local_scalar_dense" not in operations.found and "equal" not in operations.found
-    assert operations.found.total() <= 11
+def test_a_padding_that_left_the_window_is_no_mask():
+    """The whole padding was asked, and applied for as long as its prompt was answered."""
+    given = {**STEP, "attention_mask": left(0, 150), "mask_function": sliding_window(39)}
+    for first, none in ((149, False), (150, True), (160, True)):
+        more = {"kv_offset": first, "kv_length": 200 - first, "local_size": 200 - first}
+        assert (make_mask(**{**given, **more}) is None) == none

@@ -208,4 +208,34 @@ def test_a_repeated_problem_looks_nothing_up(monkeypatch):
     assert dispatcher.kernels(DECODE, H200, 0, NONE)[0] is first[0]
 
 
+@pytest.mark.parametrize("tuned", [False, True], ids=["default", "tuned"])
+def test_the_next_length_takes_the_kernels_of_the_last_one(monkeypatch, tuned):
+    """A token of a cache that grows waited for its candidates to be judged once more."""
+    if tuned:
+        tune()
+    grown = [replace(DECODE, kv_len=DECODE.kv_len - i) for i in range(6)]
+    wanted = [chosen(each) for each in grown]
+    dispatcher = Dispatcher(Builder())
+    first = dispatcher.kernels(grown[0], H200, 0, NONE)
+    served = []
+    serve = dispatch.serve
+    monkeypatch.setattr(dispatch, "serve", lambda *given: served.append(given[3]) or serve(*given))
+    found = [dispatcher.kernels(each, H200, 0, NONE) for each in grown]
+    assert not served and [choice for choice, *_ in found] == wanted
+    assert all(kernel is first[1] and combine is first[2] for _, kernel, combine in found)
+    # Another kernel, GPU, or folder of binaries is another matter.
+    dispatcher.kernels(replace(DECODE, structure=problem("decode", 64).structure), H200, 0, NONE)
+    dispatcher.kernels(grown[1], H200, 1, NONE)
+    assert len(served) == 2
+
+
+def test_what_was_refused_is_judged_for_each_length():
+    tune()
+    first = next(choices(DECODE, H200, NONE))
+    dispatcher = Dispatcher(Builder(first.source.hash))
+    for i in range(3):
+        found = dispatcher.kernels(replace(DECODE, kv_len=DECODE.kv_len - i), H200, 0, NONE)[0]
+        assert found.how == "default" and "shared memory" in found.origin
+
+
 # what is said and listed

@@ -35,6 +35,18 @@ def test_values_are_found_by_name():
     assert found.boxes == ("box",)
 
 
+def test_other_values_of_the_same_names_are_bound_anew():
+    """What names decide is remembered, for arguments that cannot change."""
+    for n in (3, 4):
+        found = bind_arguments(TAKEN, {"n": n}, ("K", "Q"), {"Q": n})
+        assert (found.fixed, found.boxes) == ((None, n, None), (n,))
+    changing = [*TAKEN]
+    bind_arguments(changing, {"n": 3}, ("K", "Q"), {"Q": 3})
+    changing[1] = Argument("m", "i32")
+    with pytest.raises(ArgumentError, match="for m of"):
+        bind_arguments(changing, {"n": 3}, ("K", "Q"), {"Q": 3})
+
+
 @pytest.mark.parametrize(
     ("fixed", "given", "boxes", "words"),
     [
