@@ -97,6 +97,13 @@ FORMS = {
     "two buffers": {"ds_stages": 2, "early_lse": "half"},
     "dq_tma two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all", "remat": True},
     "dq_tma halves": {"dq_tma": True, "dq_halves": True, "ds_stages": 2, "remat": True},
+    "dq_tma dk halves": {
+        "dq_tma": True,
+        "dq_halves": True,
+        "ds_stages": 2,
+        "pipelined": "dk",
+        "dk_rs": False,
+    },
     "persistent": {"dq_tma": True, "persistent": True, "ds_stages": 2},
     "persistent halves": {
         "dq_tma": True,

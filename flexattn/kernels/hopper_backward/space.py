@@ -80,7 +80,8 @@ def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[Hoppe
     ]
     if columns(structure) <= 128:
         added = replace(config, dq_tma=True, ds_stages=2)
-        pipelines += [added, replace(added, dq_halves=True)]
+        halves = replace(added, dq_halves=True)
+        pipelines += [added, halves, replace(halves, pipelined="dk", dk_rs=False)]
         # Tall tiles have no registers for a second tile of dS beside the count of tiles.
         stays = replace(added, ds_stages=1, remat=True) if config.BLOCK_M == 128 else added
         pipelines += [

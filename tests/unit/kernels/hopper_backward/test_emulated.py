@@ -142,6 +142,14 @@ PIPELINES = {
     "halves": {"dq_tma": True, "dq_halves": True, "early_lse": "half"},
     "two buffers": {"dq_tma": True, "ds_stages": 2, "early_lse": "all"},
     "dq_tma dk": {"dq_tma": True, "pipelined": "dk"},
+    "dk halves": {
+        "dq_tma": True,
+        "dq_halves": True,
+        "ds_stages": 2,
+        "pipelined": "dk",
+        "dk_rs": False,
+        "early_lse": "all",
+    },
     "deterministic": {"dq_tma": True, "deterministic": True},
     "deterministic dk": {
         "dq_tma": True,
@@ -187,6 +195,8 @@ CASES = [
     *(("dq_tma", mask, (64, 128, 2), heads) for mask, heads in (("full", GQA), ("holes", MHA))),
     *(("dq_tma dk", mask, (64, 64, 3), heads) for mask, heads in (("window", GQA), ("full", MHA))),
     ("dq_tma", "causal", (128, 64, 1), MHA),
+    ("dk halves", "causal", (128, 128, 2), MHA),
+    ("dk halves", "holes", (64, 128, 3), GQA),
     ("halves", "causal", (128, 64, 2), MHA),
     *(("halves", mask, (64, 128, 3), heads) for mask, heads in (("full", MHA), ("window", GQA))),
     *(
