@@ -15,6 +15,9 @@ import numpy as np
 from tests.emulated_gluon import Block, Meeting
 from tests.emulated_memory import Descriptor, Pointer, Shared, Tile, tile
 
+# A word that nobody has written.
+WRONG = 10**6 + 7
+_KINDS = {"float32": np.float32, "int32": np.int64}
 NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
 
 
@@ -93,8 +96,8 @@ def _store(place, values, mask=True):
     place.array[at[kept]] = values[kept]
 
 
-def _full(shape, value, *_):
-    return tile(np.full([int(n) for n in shape], value))
+def _full(shape, value, dtype, *_):
+    return tile(np.full([int(n) for n in shape], value), _KINDS[dtype])
 
 
 def _selected(condition, a, b):
@@ -112,7 +115,8 @@ def _language(block):
     def allocate(dtype, shape, layout):
         if dtype == "int64":
             return Meeting(block)
-        return Shared(np.full(shape, np.nan, np.float32))
+        kind = _KINDS.get(dtype, np.float32)
+        return Shared(np.full(shape, np.nan if kind is np.float32 else WRONG, kind))
 
     layout = SimpleNamespace(value=None)
 
@@ -123,7 +127,7 @@ def _language(block):
         return Constant(x) if isinstance(x, int) and not isinstance(x, bool) else x
 
     tl = SimpleNamespace(
-        constexpr=constexpr, zeros=lambda shape, *_: _full(shape, 0.0), full=_full,
+        constexpr=constexpr, zeros=lambda shape, dtype, *_: _full(shape, 0.0, dtype), full=_full,
         arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
         minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,

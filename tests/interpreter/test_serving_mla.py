@@ -1,7 +1,9 @@
 """MLA decode on Hopper: its pipeline in plain Python, then the interpreted kernel that merges."""
 
 from dataclasses import replace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +30,7 @@ class Emulated(Recorded):
 
     compiled = binary = None
     shared_memory = 0
+    pointers: ClassVar = {}
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -40,11 +43,30 @@ class Emulated(Recorded):
                 size = value.untyped_storage().nbytes() // value.itemsize
                 whole = value.as_strided((size,), (1,), 0)
                 kept[name] = whole, (whole.float() if whole.is_floating_point() else whole).numpy()
-                told[name] = Pointer(kept[name][1], value.storage_offset())
+                told[name] = self.pointers.get(name, Pointer)(
+                    kept[name][1], value.storage_offset()
+                )
         run_source(self.source, self.programs, told)
         for name in ("OUT", "LSE", "WORKSPACE"):
             if name in kept:
                 kept[name][0].copy_(torch.from_numpy(kept[name][1]))
+
+
+class Changing(Pointer):
+    """Lengths that another stream changes: each read finds others."""
+
+    chance = np.random.default_rng(1)
+
+    @property
+    def array(self):
+        return self.chance.integers(0, self.longest, len(self.held), dtype=np.int32)
+
+    @array.setter
+    def array(self, lengths):
+        self.held, self.longest = lengths, int(lengths.max()) + 1
+
+    def __add__(self, more):
+        return type(self)(self.held, self.offset + more)
 
 
 @pytest.fixture
@@ -153,3 +175,20 @@ def test_keys_behind_a_prefix(programs):
         seq_lens=start + each.numbers(each.kv_lens),
     )  # fmt: skip
     assert_right((out[:, 0], lse[:, 0]), each)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@pytest.mark.parametrize(("number", "heads"), [(2, 16), (5, 80)])
+def test_lengths_that_change_under_a_launch(number, heads, programs, monkeypatch):
+    """The loading warp and both warpgroups read them each by itself, and waited for ever."""
+    programs(number)
+    monkeypatch.setattr(Emulated, "pointers", {"SEQ_LENS": Changing})
+    each = requests([700, 1, 383, 129], heads)
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(each, page=64, config=MLA, shared_kv=True)
+    for _ in range(3):
+        out = run(plan, each)
+    assert out[0].shape == (4, heads, 512)
+    monkeypatch.undo()
+    programs(number)
+    check(each)

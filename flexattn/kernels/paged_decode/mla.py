@@ -49,7 +49,7 @@ def context(form: ServingForm) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
         "jit": "gluon.jit",
-        "by_request": ", BY_REQUEST",
+        "by_request": ", ONE_WARP",
         "per_lane": max(1, form.requests // 32),
         "boxes": _KEYS // box(form),
         "box_keys": box(form),
@@ -62,7 +62,16 @@ def context(form: ServingForm) -> dict[str, object]:
 
 def mla_sizes(form: ServingForm) -> dict[str, int]:
     """Constants of that kernel alone."""
-    return {"KEYS": _KEYS, "HALF": LATENT // 2, "BOX": box(form)}
+    return {
+        "KEYS": _KEYS,
+        "HALF": LATENT // 2,
+        "BOX": box(form),
+        # Of a work tile, in shared memory; what its part is, if not its first or a later one.
+        "SLOT_WORDS": 16,
+        "SLOTS": 4,
+        "WHOLE": 2,
+        "NO_PORTION": 3,
+    }
 
 
 def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
