@@ -9,12 +9,13 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect, named
-from flexattn.errors import InputError
+from flexattn.errors import InputError, StalledError
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
+from tests import emulated_mla
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
@@ -22,6 +23,7 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+AWAIT = replace(MLA, combine="await")
 H200 = named("nvidia-h200")
 
 
@@ -31,6 +33,7 @@ class Emulated(Recorded):
     compiled = binary = None
     shared_memory = 0
     pointers: ClassVar = {}
+    sms = 0
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -46,7 +49,9 @@ class Emulated(Recorded):
                 told[name] = self.pointers.get(name, Pointer)(
                     kept[name][1], value.storage_offset()
                 )
-        run_source(self.source, self.programs, told)
+        # Programs that wait for others run beside them.
+        at_once = self.sms or self.programs if "await_parts" in self.source.text else 1
+        run_source(self.source, self.programs, told, at_once=at_once)
         for name in ("OUT", "LSE", "WORKSPACE"):
             if name in kept:
                 kept[name][0].copy_(torch.from_numpy(kept[name][1]))
@@ -178,17 +183,57 @@ def test_keys_behind_a_prefix(programs):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize(("number", "heads"), [(2, 16), (5, 80)])
-def test_lengths_that_change_under_a_launch(number, heads, programs, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "heads", "config"), [(2, 16, MLA), (5, 80, MLA), (12, 80, AWAIT)], ids=str
+)
+def test_lengths_that_change_under_a_launch(number, heads, config, programs, monkeypatch):
     """The loading warp and both warpgroups read them each by itself, and waited for ever."""
     programs(number)
     monkeypatch.setattr(Emulated, "pointers", {"SEQ_LENS": Changing})
+    monkeypatch.setattr(emulated_mla, "LOOKS", 50)
     each = requests([700, 1, 383, 129], heads)
     each = replace(each, v=[x[..., :512] for x in each.k])
-    plan = plan_for(each, page=64, config=MLA, shared_kv=True)
     for _ in range(3):
-        out = run(plan, each)
+        out = run(plan_for(each, page=64, config=config, shared_kv=True), each)
     assert out[0].shape == (4, heads, 512)
     monkeypatch.undo()
     programs(number)
     check(each)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "number", "sms"),
+    [
+        ([2800], 16, 24, 0),  # 22 parts, which five programs merge
+        ([2800], 90, 24, 0),  # of two work tiles
+        ([700, 1, 383, 0, 1290], 16, 7, 0),  # few parts, which one program merges
+        ([3000, 0, 130], 4, 24, 6),  # more programs than SMs: who waits holds one
+    ],
+)
+def test_parts_that_the_last_programs_merge(lengths, heads, number, sms, programs, monkeypatch):
+    """In turn with what a second kernel merges; counters and the host's word are as they were."""
+    programs(number)
+    monkeypatch.setattr(Emulated, "sms", sms)
+    each = requests(lengths, heads)
+    sinks = torch.randn(heads)
+    plan = check(each, config=AWAIT, sinks=sinks)
+    assert plan._kernels.combine is None
+    latent = replace(each, v=[x[..., :512] for x in each.k])
+    first, second = ([x.clone() for x in run(plan, latent, sinks=sinks)] for _ in "ab")
+    assert all(map(torch.equal, first, second)), "whoever comes last"
+    counters = plan._workspace.view(torch.int32)[-2 * number :]
+    assert counters.eq(UNWRITTEN).all() and not plan._given_up.word.any()
+
+
+def test_parts_that_never_come(programs, monkeypatch):
+    """Of a launch that was cut short before: rows are NaN, and the next run says so."""
+    programs(24)
+    monkeypatch.setattr(emulated_mla, "LOOKS", 50)
+    each = requests([2800])
+    latent = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(latent, page=64, config=AWAIT, shared_kv=True)
+    plan._workspace.view(torch.int32)[-2 * 24 :] -= 3
+    out, _ = run(plan, latent)
+    assert out.isnan().all()
+    with pytest.raises(StalledError, match="make a new plan"):
+        run(plan, latent)

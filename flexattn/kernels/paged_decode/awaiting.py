@@ -19,6 +19,24 @@ TURNS = 1 << 21
 # Words that a thread waits for at a time; they are registers of it.
 _HELD = 16
 
+# Of a count of parts in 16 bits that begins at -1, all whose stores are then visible: the operands
+# are its address, how many are wanted, and where 1 is stored when they do not come; 0, or 1 then.
+ARRIVALS = (
+    "{ .reg .pred again; .reg .b32 turns, there;",
+    "mov.b32 turns, 0;",
+    "ASK:",
+    "ld.acquire.gpu.global.b32 there, [$1];",
+    "add.u32 there, there, 1;",
+    "and.b32 there, there, 0xFFFF;",
+    "setp.lt.u32 again, there, $2;",
+    "add.u32 turns, turns, 1;",
+    f"setp.lt.and.u32 again, turns, {TURNS}, again;",
+    "@again bra ASK;",
+    "setp.lt.u32 again, there, $2;",
+    "@again st.relaxed.sys.global.b32 [$3], 1;",
+    "selp.b32 $0, 1, 0, again; }",
+)
+
 
 def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict[str, object]:
     """What the template says of it: a thread has `vectors` vectors of `vector` words in a tensor.

@@ -35,7 +35,8 @@ def workspace(
     if form.split_keys:
         rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
         return config.programs(device) * (2 + part_slots) * rows * (form.head_dim_v + 1)
-    return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
+    words = config.left * config.BLOCK_M * (form.head_dim_v + 1) + config.counters
+    return config.programs(device) * words
 
 
 def serving_reasons(config: object, form: ServingForm, device: Device) -> list[str]:
