@@ -24,6 +24,7 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 AWAIT = replace(MLA, combine="await")
+SEESAW = replace(MLA, schedule="seesaw")
 H200 = named("nvidia-h200")
 
 
@@ -149,6 +150,27 @@ def test_one_request(heads, programs):
     check(requests([2800], heads))
 
 
+@pytest.mark.parametrize("combine", ["launch", "await"])
+@pytest.mark.parametrize(
+    ("lengths", "page", "number"),
+    [([211, 1, 0, 130], 16, 3), ([700, 1, 383], 64, 2), ([1600] * 11, 0, 12), ([2800], 256, 24)],
+)
+def test_the_other_order_of_products(lengths, page, number, combine, programs):
+    """Both warpgroups have their scores before either weighs."""
+    programs(number)
+    config = replace(SEESAW, combine=combine)
+    check(requests(lengths, 24), page, config=config, sinks=torch.randn(24))
+
+
+@pytest.mark.parametrize("schedule", [MLA, SEESAW])
+def test_rising_maxima(schedule, programs):
+    """Each tile's weights scale what came before, by far, and the first keys count for nothing."""
+    programs(2)
+    each = requests([900])
+    rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
+    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=schedule)
+
+
 def test_causal_drafts(programs):
     programs(5)
     check(requests([513, 200], 20, 4), mask_mod=causal)
@@ -157,7 +179,9 @@ def test_causal_drafts(programs):
 def test_mods(programs):
     """A window, whose first page is masked in part, and a bias."""
     programs(3)
-    check(requests([450, 31, 290]), mask_mod=sliding_window(150), score_mod=alibi(16, "cpu"))
+    about = {"mask_mod": sliding_window(150), "score_mod": alibi(16, "cpu")}
+    check(requests([450, 31, 290]), **about)
+    check(requests([450, 31, 290]), config=SEESAW, **about)
 
 
 def test_shares_that_hold_a_request(programs):

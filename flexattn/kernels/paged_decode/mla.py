@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import ARRIVALS
-from flexattn.kernels.paged_decode.config import Combine, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import Combine, Schedule, ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
@@ -33,8 +34,8 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 def mla_space() -> Iterator[ServingConfig]:
     """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
     combines: tuple[Combine, ...] = ("launch", "await")
-    for combine, least in product(combines, (1, 2, 4, 8)):
-        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, combine, "whole")
+    for schedule, combine, least in product(get_args(Schedule), combines, (1, 2, 4, 8)):
+        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, combine, "whole", schedule)
 
 
 def described(form: ServingForm) -> Argument:
@@ -51,6 +52,7 @@ def box(form: ServingForm) -> int:
 def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
+        "seesaw": config.schedule == "seesaw",
         "awaited": config.combine == "await",
         "arrivals_asm": ARRIVALS,
         "jit": "gluon.jit",
@@ -107,6 +109,10 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
             numbers == (_ROWS, 2 * _KEYS, 4, 1, 1) and config.least >= 1,
             f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
             "num_stages=1 and per_sm=1",
+        ),
+        (
+            config.schedule in get_args(Schedule),
+            f"schedule={config.schedule!r} is one of {', '.join(get_args(Schedule))}",
         ),
         (
             config.combine in ("launch", "await"),

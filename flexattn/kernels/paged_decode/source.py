@@ -226,8 +226,11 @@ def merge_rows(head_dim: int) -> int:
 
 
 def describe_serving(config: ServingConfig) -> str:
-    """Names and numbers in one line."""
-    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
+    """Names and numbers in one line; the schedule where it is not the default."""
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    if config.schedule == "alternate":
+        del given["schedule"]
+    return " ".join(f"{name}={value}" for name, value in given.items())
 
 
 # As PTX names them.
