@@ -16,13 +16,20 @@ from tests.compile.shares import share
 from tests.compile.test_serving import DEVICE, form
 
 pytestmark = [pytest.mark.compile, pytest.mark.oldest]
-AWAIT = replace(next(mla.mla_space()), combine="await")
+DEFAULT = next(mla.mla_space())
+OTHERS = {
+    "awaited": replace(DEFAULT, combine="await"),
+    "seesaw": replace(DEFAULT, schedule="seesaw"),
+    "seesaw, awaited": replace(DEFAULT, schedule="seesaw", combine="await"),
+}
 MLA = {
     "128 heads": {"heads": (128, 1)},
     "drafts": {"heads": (16, 1), "q_len": 4, "mask": causal, "lse": True},
     "window": {"heads": (16, 1), "mask": sliding_window(1024), "score": softcap(30.0)},
     "pages of 16": {"heads": (16, 1), "page": 16},
     "awaited": {"heads": (16, 1), "lse": True, "sinks": True},
+    "seesaw": {"heads": (128, 1)},
+    "seesaw, awaited": {"heads": (16, 1), "page": 16},
 }
 
 
@@ -30,7 +37,7 @@ MLA = {
 def test_mla(name):
     """Products go on beside each other, and none waits for a register in the loop over tiles."""
     wanted = form(**{"D": (576, 512), "page": 64, "shared_kv": True, **MLA[name]})
-    config = AWAIT if name == "awaited" else next(mla.mla_space())
+    config = OTHERS.get(name, DEFAULT)
     assert not serving_reasons(config, wanted, DEVICE)
     source = render_serving(wanted, config, DEVICE, name)
     compiled = compile_source(source, DEVICE)

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
 AWAIT = replace(MLA, combine="await")
+SEESAW = replace(MLA, schedule="seesaw")
 LENGTHS = [2047, 0, 1, 517, 4096, 33, 128]
 CASES = {
     "16 heads": {},
@@ -35,6 +36,12 @@ CASES = {
     "whole requests": {"lengths": [4096] * 64, "heads": 128, "page": 256},
     "shares of two tiles": {"config": replace(MLA, least=2), "lengths": [3001, 900]},
     "window": {"mask_mod": sliding_window(700), "bias": True},
+    "seesaw": {"config": SEESAW, "sinks": True},
+    "seesaw, 128 heads": {"config": SEESAW, "heads": 128, "page": 16},
+    "seesaw, drafts": {"config": SEESAW, "heads": 20, "q_len": 4, "mask_mod": causal, "page": 0},
+    "seesaw, window": {"config": SEESAW, "mask_mod": sliding_window(700), "bias": True},
+    "seesaw, whole requests": {"config": SEESAW, "lengths": [4096] * 64, "heads": 128},
+    "seesaw, awaited": {"config": replace(SEESAW, combine="await"), "lengths": [16384]},
     "awaited": {"config": AWAIT, "sinks": True},
     "awaited, 128 heads": {"config": AWAIT, "heads": 128},
     "awaited, one request": {"config": AWAIT, "lengths": [16384]},

@@ -81,6 +81,7 @@ def mla_sizes(form: ServingForm, config: ServingConfig, programs: int) -> dict[s
         "KEYS": _KEYS,
         "HALF": LATENT // 2,
         "BOX": box(form),
+        "FULL": 18 if config.schedule == "seesaw" else 4,
         # Of a work tile, in shared memory; what its part is, if not its first or a later one.
         "SLOT_WORDS": 16,
         "SLOTS": 4,
