@@ -84,8 +84,9 @@ def run(source, programs, arguments, seed=0, at_once=1):
         names = _language(Decoding(number, random.Random(seeds[number])))
         exec(code, names)
         names.update(
-            no_offset=lambda: 0, prefetch=lambda address, wanted: None, await_parts=_await_parts
-        )
+            no_offset=lambda: 0, prefetch=lambda address, wanted: None, await_parts=_await_parts,
+            count_seen=lambda counter: _atomic_add(counter, 1 << 16), set_back=_set_back,
+        )  # fmt: skip
         with np.errstate(all="ignore"):
             names[source.entry](*(arguments[each.name] for each in source.arguments))
 
@@ -104,7 +105,12 @@ def _await_parts(counter, parts, fault):
     return 1
 
 
-def _atomic_add(place, number, sem):
+def _set_back(counter, seen, mergers):
+    if (seen + 1 >> 16) + 1 == mergers:
+        counter.array[counter.offset] = -1
+
+
+def _atomic_add(place, number, sem=""):
     with _ONE:
         before = place.array[place.offset]
         place.array[place.offset] += number

@@ -13,7 +13,7 @@ from typing import get_args
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import Dialect, TensorForm
-from flexattn.kernels.paged_decode.awaiting import ARRIVALS
+from flexattn.kernels.paged_decode.awaiting import ARRIVALS, SEEN, SET_BACK
 from flexattn.kernels.paged_decode.config import Combine, Schedule, ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
@@ -54,7 +54,11 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     return {
         "seesaw": config.schedule == "seesaw",
         "awaited": config.combine == "await",
-        "arrivals_asm": ARRIVALS,
+        "counting": (
+            ("await_parts", ("counter", "parts", "fault"), "=&r,l,r,l", ARRIVALS),
+            ("count_seen", ("counter",), "=&r,l", SEEN),
+            ("set_back", ("counter", "seen", "mergers"), "=r,l,r,r", SET_BACK),
+        ),
         "jit": "gluon.jit",
         "by_request": ", ONE_WARP",
         "per_lane": max(1, form.requests // 32),
