@@ -179,8 +179,8 @@ def test_awaited_parts_under_lengths_that_change():
 
 
 @HOPPER
-def test_latent_parts_of_two_plans_on_two_streams():
-    """Who waits for parts holds an SM, and programs of the other launch take the others."""
+def test_latent_parts_of_plans_on_several_streams():
+    """Who waits for parts holds an SM, and programs of other launches take the others."""
     about = {"heads": (16, 1), "head_dim": (576, 512), "page_size": 64, "shared_kv": True}
     cache = torch.randn(KEYS // 64, 64, 1, 576, **BF16)
     q = torch.randn(1, 1, 16, 576, **BF16)
