@@ -12,7 +12,6 @@ import triton
 
 from flexattn.catalogue import alibi, causal, sliding_window, softcap
 from flexattn.device import named
-from flexattn.kernels.paged_decode import mla
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.join import join_programs, render_join
 from flexattn.kernels.paged_decode.source import (
@@ -29,7 +28,7 @@ from flexattn.kernels.paged_decode.space import (
 from flexattn.mods import bind
 from flexattn.runtime.binary import binary_of
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.resources import resources, spills_too_much
+from flexattn.runtime.resources import resources
 from flexattn.serving.request import Maxima, form_of
 from tests.compile.shares import LONG, share
 
@@ -111,34 +110,6 @@ def test_the_default_config(name):
         assert not re.search(r"ld\.global\.[a-z0-9.]*b16", compiled.asm["ptx"]), "16 bytes at once"
     else:
         assert copies == 2 * config.num_stages, "K and V are copied ahead, and page ids never are"
-
-
-MLA = {
-    "128 heads": {"heads": (128, 1)},
-    "drafts": {"heads": (16, 1), "q_len": 4, "mask": causal, "lse": True},
-    "window": {"heads": (16, 1), "mask": sliding_window(1024), "score": softcap(30.0)},
-    "pages of 16": {"heads": (16, 1), "page": 16},
-}
-
-
-@pytest.mark.parametrize("name", share(MLA, lambda name: name == "128 heads"))
-def test_mla(name):
-    """Products go on beside each other, and none waits for a register in the loop over tiles."""
-    wanted = form(**{"D": (576, 512), "page": 64, "shared_kv": True, **MLA[name]})
-    config = next(mla.mla_space())
-    assert not serving_reasons(config, wanted, DEVICE)
-    source = render_serving(wanted, config, DEVICE, name)
-    compiled = compile_source(source, DEVICE)
-    taken = resources(compiled, DEVICE)
-    # Of each warpgroup the scores of its first tile and of the others, 36 instructions each, and
-    # four for each product with values.
-    assert taken.matrix_instructions == 176 and not taken.serialised
-    assert taken.register_split[1] == 232 and taken.registers == 168
-    assert taken.shared <= DEVICE.shared_memory
-    assert not spills_too_much(taken.loop_spills, taken.loop_instructions, taken.stack)
-    assert binary_of(compiled, "sm_90").maps[0].block == (1, 1, min(64, wanted.page), 64)
-    combine = compile_source(render_serving_combine(wanted, config, DEVICE), DEVICE)
-    assert resources(combine, DEVICE).spills == 0
 
 
 @pytest.mark.parametrize("name", AWAITED)

@@ -6,6 +6,7 @@ in test_worker.py. Each test is ended by tests/gpu/conftest.py where a launch do
 
 import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ HEADS, KEYS, PAGE = (32, 8), 8192, 16
 SHAPE = {"kv_len": KEYS, "heads": HEADS, "head_dim": 128, "page_size": PAGE}
 LAST, LAUNCH = (ServingConfig(16, 64, 4, 3, combine=combine) for combine in ("last", "launch"))
 AWAIT = ServingConfig(8, 128, 4, 1, 2, combine="await", split_policy="heads")
+MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
+HOPPER = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+    reason="the template is for sm_90",
+)
 FAR = 1e30  # of the memory around the cache: a value of it would show in any output
 
 
@@ -48,6 +54,31 @@ def assert_untouched(whole):
         assert (each[:32] == FAR).all() and (each[-32:] == FAR).all()
 
 
+def run_disturbed(plan, cache, page):
+    """200 runs, while another stream writes lengths and page ids, wild ones among them."""
+    m = plan.maxima
+    wild = [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
+    q = torch.randn(m.batch, 1, m.Hq, m.head_dim_qk, **BF16)
+    out = q.new_zeros(m.batch, 1, m.Hq, m.head_dim_v)  # whose rows a merge may not find
+    draw = torch.Generator().manual_seed(1)
+    picks = torch.randint(0, len(wild), (64, m.batch), generator=draw)
+    lengths = torch.tensor(wild, dtype=torch.int64)[picks].to("cuda", torch.int32)
+    shape = (8, m.batch, KEYS // page)
+    tables = torch.randint(-(2**31), 2**31 - 1, shape, device="cuda").int()
+    lens, table = lengths[0].clone(), tables[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with override(check=False):
+        for turn in range(200):
+            with torch.cuda.stream(side):
+                for step in range(8):
+                    lens.copy_(lengths[(8 * turn + step) % 64])
+                    table.copy_(tables[step])
+            plan.run(q, cache, seq_lens=lens, block_table=table, out=out)
+            assert_near(out, turn)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize(
     ("config", "B", "mods"),
     [
@@ -61,29 +92,26 @@ def assert_untouched(whole):
 )
 def test_lengths_and_tables_that_another_stream_changes_under_launches(config, B, mods):
     """Launches end, and read nothing outside of the cache; then a new plan is right."""
-    wild = [0, 1, 17, 4096, KEYS, KEYS + 1, 10**6, -5, 2**31 - 1]
     whole, pool = pool_of(2048)
     plan = DecodePlan(batch=B, config=config, **SHAPE, **mods)
-    q = torch.randn(B, 1, HEADS[0], 128, **BF16)
-    draw = torch.Generator().manual_seed(1)
-    picks = torch.randint(0, len(wild), (64, B), generator=draw)
-    lengths = torch.tensor(wild, dtype=torch.int64)[picks].to("cuda", torch.int32)
-    tables = torch.randint(-(2**31), 2**31 - 1, (8, B, KEYS // PAGE), device="cuda").int()
-    lens, table = lengths[0].clone(), tables[0].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with override(check=False):
-        for turn in range(200):
-            with torch.cuda.stream(side):
-                for step in range(8):
-                    lens.copy_(lengths[(8 * turn + step) % 64])
-                    table.copy_(tables[step])
-            out = plan.run(q, pool, seq_lens=lens, block_table=table)
-            assert_near(out, turn)
-    torch.cuda.synchronize()
+    run_disturbed(plan, pool, PAGE)
     assert_untouched(whole)
     each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], *HEADS, 128, **BF16)
     assert_right(run(plan_for(each, page=PAGE, config=config, **mods), each), each, **mods)
+
+
+@HOPPER
+@pytest.mark.parametrize(("B", "heads"), [(64, 16), (5, 128), (1, 16)])
+def test_lengths_that_another_stream_changes_under_latent_keys(B, heads):
+    """Who loads keys and who multiplies them read them apart, and one waited for ever."""
+    whole = torch.full((576, 64, 1, 576), FAR, **BF16)
+    cache = whole[32:-32].fill_(0.5)
+    about = {"heads": (heads, 1), "head_dim": (576, 512), "page_size": 64, "shared_kv": True}
+    run_disturbed(DecodePlan(batch=B, kv_len=KEYS, config=MLA, **about), cache, 64)
+    assert_untouched([whole])
+    each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], heads, 1, 576, 512, **BF16)
+    each = replace(each, v=[x[..., :512] for x in each.k])
+    assert_right(run(plan_for(each, page=64, config=MLA, shared_kv=True), each), each)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +176,30 @@ def test_awaited_parts_under_lengths_that_change():
                 plan = DecodePlan(batch=B, config=AWAIT, **SHAPE)
     each = batch([1] * 7, [2047, 0, 1, 517, 4096, 33, 128], *HEADS, 128, **BF16)
     assert_right(run(plan_for(each, page=PAGE, config=AWAIT), each), each)
+
+
+@HOPPER
+def test_latent_parts_of_plans_on_several_streams():
+    """Who waits for parts holds an SM, and programs of other launches take the others."""
+    about = {"heads": (16, 1), "head_dim": (576, 512), "page_size": 64, "shared_kv": True}
+    cache = torch.randn(KEYS // 64, 64, 1, 576, **BF16)
+    q = torch.randn(1, 1, 16, 576, **BF16)
+    call = {
+        "seq_lens": torch.tensor([KEYS - 3], dtype=torch.int32, device="cuda"),
+        "block_table": torch.arange(KEYS // 64, dtype=torch.int32, device="cuda")[None],
+    }
+    config = replace(MLA, combine="await")
+    plans = [DecodePlan(batch=1, kv_len=KEYS, config=config, **about) for _ in "abcd"]
+    streams, wrong = [torch.cuda.Stream(priority=-(i % 2)) for i in range(4)], []
+    with override(check=False):
+        wanted = plans[0].run(q, cache, **call).clone()
+        torch.cuda.synchronize()
+        for _ in range(200):
+            for plan, stream in zip(plans, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    wrong.append((plan.run(q, cache, **call) != wanted).any())
+        torch.cuda.synchronize()
+    assert not torch.stack(wrong).any()
 
 
 def test_checked_mode_launches_what_it_looked_at(monkeypatch):

@@ -7,11 +7,14 @@ columns in fp32 registers. Method: FlashMLA's seesaw schedule (deepseek-ai/Flash
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import Dialect, TensorForm
-from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.awaiting import ARRIVALS, SEEN, SET_BACK
+from flexattn.kernels.paged_decode.config import Combine, Schedule, ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
@@ -30,8 +33,9 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 def mla_space() -> Iterator[ServingConfig]:
     """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
-    for least in (1, 2, 4, 8):
-        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
+    combines: tuple[Combine, ...] = ("launch", "await")
+    for schedule, combine, least in product(get_args(Schedule), combines, (1, 2, 4, 8)):
+        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, combine, "whole", schedule)
 
 
 def described(form: ServingForm) -> Argument:
@@ -45,11 +49,18 @@ def box(form: ServingForm) -> int:
     return min(form.page, _KEYS) if form.page else _KEYS
 
 
-def context(form: ServingForm) -> dict[str, object]:
+def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
+        "seesaw": config.schedule == "seesaw",
+        "awaited": config.combine == "await",
+        "counting": (
+            ("await_parts", ("counter", "parts", "fault"), "=&r,l,r,l", ARRIVALS),
+            ("count_seen", ("counter",), "=&r,l", SEEN),
+            ("set_back", ("counter", "seen", "mergers"), "=r,l,r,r", SET_BACK),
+        ),
         "jit": "gluon.jit",
-        "by_request": ", BY_REQUEST",
+        "by_request": ", ONE_WARP",
         "per_lane": max(1, form.requests // 32),
         "boxes": _KEYS // box(form),
         "box_keys": box(form),
@@ -60,9 +71,27 @@ def context(form: ServingForm) -> dict[str, object]:
     }
 
 
-def mla_sizes(form: ServingForm) -> dict[str, int]:
-    """Constants of that kernel alone."""
-    return {"KEYS": _KEYS, "HALF": LATENT // 2, "BOX": box(form)}
+def mla_sizes(form: ServingForm, config: ServingConfig, programs: int) -> dict[str, int]:
+    """Constants of that kernel alone; of a grid of so many programs."""
+    words = programs * config.left * config.BLOCK_M * (form.head_dim_v + 1)
+    merges = {
+        "COUNTERS": words,
+        "FEW_ROWS": 8,
+        "FEW_PARTS": 4,
+        "MANY_PARTS": 128,
+        "MANY_COLUMNS": 64,
+    }
+    return (merges if config.combine == "await" else {}) | {
+        "KEYS": _KEYS,
+        "HALF": LATENT // 2,
+        "BOX": box(form),
+        "FULL": 18 if config.schedule == "seesaw" else 4,
+        # Of a work tile, in shared memory; what its part is, if not its first or a later one.
+        "SLOT_WORDS": 16,
+        "SLOTS": 4,
+        "WHOLE": 2,
+        "NO_PORTION": 3,
+    }
 
 
 def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> list[str]:
@@ -86,6 +115,13 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
             f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
             "num_stages=1 and per_sm=1",
         ),
-        (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
+        (
+            config.schedule in get_args(Schedule),
+            f"schedule={config.schedule!r} is one of {', '.join(get_args(Schedule))}",
+        ),
+        (
+            config.combine in ("launch", "await"),
+            "parts of the MLA template are merged by a second kernel, or awaited",
+        ),
     )
     return [said for holds, said in rules if not holds]
