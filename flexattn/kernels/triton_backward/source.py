@@ -71,6 +71,7 @@ def render(structure: Structure, config: BackwardConfig, device: Device, title: 
         "grads": structure.grads,
         **_products(structure, device),
         "use_tma": config.use_tma,
+        "guarded": config.guarded,
         "dropout": structure.dropout,
         "ptx": device.backend == "cuda",
         "rows_aligned": sparsity is None or sparsity.q_block % 16 == 0,

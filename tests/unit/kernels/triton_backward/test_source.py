@@ -42,11 +42,21 @@ def test_gradients_of_captured_tensors_are_there_where_they_are_asked_for():
 
 def test_a_relative_bias_is_summed_along_diagonals_or_scattered():
     given = structure(BIAS, grads=True)
-    configs = list(turned(CONFIG, given))
+    configs = [each for each in turned(CONFIG, given) if not each.guarded]
     assert [each.sum_diagonals for each in configs] == [True, False]
     one, other = (text(given, each) for each in configs)
     assert "tl.gather" in one and "tl.gather" not in other
     assert list(turned(CONFIG, structure(softcap(50.0)))) == [CONFIG]
+
+
+def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_inside():
+    given = structure(BIAS, mask_mod=causal, runs=True)
+    configs = list(turned(CONFIG, given))
+    assert [each.guarded for each in configs] == [False, True]
+    one, other = (text(given, each) for each in configs)
+    assert "if begin < end:" not in one and other.count("if begin < end:") == 2
+    kept = [line.strip() for line in other.splitlines() if "begin < end" not in line]
+    assert kept[3:] == [line.strip() for line in one.splitlines()][3:], "and nothing else changes"
 
 
 def test_a_soft_caps_derivative_uses_its_tanh():
