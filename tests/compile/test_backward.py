@@ -73,16 +73,17 @@ def test_gradients_of_captured_tensors(arch, D):
 
 @pytest.mark.oldest
 @pytest.mark.compile
-def test_guarded_loops_serialise_no_product():
+@pytest.mark.parametrize("by_tile", [False, True])
+def test_guarded_loops_serialise_no_product(by_tile):
     """Of a learned bias by distance ptxas let each wgmma wait for the one before it: where a loop
     has no turn its sums are zeros, and what writes those stood beside products under way."""
     device = named(DEVICES["sm_90"])
-    wanted = problem(
-        "backward", 128, score_mod=relative_bias(torch.zeros(32, 128), 64), mask_mod=causal
-    )
+    bias = relative_bias(torch.zeros(32, 128, dtype=torch.bfloat16), 64)
+    wanted = problem("backward", 128, score_mod=bias, mask_mod=causal, runs=True)
     structure = replace(wanted.structure, grads=loaded_floats(wanted.structure.score.mod))
     first = next(candidates(replace(wanted, structure=structure), device, "triton"))
-    compiled = compile_source(render(structure, replace(first, guarded=True), device, ""), device)
+    config = replace(first, guarded=True, by_tile=by_tile)
+    compiled = compile_source(render(structure, config, device, ""), device)
     assert not _serialised(compiled.asm["ptx"], device)
     assert not resources(compiled, device).starved
 
