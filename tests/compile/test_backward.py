@@ -71,17 +71,24 @@ def test_gradients_of_captured_tensors(arch, D):
     )
 
 
+BIAS = relative_bias(torch.zeros(32, 128, dtype=torch.bfloat16), 64)
+
+
 @pytest.mark.oldest
 @pytest.mark.compile
-@pytest.mark.parametrize("by_tile", [False, True])
-def test_guarded_loops_serialise_no_product(by_tile):
-    """Of a learned bias by distance ptxas let each wgmma wait for the one before it: where a loop
-    has no turn its sums are zeros, and what writes those stood beside products under way."""
+@pytest.mark.parametrize(
+    ("D", "bias", "by_tile"), [(128, BIAS, False), (128, BIAS, True), (256, None, False)]
+)
+def test_guarded_loops_serialise_no_product(D, bias, by_tile):
+    """Of a learned bias by distance, and of 256 columns, ptxas let each wgmma wait for the one
+    before it: where a loop has no turn its sums are zeros, and what writes those stood beside
+    products under way."""
     device = named(DEVICES["sm_90"])
-    bias = relative_bias(torch.zeros(32, 128, dtype=torch.bfloat16), 64)
-    wanted = problem("backward", 128, score_mod=bias, mask_mod=causal, runs=True)
-    structure = replace(wanted.structure, grads=loaded_floats(wanted.structure.score.mod))
-    first = next(candidates(replace(wanted, structure=structure), device, "triton"))
+    structure = problem("backward", D, score_mod=bias, mask_mod=causal, runs=True).structure
+    if structure.score is not None:
+        structure = replace(structure, grads=loaded_floats(structure.score.mod))
+    given = replace(problem("backward", D), structure=structure)
+    first = next(candidates(given, device, "triton"))
     config = replace(first, guarded=True, by_tile=by_tile)
     compiled = compile_source(render(structure, config, device, ""), device)
     assert not _serialised(compiled.asm["ptx"], device)

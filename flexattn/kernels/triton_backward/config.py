@@ -26,6 +26,11 @@ def _loads_for_keys(structure: Structure) -> bool:
     return any(reads(each, "kv_idx") for each in loads)
 
 
+def _serialises(structure: Structure) -> bool:
+    """Whether ptxas was seen to serialise the products of such a structure, unguarded."""
+    return max(structure.head_dim_qk, structure.head_dim_v) > 128 or _loads_for_keys(structure)
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
     """Two halves of one launch, with torch's names for their tiles.
@@ -36,10 +41,11 @@ class BackwardConfig:
     summed along each tile's diagonals before it is added up. guarded: whether each loop stands
     behind a condition that it has a turn; default False. A product goes on when a loop ends, and
     of a loop that may have no turn ptxas may see another instruction write its sums: then each
-    wgmma of the kernel waits for the one before it (C7515). So it is of a learned bias by distance
-    on Hopper. by_tile: whether places of a table that rise evenly, as by distance, are compared
-    with its size once a tile; default False: at each score. Of a learned bias at D 128 the loops
-    then run 15 % fewer instructions. Neither has been timed on a GPU yet.
+    wgmma of the kernel waits for the one before it (C7515). So it is on Hopper of a learned bias
+    by distance, and above 128 columns of almost every call. by_tile: whether places of a table
+    that rise evenly, as by distance, are compared with its size once a tile; default False: at
+    each score. Of a learned bias at D 128 the loops then run 15 % fewer instructions. Neither has
+    been timed on a GPU yet.
     """
 
     BLOCK_M1: int
@@ -50,7 +56,7 @@ class BackwardConfig:
     num_stages: int = 2
     use_tma: bool = False
     sum_diagonals: bool = knob(True, False, word="scattered", moves=adds_along_diagonals)
-    guarded: bool = knob(False, True, word="guarded", moves=_loads_for_keys)
+    guarded: bool = knob(False, True, word="guarded", moves=_serialises)
     by_tile: bool = knob(False, True, word="by-tile", moves=_loads_for_keys)
 
     heads: ClassVar[int] = 1

@@ -53,6 +53,8 @@ def test_loops_are_guarded_where_a_search_asks_and_a_score_mod_reads_memory_insi
     given = structure(BIAS, mask_mod=causal, runs=True)
     configs = [each for each in turned(CONFIG, given) if not each.by_tile]
     assert [each.guarded for each in configs] == [False, True]
+    wide = structure(D=256)
+    assert [each.guarded for each in turned(CONFIG, wide)] == [False, True]
     one, other = (text(given, each) for each in configs)
     assert "if begin < end:" not in one and other.count("if begin < end:") == 2
     kept = [line.strip() for line in other.splitlines() if "begin < end" not in line]
