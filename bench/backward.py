@@ -32,11 +32,17 @@ from bench.table import markdown
 from flexattn.device import detect
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig
+from flexattn.kernels.triton_backward.config import BackwardConfig
 from flexattn.tune.builds import compilers
 from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import default_jobs
 
 __all__ = ["METHOD", "Ahead", "table"]
+
+# What serves where a field is of both.
+_CONFIGS: dict[str, type[HopperBackwardConfig] | type[BackwardConfig]] = {
+    "GLUON": HopperBackwardConfig, "TRITON": BackwardConfig,
+}  # fmt: skip
 
 METHOD = Method(rounds=15, min_ms=10.0, flush_l2=False, graph=False)
 
@@ -91,13 +97,15 @@ def table(report: Report) -> str:
 
 
 def variant(text: str) -> Trainer:
-    """Ours with kernel options, or with fields of the Gluon template's config: "dk_rs=0,…"."""
-    given, known = parse_config(text), {each.name: each for each in fields(HopperBackwardConfig)}
-    if given.keys() <= known.keys() and not all(map(_is_option, given)):
-        return exactly_trained({
-            name: bool(value) if known[name].type == "bool" else value
-            for name, value in given.items()
-        })  # fmt: skip
+    """Ours with kernel options, or with fields of a template's config: "dk_rs=0", "guarded=1"."""
+    given = parse_config(text)
+    if all(map(_is_option, given)):
+        return ours_trained(given)
+    for backend, config in _CONFIGS.items():
+        known = {each.name: each.type for each in fields(config)}
+        if given.keys() <= known.keys():
+            found = {n: bool(x) if known[n] == "bool" else x for n, x in given.items()}
+            return exactly_trained(found, backend)
     return ours_trained(given)
 
 

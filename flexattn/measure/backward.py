@@ -105,7 +105,7 @@ def gradient_like(out: Tensor) -> Tensor:
 
 
 def make_saved(task: Task, where: torch.device) -> Saved:
-    """Normal random q, k, v and gradient of out, and what the reference run makes of them."""
+    """Normal random q, k, v and gradient of out, and what a kernel's forward makes of them."""
     p, sparsity = task.problem, task.problem.structure.sparsity
     q, k, v = make_inputs(p, where)
     if p.broadcast_kv:
@@ -120,7 +120,7 @@ def make_saved(task: Task, where: torch.device) -> Saved:
     with torch.no_grad():
         forward = attention(
             q, k, v, score_mod=score_callable(score),
-            block_mask=block_mask, scale=task.scale, precision=Precision.ROUNDED,
+            block_mask=block_mask, scale=task.scale, precision=Precision.STORED,
         )  # fmt: skip
     heads = judged_heads(p.B, p.Hq, p.Hkv, p.q_len, p.kv_len)
     out, slots = forward.out.contiguous(), p.structure.grads

@@ -30,6 +30,7 @@ from flexattn.reference.saved import saved_softmax
 
 _SLICE_SCORES = 2**26
 _SLICE_KV = 2**27
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Reference(NamedTuple):
@@ -353,7 +354,9 @@ class _Gather(TorchFunctionMode):
             i = torch.as_tensor(i, device=x.device).long()
             self.outside = self.outside | ((i < -n) | (i >= n)).any()
             places.append(i.clamp(-n, n - 1))
-        value: Tensor = torch.ops.aten.index.Tensor(x, places)
+        # A gradient that is added up in 16 bits stops growing long before the last score.
+        wide = x.float() if x.requires_grad and x.dtype in _HALVES else x
+        value: Tensor = torch.ops.aten.index.Tensor(wide, places).to(x.dtype)
         if self.kept is not None and value.dim() == 0 and value.is_floating_point():
             value = torch.where(self.kept, value, value.detach())
         return value

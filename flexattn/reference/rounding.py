@@ -23,12 +23,14 @@ class Precision(enum.Enum):
     and P, at most 1, takes e4m3's range. Its gradients are those of a kernel that saves the output
     and lse: gradients of scores are rounded where the scores were.
     WORKING is the CPU path: fp32, or float64 for float64 inputs, with `out` in q's dtype, or
-    bfloat16 for e4m3.
+    bfloat16 for e4m3. STORED is what a kernel's forward leaves for a backward: as ROUNDED, but
+    scores stay in fp32, as kernels keep them, so that weights made anew from lse add up to 1.
     """
 
     ORACLE = "oracle"
     ROUNDED = "rounded"
     WORKING = "working"
+    STORED = "stored"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Rounding:
         # What is narrower than q is multiplied in q's dtype.
         widened = v.dtype.itemsize < q.dtype.itemsize
         weight = q.dtype if widened or q.dtype in FP8 else v.dtype
+        if precision is Precision.STORED:  # kernels multiply tf32 three times, which is fp32
+            score, tf32 = None, False
         return cls(work, score, weight, out_dtype(q.dtype), tf32, True)
 
     def load(self, x: Tensor) -> Tensor:

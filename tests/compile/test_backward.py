@@ -10,10 +10,10 @@ from flexattn.cli.offline import compiled as compiled_for
 from flexattn.device import KNOWN, named
 from flexattn.kernels.choose.defaults import candidates
 from flexattn.kernels.choose.options import Options
-from flexattn.kernels.triton_backward.source import render_delta
+from flexattn.kernels.triton_backward.source import render, render_delta
 from flexattn.mods.derivative import loaded_floats
 from flexattn.runtime.build import compile_source
-from flexattn.runtime.resources import resources
+from flexattn.runtime.resources import _serialised, resources
 from flexattn.settings import override
 from tests.compile.devices import DEVICES
 from tests.problems import problem
@@ -69,6 +69,30 @@ def test_gradients_of_captured_tensors(arch, D):
     assert [each.name for each in choice.source.arguments][-1 - 4 * choice.config.use_tma] == (
         "score_buf0_grad"
     )
+
+
+BIAS = relative_bias(torch.zeros(32, 128, dtype=torch.bfloat16), 64)
+
+
+@pytest.mark.oldest
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("D", "bias", "by_tile"), [(128, BIAS, False), (128, BIAS, True), (256, None, False)]
+)
+def test_guarded_loops_serialise_no_product(D, bias, by_tile):
+    """Of a learned bias by distance, and of 256 columns, ptxas let each wgmma wait for the one
+    before it: where a loop has no turn its sums are zeros, and what writes those stood beside
+    products under way."""
+    device = named(DEVICES["sm_90"])
+    structure = problem("backward", D, score_mod=bias, mask_mod=causal, runs=True).structure
+    if structure.score is not None:
+        structure = replace(structure, grads=loaded_floats(structure.score.mod))
+    given = replace(problem("backward", D), structure=structure)
+    first = next(candidates(given, device, "triton"))
+    config = replace(first, guarded=True, by_tile=by_tile)
+    compiled = compile_source(render(structure, config, device, ""), device)
+    assert not _serialised(compiled.asm["ptx"], device)
+    assert not resources(compiled, device).starved
 
 
 @pytest.mark.compile

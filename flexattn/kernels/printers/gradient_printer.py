@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.printers.tile_reads import TilePrinter
 from flexattn.kernels.printers.triton_printer import (
     TILE,
     MultiPrinter,
@@ -92,17 +93,23 @@ def _on_diagonals(load: Expr) -> bool:
 
 
 def print_gradient(
-    captures: Captures, slots: tuple[int, ...], traits: Traits, diagonals: bool = True
+    captures: Captures,
+    slots: tuple[int, ...],
+    traits: Traits,
+    diagonals: bool = True,
+    by_tile: bool = False,
 ) -> PrintedGradient:
     """A score_mod of one half, whose dialect the traits have, with its derivatives.
 
     slots: the captured tensors whose gradients this half adds up, which is one that holds rows.
-    diagonals: of a tile's diagonals, where these have one place each, the sums are added.
+    diagonals: of a tile's diagonals, where these have one place each, the sums are added. by_tile:
+    reads whose places rise evenly are compared with sizes once a tile.
     Raises UnsupportedError as `derivatives` and `print_mod` do.
     """
     found = derivatives(captures.mod, slots)
     roots = (captures.mod.expr, *found.roots)
-    printer = MultiPrinter(captures.mod, captures.contiguous, traits, TILE, roots)
+    kind = TilePrinter if by_tile else MultiPrinter
+    printer = kind(captures.mod, captures.contiguous, traits, TILE, roots)
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
     factor = "0" if found.score is None else _factor(printer, found.score)
@@ -116,15 +123,19 @@ def print_gradient(
 
 
 def print_with_gradients(
-    structure: Structure, traits: Traits, slots: tuple[int, ...] = (), diagonals: bool = False
+    structure: Structure,
+    traits: Traits,
+    slots: tuple[int, ...] = (),
+    diagonals: bool = False,
+    by_tile: bool = False,
 ) -> tuple[PrintedGradient | None, Printed | None]:
     """The score_mod with its derivatives and the mask_mod of a half; None where there is none.
 
-    slots, diagonals, and what is raised: as of `print_gradient`.
+    slots, diagonals, by_tile, and what is raised: as of `print_gradient`.
     """
     score = mask = None
     if structure.score is not None:
-        score = print_gradient(structure.score, slots, traits, diagonals)
+        score = print_gradient(structure.score, slots, traits, diagonals, by_tile)
     if structure.mask is not None:
         mask = print_mod(structure.mask.mod, structure.mask.contiguous, traits)
     return score, mask

@@ -11,10 +11,24 @@ from flexattn.kernels.base.features import tma_layout
 from flexattn.kernels.base.knobs import knob
 from flexattn.kernels.base.rule import Rule, Rules
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
+from flexattn.mods.expr import reads, walk
 from flexattn.problem import Structure
 
 # Barriers and scratch, beside the tiles; registers of addresses and loop state, beside those too.
 _SHARED_SLACK, _REGISTER_SLACK = 2048, 40
+
+
+def _loads_for_keys(structure: Structure) -> bool:
+    """Whether a score_mod reads memory inside of the loops."""
+    if structure.score is None:
+        return False
+    loads = (each for each in walk(structure.score.mod.expr) if each.op == "load")
+    return any(reads(each, "kv_idx") for each in loads)
+
+
+def serialises(structure: Structure) -> bool:
+    """Whether ptxas was seen to serialise the products of such a structure, unguarded."""
+    return max(structure.head_dim_qk, structure.head_dim_v) > 128 or _loads_for_keys(structure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +38,15 @@ class BackwardConfig:
     BLOCK_N1 keys are held for dK and dV, and query rows walked BLOCK_M1 at a time; BLOCK_M2 rows
     are held for dQ, and keys walked BLOCK_N2 at a time. use_tma: what is walked is read through
     tensor descriptors, by the bulk copy engine. sum_diagonals: the gradient of a relative bias is
-    summed along each tile's diagonals before it is added up.
+    summed along each tile's diagonals before it is added up. guarded: whether each loop stands
+    behind a condition that it has a turn; default False. A product goes on when a loop ends, and
+    of a loop that may have no turn ptxas may see another instruction write its sums: then each
+    wgmma of the kernel waits for the one before it (C7515). So it is on Hopper of a learned bias
+    by distance, and above 128 columns of almost every call, and there the static defaults have it.
+    by_tile: whether places of a table
+    that rise evenly, as by distance, are compared with its size once a tile; default False: at
+    each score. Of a learned bias at D 128 the loops then run 15 % fewer instructions. Neither has
+    been timed on a GPU yet.
     """
 
     BLOCK_M1: int
@@ -35,6 +57,8 @@ class BackwardConfig:
     num_stages: int = 2
     use_tma: bool = False
     sum_diagonals: bool = knob(True, False, word="scattered", moves=adds_along_diagonals)
+    guarded: bool = knob(False, True, word="guarded", moves=serialises)
+    by_tile: bool = knob(False, True, word="by-tile", moves=_loads_for_keys)
 
     heads: ClassVar[int] = 1
     language: ClassVar[Language] = "triton"

@@ -8,7 +8,7 @@ from itertools import product
 
 from flexattn.device import Device, is_rdna
 from flexattn.kernels.printers.gradient_printer import adds_along_diagonals
-from flexattn.kernels.triton_backward.config import BackwardConfig
+from flexattn.kernels.triton_backward.config import BackwardConfig, serialises
 from flexattn.problem import Problem
 
 _Table = tuple[tuple[int, tuple[BackwardConfig, ...]], ...]
@@ -78,8 +78,9 @@ def defaults(problem: Problem, device: Device) -> Iterator[BackwardConfig]:
             # Random bits take registers: of 64 rows at a time the loops of sm_90 spill.
             table = tuple(replace(each, BLOCK_M1=min(each.BLOCK_M1, 32)) for each in table)
         if device.arch == "sm_90" and widest <= 128 and adds_along_diagonals(structure):
-            yield _DIAGONALS[widest > 64]
-        yield from table
+            table = (_DIAGONALS[widest > 64], *table)
+        guarded = device.has_wgmma and serialises(structure)
+        yield from (replace(each, guarded=guarded) for each in table)
         yield BackwardConfig(16, 32, 32, 16, 4, 1)
         yield from _SMALLEST
 

@@ -132,6 +132,17 @@ def test_memory_is_told_beside_what_a_training_may_allocate():
     assert "| a | 2 | 0.500 | 1.500 |" in text and "| 2.000 [" in text
 
 
+def test_a_config_names_options_or_fields_of_either_template(monkeypatch):
+    monkeypatch.setattr(backward, "exactly_trained", lambda given, backend: (backend, given))
+    monkeypatch.setattr(backward, "ours_trained", lambda given: given)
+    assert backward.variant("early_lse=,dq_tma=1") == ("GLUON", {"early_lse": "", "dq_tma": True})
+    assert backward.variant("guarded=1,BLOCK_M1=32") == (
+        "TRITON", {"guarded": True, "BLOCK_M1": 32}
+    )  # fmt: skip
+    assert backward.variant("BACKEND=TRITON,num_stages=2")["num_stages"] == 2
+    assert backward.variant("nothing=1") == {"nothing": 1}, "which the call refuses in words"
+
+
 @pytest.mark.parametrize("argv", [["--list", "--rows", "^grid"], ["--rows", "nothing"]])
 def test_the_command_lists_and_refuses(argv, capsys):
     status = backward.run(argv)

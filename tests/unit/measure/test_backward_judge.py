@@ -1,5 +1,6 @@
 """Gradients are judged where they are wrong, whole or in some heads, with all that heads share."""
 
+import pytest
 import torch
 
 from flexattn.catalogue import causal
@@ -22,25 +23,49 @@ def learned(score, b, h, q_idx, kv_idx):
 LEARNED = TABLE.clone().requires_grad_()
 
 
-def made_call(dtype="float32"):
+def made_saved(dtype):
     layer = {"heads": [6, 2], "head_dim": [24, 16], "dtype": dtype, "block_size": 16}
     call = {"mixes": [[3, 37, 43]], "backward": True}
     row = parse_workload({"layers": [{**layer, "calls": [call]}]}, "x", "x").rows[1]
     task = task_from(row, learned, causal, named("nvidia-h200"), CPU)
     made = make_saved(task, CPU)
     assert made.out.dtype == made.call.q.dtype and made.lse.dtype == torch.float32
-    return made.call
+    return made
+
+
+def made_call(dtype="float32"):
+    return made_saved(dtype).call
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_saved_is_what_a_kernel_stores(dtype):
+    """Of scores rounded to 16 bits, lse was another's: weights that a kernel made of it did not
+    add up to 1, delta was no mean of theirs, and one learned table in forty was red."""
+    made = made_saved(dtype)
+    given = made.call
+    scores, values = scores_of(given, *(x.float() for x in (given.q, given.k, given.v)), TABLE)
+    weights = torch.exp(scores - made.lse[..., None])
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3, 6, 37), rtol=0, atol=1e-5)
+    # Weights are rounded before they meet values, and so is what comes out.
+    bound = 2.0 * torch.finfo(given.q.dtype).eps * (weights @ values.abs()) + 1e-6
+    assert ((made.out - weights @ values).abs() <= bound).all()
+
+
+def scores_of(given, q, k, v, table):
+    """The modified scores [3, 6, 37, 43], and each query head's values."""
+    rows, keys = torch.arange(37)[:, None], torch.arange(43)
+    heads = torch.arange(6)[:, None, None]
+    k, v = (x.repeat_interleave(3, 1) for x in (k, v))
+    scores = q @ k.mT * given.scale + table[heads // 2, rows - keys + 44]
+    return torch.where(rows >= keys, scores, -torch.inf), v
 
 
 def gradients(given: Differentiated) -> Gradients:
     """By plain torch, of what a kernel is given."""
     inputs = given.q, given.k, given.v, LEARNED.detach()
-    q, k, v, table = leaves = [x.clone().requires_grad_() for x in inputs]
-    rows, keys = torch.arange(37)[:, None], torch.arange(43)
-    heads = torch.arange(6)[:, None, None]
-    k, v = (x.repeat_interleave(3, 1) for x in (k, v))
-    scores = q @ k.mT * given.scale + table[heads // 2, rows - keys + 44]
-    out = torch.softmax(torch.where(rows >= keys, scores, -torch.inf), -1) @ v
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    scores, values = scores_of(given, *leaves)
+    out = torch.softmax(scores, -1) @ values
     dq, dk, dv, dtable = torch.autograd.grad(out, leaves, given.dout)
     return Gradients(dq, dk, dv, (dtable,), given.dout)
 

@@ -277,6 +277,31 @@ def test_tf32_keeps_ten_bits():
     assert (rounding.load(x) - x).abs().div(x.abs()).max() <= 2**-11
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_of_tables_in_16_bits_are_added_up_in_32(dtype):
+    """A learned bias by distance, each of whose elements some 200 scores read.
+
+    Autograd added them up in the table's dtype, as no kernel does, and lost each part below the
+    sum's last place. The gate forgave eight times what it should, and the CPU path trained so.
+    """
+    q, k, v = inputs(L=160, S=160, dtype=dtype)
+    table = torch.randn(3, 320, generator=torch.Generator().manual_seed(2)).to(dtype)
+    dout = torch.randn(B, 3, 160, EV, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+    def gradient(precision, table):
+        table = table.requires_grad_()
+        found = attention(
+            q, k, v, score_mod=lambda s, b, h, q, k: s + table[h, q - k + 160], precision=precision
+        )
+        return torch.autograd.grad(found.out, table, dout.to(found.out.dtype))[0]
+
+    exact = gradient(Precision.ORACLE, table.double())
+    got = gradient(Precision.WORKING, table.clone())
+    assert got.dtype == dtype
+    # One rounding of each score's part, and one of the sum.
+    assert (got - exact).abs().max() < exact.abs().max() * torch.finfo(dtype).eps
+
+
 def test_shapes_that_do_not_fit():
     q, k, v = inputs()
     for bad in [(q[0], k, v), (q, k, v[:, :, 1:]), (q[:1], k, v), (q, k.repeat(1, 2, 1, 1), v)]:
