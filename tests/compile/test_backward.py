@@ -89,7 +89,8 @@ def test_guarded_loops_serialise_no_product(D, bias, by_tile):
         structure = replace(structure, grads=loaded_floats(structure.score.mod))
     given = replace(problem("backward", D), structure=structure)
     first = next(candidates(given, device, "triton"))
-    config = replace(first, guarded=True, by_tile=by_tile)
+    assert first.guarded
+    config = replace(first, by_tile=by_tile)
     compiled = compile_source(render(structure, config, device, ""), device)
     assert not _serialised(compiled.asm["ptx"], device)
     assert not resources(compiled, device).starved
