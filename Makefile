@@ -22,6 +22,9 @@ BETWEEN := 3.7 3.8
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Some eighty processes import torch: the first one leaves its bytecode for the others.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One process holds one Triton, and interprets or compiles. A folder without tests fails (pytest's status 5).
 COMPILED := env -u TRITON_INTERPRET -u FLEXATTN_INTERPRET
 INTERPRETED := env TRITON_INTERPRET=1 FLEXATTN_INTERPRET=1
@@ -47,11 +50,11 @@ help:
 demo: env
 	$(PY) -m flexattn demo
 
-# The environment's two parts are made beside each other; then what is one process each runs side by side: beside
-# types, which takes half a minute, lint and the tests with the oldest Triton.
+# The environment's two parts are made beside each other; then what is one process each runs side by side, the longest
+# first and one more than JOBS: of three that take 50, 40 and 35 s, two would leave a core idle for the third.
 test:
 	$(MAKE) --jobs=$(JOBS) env
-	$(MAKE) --jobs=$(JOBS) --output-sync=target types lint test-oldest
+	$(MAKE) --jobs=$$(($(JOBS) + 1)) --output-sync=target test-oldest types lint
 	$(MAKE) test-unit test-interpreter
 
 # A process more than JOBS, for some of these tests wait: for children, locks and hearts.
@@ -61,7 +64,7 @@ test-unit: env
 test-interpreter: env
 	$(INTERPRETED) $(PYTEST) -m "$(NO_DEVICE)" tests/interpreter
 
-test-oldest: test-oldest-compiled test-oldest-interpreted
+test-oldest: test-oldest-interpreted test-oldest-compiled
 
 test-oldest-compiled: env
 	$(WITH_OLDEST) $(COMPILED) $(PYTEST_ALONE) -m "oldest and (releases or not compile) and $(NO_DEVICE)" tests/unit/runtime tests/golden tests/compile
@@ -112,7 +115,8 @@ records: env
 env: $(VENV)/.package $(OLDEST)/.pins
 
 # A machine whose Python has a torch that sees a GPU keeps that torch and its Triton: a .pth file shows them
-# to the environment, also where that Python is itself a virtual environment.
+# to the environment, also where that Python is itself a virtual environment. Of 3.11's pip three quarters of its time
+# went into choosing among what an index holds.
 $(VENV)/.mode:
 	@set -e; \
 	site=$$($(GPU_PYTHON) -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)) if torch.cuda.is_available() else "")' 2>/dev/null) || site=; \
@@ -123,6 +127,7 @@ $(VENV)/.mode:
 	test -n "$$python" || { echo "make: none of '$(PYTHONS)' is a Python 3.10 or newer with the venv module (Debian: apt-get install python3-venv); name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
 	echo "make: $(VENV) from $$python$${site:+, with the torch in $$site}"; \
 	$$python -m venv --clear $(VENV); \
+	$(PIP) $$(grep '^pip==' requirements/ci.txt) || echo "make: $(VENV) keeps the pip of $$python, which may be slow"; \
 	if test -n "$$site"; then \
 		echo "$$site" > "$$($(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/machine-torch.pth"; \
 		echo machine > $@; \
@@ -130,7 +135,7 @@ $(VENV)/.mode:
 
 # Triton goes in last and without its dependents' opinion: torch's GPU builds ask for one exact release.
 $(VENV)/.pins: requirements/ci.txt $(VENV)/.mode
-	@if grep -q machine $(VENV)/.mode; then skip='^(torch|triton)=='; else skip='^triton=='; fi; \
+	@if grep -q machine $(VENV)/.mode; then skip='^(pip|torch|triton)=='; else skip='^(pip|triton)=='; fi; \
 	grep -vE "$$skip" requirements/ci.txt > $(VENV)/pins.txt
 	$(PIP) $(INDEX) -r $(VENV)/pins.txt
 	@grep -q machine $(VENV)/.mode || { grep -E '^triton==' requirements/ci.txt > $(VENV)/triton.txt && $(PIP) --no-deps -r $(VENV)/triton.txt; }

@@ -1,5 +1,6 @@
 """What every folder of tests shares."""
 
+import atexit
 import gc
 import os
 from contextlib import suppress
@@ -28,17 +29,15 @@ def pytest_addoption(parser):
     )
 
 
-# A tenth of the time went into looking for garbage among modules and collected tests.
+# A tenth of the time went into looking for garbage among modules and collected tests, a second of
+# it when pytest ends.
 gc.disable()
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
 
 
 @pytest.fixture

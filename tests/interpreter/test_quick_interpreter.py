@@ -1,5 +1,7 @@
 """What the interpreter of the tests leaves out changes nothing that it says."""
 
+import runpy
+
 import numpy as np
 import pytest
 import torch
@@ -87,3 +89,82 @@ def test_dtypes_of_operands_that_differ_are_made_one(dtype):
     out = torch.full((6,), torch.nan)
     _promoted[(1,)](whole, half, out)
     assert out.tolist() == [1.5, 2.25, 6.5, 9.25, 1.0, 2.0]
+
+
+@triton.jit
+def _widened(X, OUT, row, column):
+    at = tl.arange(0, 4)
+    x = tl.load(X + at)  # one pointer and a block of offsets
+    first = tl.sum(tl.where(at == 0, x, 0), 0)  # a scalar of the dtype
+    wide = (2 - x)[:, None] + x[None, :] * (x + first)[:, None]
+    wide = first - tl.where(at[:, None] < column, wide, 1.5)
+    inside = (at[:, None] < row) & (at[None, :] >= 1)
+    tl.store(OUT + at[:, None] * 4 + at[None, :], wide, mask=inside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_numbers_scalars_and_blocks_meet(dtype):
+    """Of whatever shape they are and on either side: a result's is the wider one."""
+    x = torch.tensor([1.0, -2.0, 3.0, 0.25], dtype=dtype)
+    out = torch.full((4, 4), torch.nan, dtype=dtype)
+    _widened[(1,)](x, out, 3, 2)
+    at = torch.arange(4)[:, None]
+    wanted = x[0] - torch.where(at < 2, (2 - x)[:, None] + x * (x + x[0])[:, None], 1.5)
+    wanted[3] = wanted[:, 0] = torch.nan
+    assert torch.equal(out.nan_to_num(99), wanted.to(dtype).nan_to_num(99))
+
+
+@triton.jit
+def _minus(X, OUT, NUMBER: tl.constexpr):
+    at = tl.arange(0, 4)
+    tl.store(OUT + at, tl.load(X + at) - NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "says"),
+    [
+        (torch.int32, 2**31, "out of range"),
+        (torch.int8, 200, "out of range"),
+        (torch.uint8, -1, "negative scalar|out of range"),
+        (torch.int64, 2**31, None),
+        (torch.int32, 0.5, None),
+        (torch.bool, 3, None),
+        (torch.float16, 2, None),
+    ],
+)
+def test_numbers_that_a_dtype_does_not_hold(dtype, number, says):
+    x, out = torch.ones(4, dtype=dtype), torch.full((4,), torch.nan, dtype=torch.float64)
+    if says is None:
+        _minus[(1,)](x, out, number)
+        assert out.tolist() == [1 - number] * 4
+    else:
+        with pytest.raises(interpreter.InterpreterError, match=says):
+            _minus[(1,)](x, out, number)
+
+
+TEXT = """
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr({step})
+
+@triton.jit
+def stepped(x):
+    return x + STEP
+
+@triton.jit
+def kernel(X, OUT):
+    at = tl.arange(0, 4)
+    tl.store(OUT + at, stepped(tl.load(X + at)))
+"""
+
+
+def test_functions_of_one_text_see_their_own_modules(tmp_path):
+    """They are compiled once, and each reads the names of the file that it stands in."""
+    x = torch.arange(4.0)
+    for step in (1, 10):
+        path = tmp_path / f"steps_{step}.py"
+        path.write_text(TEXT.format(step=step))
+        out = torch.full((4,), torch.nan)
+        runpy.run_path(path)["kernel"][(1,)](x, out)
+        assert torch.equal(out, x + step)

@@ -1,4 +1,4 @@
-"""A real worker on tiny problems: the templates run in its child's interpreter."""
+"""A worker on tiny problems: the templates run in its child's interpreter."""
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from flexattn.measure.worker import Worker
 from flexattn.records.record import Failed, Gated, Policy
 from flexattn.tune.tasks import task_from
 from flexattn.tune.workload import parse_workload
+from tests.forked import forking
 from tests.tasks import make_task
 
 pytestmark = pytest.mark.interpreter
@@ -22,7 +23,7 @@ DECODE = (1, 4, 2, 1, 65, 16, 16)
 
 @pytest.fixture(scope="module")
 def worker():
-    with Worker() as made:
+    with forking(), Worker() as made:
         yield made
 
 

@@ -9,6 +9,7 @@ from flexattn.cli import places
 from flexattn.cli.app import app
 from flexattn.records import layers
 from flexattn.settings import override
+from tests.forked import forking
 
 
 @pytest.fixture
@@ -39,3 +40,10 @@ def said(caplog):
     """What the library has logged so far, as a function."""
     caplog.set_level(logging.INFO, "flexattn")
     return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Workers and compilers are forked from this process: tests/forked.py."""
+    with forking():
+        yield

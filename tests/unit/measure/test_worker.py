@@ -20,13 +20,14 @@ from flexattn.records.record import Failed, Gated
 from flexattn.settings import override, say_once, worker_environment
 from tests.unit.measure.runners import RUNNER, config, task
 
+pytestmark = pytest.mark.usefixtures("forked")
 ROOT = Path(__file__).parents[3]
 SHORT = Deadlines(start=60, open=5, gate=1.5, step=1.5)
 GOOD = config()
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker(forked):
     with Worker(RUNNER, deadlines=SHORT) as made:
         made.open(task())
         yield made
@@ -161,7 +162,8 @@ def test_a_runner_that_cannot_be_loaded_raises(runner):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_without_a_gpu_the_worker_says_what_to_do():
+def test_without_a_gpu_the_worker_says_what_to_do(monkeypatch):
+    monkeypatch.setattr("flexattn.measure.process.subprocess", subprocess)  # a Python of its own
     with Worker() as worker, pytest.raises(DeviceError, match="FLEXATTN_INTERPRET=1"):
         worker.open(task())
 

@@ -17,6 +17,7 @@ from tests import build_doubles
 from tests.build_doubles import CRASHES, HANGS, RAISES, REFUSED, SCALAR, SPILLS, number, troubled
 from tests.problems import problem
 
+pytestmark = pytest.mark.usefixtures("forked")
 DEVICE = named("nvidia-h200")
 TAKEN = Resources(100, 0, 0, 4096, 4, 0)
 

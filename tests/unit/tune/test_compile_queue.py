@@ -10,7 +10,7 @@ from flexattn.tune.compile_queue import CompileQueue
 from flexattn.tune.pool import Lost, Pool
 from tests.build_doubles import Order, ordered
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from flexattn.tune.tuner import tune_subject
 from tests.studies import ENVIRONMENT, POLICY, key
 from tests.unit.measure.runners import RUNNER, config, task
 
+pytestmark = pytest.mark.usefixtures("forked")
 # What becomes of a config in the third round of its race, or of the finals.
 FATES = {
     "killed": ("crash", "SIGKILL"),
