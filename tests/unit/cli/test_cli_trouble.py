@@ -1,6 +1,7 @@
 """What goes wrong around a request: a full output, a folder, a list that is not there."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,11 @@ def test_a_workload_understands_short_names_of_dtypes(flexattn, tmp_path, word, 
     assert f"prefill {dtype}" in flexattn(*asked).stdout
     path.write_text(path.read_text().replace(word, "bflaot16"))
     assert "did you mean bfloat16?" in flexattn(*asked, status=2).stderr
+
+
+def test_doctor_says_that_the_cache_takes_no_file(flexattn, tmp_path):
+    """It called an installation sound whose `tune` could keep nothing."""
+    assert "read-only" not in flexattn("doctor").stdout
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    (tmp_path / "cache").write_text("in its place")
+    assert f"read-only   {tmp_path / 'cache'} takes no file" in flexattn("doctor").stdout
