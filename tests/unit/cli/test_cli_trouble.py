@@ -94,3 +94,11 @@ def test_doctor_says_that_the_cache_takes_no_file(flexattn, tmp_path):
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
     (tmp_path / "cache").write_text("in its place")
     assert f"read-only   {tmp_path / 'cache'} takes no file" in flexattn("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    "given", [["--kind", "backward"], ["--kind", "decode"], ["--device", "a100"]]
+)
+def test_advice_for_eight_bits_is_no_smaller_head(flexattn, given):
+    shown = flexattn("render", "causal", "--dtype", "fp8", *given, status=2).stderr
+    assert "convert to bfloat16" in shown and "head dimensions" not in shown
