@@ -100,8 +100,9 @@ def print_plan(plan: dict[str, Any]) -> None:
     console = wide_console()
     title = f"{plan['device']}, effort {plan['effort']}: nothing is built or timed"
     table = Table(title=title, box=SIMPLE_HEAD)
+    # On a narrow screen titles and classes wrap, and the numbers stay.
     for name in ("problem", "key", "mask class"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold", no_wrap=name == "key")
     for name in ("configs", "rejected"):
         table.add_column(name, justify="right", min_width=len(name))
     table.add_column("")

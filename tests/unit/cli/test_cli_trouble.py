@@ -102,3 +102,13 @@ def test_doctor_says_that_the_cache_takes_no_file(flexattn, tmp_path):
 def test_advice_for_eight_bits_is_no_smaller_head(flexattn, given):
     shown = flexattn("render", "causal", "--dtype", "fp8", *given, status=2).stderr
     assert "convert to bfloat16" in shown and "head dimensions" not in shown
+
+
+def test_a_dry_run_keeps_its_numbers_on_80_columns(flexattn, monkeypatch):
+    """Titles did not wrap, and the count of what was rejected fell off the screen."""
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ("tune", "--preset", "llama3-8b", "--only", "decode", "--dry-run", "--device", "h200")
+    shown = flexattn(*asked).stdout.splitlines()
+    table = [line for line in shown if line.startswith("  ")]
+    assert any(line.split()[-2:] == ["configs", "rejected"] for line in table)
+    assert "…" not in "".join(table) and max(map(len, table)) <= 80
