@@ -104,7 +104,7 @@ def _timed(name: str, problems: Sequence[Problem], device: Device, rounds: int) 
             spent = (time.perf_counter_ns() - begin) / 1e3
             how.add("default" if found is None else found.how)
             # The first round is the process's first, too, which imports and hashes templates.
-            us += [spent] * (number > 0)
+            us += [round(spent, 1)] * (number > 0)  # they differ by tens
     return Lookup(name, ", ".join(sorted(how)), tuple(us))
 
 

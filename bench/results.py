@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ class Gate:
 
     @classmethod
     def of(cls, verdict: Verdict) -> Gate:
-        """The verdict in the form that is stored."""
-        return cls(verdict.passed, verdict.message())
+        """The verdict in the form that is stored; the table of one that passed has no columns."""
+        said = verdict.message()
+        return cls(verdict.passed, re.sub(" {2,}", " ", said) if verdict.passed else said)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def write(data: Any, path: Path) -> None:
 def laid_out(data: Any, indent: int = 0) -> str:
     """JSON in which whatever holds no object that holds one has a line.
 
-    Numbers of a list are samples and have nine significant digits: no clock here has as many.
+    Numbers of a list are samples and have six significant digits: no clock here has as many.
     """
     edge, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
     if _depth(data) < 2:
@@ -99,7 +101,7 @@ def _rounded(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _rounded(each) for key, each in data.items()}
     if isinstance(data, list | tuple):
-        return [float(f"{x:.9g}") if type(x) is float else _rounded(x) for x in data]
+        return [float(f"{x:.6g}") if type(x) is float else _rounded(x) for x in data]
     return data
 
 

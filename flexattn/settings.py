@@ -149,7 +149,7 @@ def read_settings(environ: Mapping[str, str]) -> Settings:
         raise SettingsError(f"FLEXATTN_DEBUG={debug!r}", "it is a level from 0 to 6")
     mode = values["FLEXATTN_MODE"] or "replay"
     if mode not in get_args(Mode):
-        raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {get_args(Mode)}")
+        raise SettingsError(f"FLEXATTN_MODE={mode!r}", f"it is one of {', '.join(get_args(Mode))}")
     mods = values["FLEXATTN_MODS"]
     if mods and not all(mods.partition(":")):
         raise SettingsError(f"FLEXATTN_MODS={mods!r}", "it names a function as module:function")

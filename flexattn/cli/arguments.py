@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,12 +62,18 @@ Presets = Annotated[
 ]  # fmt: skip
 Only = Annotated[str | None, typer.Option(help="A regular expression that titles match.")]
 EffortName = Annotated[str, option("--effort", of=choices.EFFORTS, help="How much of the space.")]
-DeviceName = Annotated[
-    str | None,
-    option("--device", of=choices.DEVICES, shown="NAME",
-           help=f"By default the one that is here. {', '.join(choices.DEVICES)}; a GPU's maker "
-           "may be left out: h200."),
-]  # fmt: skip
+
+
+def _device(names: Sequence[str]) -> Any:
+    return option(
+        "--device", of=names, shown="NAME",
+        help=f"By default the one that is here. {', '.join(names)}; a GPU's maker may be left "
+             "out: h200.",
+    )  # fmt: skip
+
+
+DeviceName = Annotated[str | None, _device(choices.DEVICES)]
+GpuName = Annotated[str | None, _device(choices.GPUS)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

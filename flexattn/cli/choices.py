@@ -1,7 +1,7 @@
 """Words that options take: they are shown in help, completed, and understood in short forms.
 
 Nothing here imports torch, so that help and completion come at once; the lists are held to those
-of the package by tests/unit/cli/test_choices.py.
+of the package by tests/unit/cli/test_front.py.
 """
 
 from __future__ import annotations
@@ -25,15 +25,8 @@ TANHS = ("auto", "fast", "exact")
 BACKENDS = ("TRITON", "GLUON")
 PARTS = ("expr", "source", "ptx", "resources")
 PRESETS = (*files(), "all")
-DEVICES = (*KNOWN, *NEURON)
-
-# Other names of dtypes, as torch and users write them.
-DTYPE_NAMES = {
-    **dict.fromkeys(("fp16", "half", "f16"), "float16"),
-    **dict.fromkeys(("bf16",), "bfloat16"),
-    **dict.fromkeys(("fp32", "float", "f32"), "float32"),
-    **dict.fromkeys(("fp8", "e4m3", "float8"), "float8_e4m3fn"),
-}
+GPUS = tuple(KNOWN)
+DEVICES = (*GPUS, *NEURON)
 
 
 def choice(option: str, word: str, names: Sequence[str], others: Mapping[str, str] = {}) -> str:

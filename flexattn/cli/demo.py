@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from flexattn.cli import demo_cpu, demo_gpu, options, parts
+from flexattn.cli.places import writable
 from flexattn.cli.terminal import say
 from flexattn.errors import InputError
 from flexattn.settings import current
@@ -17,11 +18,9 @@ def run(asked: options.Demo) -> None:
     if asked.part is not None:
         say(_part(asked.part))
         return
-    console = Console()
+    console, out = Console(), writable(asked.out)
     on_gpu = torch.cuda.is_available() and not current().interpret
-    passed = (
-        demo_gpu.show_gpu(console, asked.out) if on_gpu else demo_cpu.show_cpu(console, asked.out)
-    )
+    passed = demo_gpu.show_gpu(console, out) if on_gpu else demo_cpu.show_cpu(console, out)
     if not passed:
         console.print("[red]The demo failed: see above.")
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -74,6 +75,7 @@ def run(asked: options.Doctor) -> None:
         "templates": _folder(faults),
         "tools": _tools(faults),
         "compiler": _compiler(target),
+        "unwritable": _unwritable(current().cache_dir),
         "triton_cache": _triton_cache(),
         "outcomes": [asdict(each) for each in memory().entries(target)],
         "cleared": cleared,
@@ -158,6 +160,12 @@ def _compiler(device: Device) -> str:
         return compiler_of(device)
     except (RuntimeError, OSError, SubprocessError) as error:
         return f"none: {error}"
+
+
+def _unwritable(folder: Path) -> str:
+    """Where a folder's files cannot be written, the path that refuses them; else ""."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else str(there)
 
 
 def _triton_cache() -> dict[str, Any]:
@@ -261,6 +269,11 @@ def _print(told: dict[str, Any]) -> None:
     for name, path in told["tools"].items():
         say(f"{name:<16}{path or 'missing'}")
     say(f"{'compiler':<12}{told['compiler']}")
+    if told["unwritable"]:
+        say(
+            f"{'read-only':<12}{told['unwritable']} takes no file of ours: a process renders its "
+            "kernels anew, and tune has no place for records; FLEXATTN_CACHE_DIR names another"
+        )
     cache = told["triton_cache"]
     say(f"{'triton cache':<12} {cache['path']}: {cache['entries']} entries")
     for layer in told["layers"]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from flexattn.cli.neuron import effort_there
 from flexattn.cli.terminal import cell, tell, wide_console
+from flexattn.device import Device
 from flexattn.errors import FlexAttnError
 from flexattn.kernels.base.config import Config
 from flexattn.kernels.base.family import Effort
@@ -26,6 +27,7 @@ from flexattn.tune.serving import serving_configs
 
 
 def plan_of(
+    target: Device,
     chosen: Sequence[AnyTask],
     others: Sequence[tuple[AnyTask, AnyTask]],
     store: Store,
@@ -33,7 +35,7 @@ def plan_of(
     again: bool,
     where: Where = environment_of,
 ) -> dict[str, Any]:
-    """What a tuning would do: its problems with their keys, configs and rejections by reason."""
+    """What a tuning would do: problems with their keys, configs and rejections by reason."""
     open_titles = {task.title for task in pending(chosen, store, again, where)}
     problems = []
     for task in chosen:
@@ -60,7 +62,7 @@ def plan_of(
             "message": message,
         })  # fmt: skip
     return {
-        "device": chosen[0].device.name if chosen else None,
+        "device": target.name,
         "effort": effort,
         "directory": str(store.root),
         "problems": problems,
@@ -98,8 +100,9 @@ def print_plan(plan: dict[str, Any]) -> None:
     console = wide_console()
     title = f"{plan['device']}, effort {plan['effort']}: nothing is built or timed"
     table = Table(title=title, box=SIMPLE_HEAD)
+    # On a narrow screen titles and classes wrap, and the numbers stay.
     for name in ("problem", "key", "mask class"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold", no_wrap=name == "key")
     for name in ("configs", "rejected"):
         table.add_column(name, justify="right", min_width=len(name))
     table.add_column("")

@@ -65,7 +65,7 @@ def run(asked: options.Export) -> None:
         told["binaries"] = None if built is None else asdict(built)
         say_json(told)
     else:
-        _print(asked.out, done, built)
+        _print(asked.out, target, done, built)
     if done.missing:
         raise typer.Exit(1)
 
@@ -105,12 +105,15 @@ def _faults(record: Record, task: Task | None, device: Device) -> str:
     return "; ".join(reasons(record.config, task.problem.structure, device))
 
 
-def _print(out: Path, done: Shipped, built: binaries.Exported | None) -> None:
+def _print(out: Path, target: Device, done: Shipped, built: binaries.Exported | None) -> None:
     for path, why in done.refused:
         say(f"refused: {path}: {why}", err=True)
     for title in done.missing:
         say(f"no record: {title}", err=True)
-    say(f"{done.written} records written to {out}; use it with FLEXATTN_CACHE={out}")
+    if done.written:
+        say(f"{done.written} records written to {out}; use it with FLEXATTN_CACHE={out}")
+    else:
+        say(f"0 records written to {out}: none here is of {target.name}, or better than there")
     if built is not None:
         say(
             f"{built.kernels} kernels, {built.block_masks} for block masks, {built.mods} mods; "

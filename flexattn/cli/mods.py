@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,17 +39,18 @@ def resolve(
         role = choice("--as", role, ROLES)
     if ":" in name:
         return _imported(name, arguments, role)
+    factory = name in catalogue.__all__ and _called(getattr(catalogue, name))
     if arguments:
+        said = " ".join(f"--arg {each}" for each in arguments) if factory else "--arg 50.0"
         raise InputError(
             f"--arg with the catalogue's {name!r}",
             "arguments are for factories found by an import path",
-            "for instance: flexattn.catalogue:softcap --arg 50.0",
+            f"for instance: flexattn.catalogue:{name if factory else 'softcap'} {said}",
         )
     found = next((case for case in CASES if case.name == name), None)
     if found is None:
         names = [case.name for case in CASES]
         near = did_you_mean(name, names)
-        factory = name in catalogue.__all__
         raise InputError(
             f"no mod is called {name!r}" + (f": {near}" if near else ""),
             f"the catalogue has {', '.join(names)}",
@@ -61,6 +63,11 @@ def resolve(
     known = next((each for each, name in DTYPES.items() if name == dtype), torch.bfloat16)
     built = found.make(s.B, s.Hq, s.Hkv, s.q_len, s.kv_len, "cpu", known)
     return ResolvedMods(built.score_mod, built.mask_mod)
+
+
+def _called(function: Callable[..., Any]) -> bool:
+    """Whether it makes a mod, and is none itself."""
+    return next(iter(inspect.signature(function).parameters), "") not in ("score", "b", "batch")
 
 
 def _imported(name: str, arguments: Sequence[str], role: str | None) -> ResolvedMods:

@@ -24,6 +24,7 @@ from flexattn.cli.arguments import (
     DeviceName,
     Dtype,
     EffortName,
+    GpuName,
     HeadDim,
     HeadDimV,
     KeyHeads,
@@ -98,6 +99,7 @@ class Build(CallOptions):
     The status is 1 where the compiler failed on one, or nothing is left to time.
     """
 
+    device: GpuName = None
     kv_len: Annotated[int, typer.Option(help="Key length.")] = LENGTH
     effort: EffortName = "full"
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0 for all cores.")] = 0
@@ -145,7 +147,7 @@ class Why(Chosen):
     head_dim_v: HeadDimV = None
     dtype: Dtype = "bfloat16"
     block_size: BlockSize = 128
-    device: DeviceName = None
+    device: GpuName = None
     as_json: AsJson = False
 
 
@@ -173,7 +175,7 @@ class Export(Chosen):
         list[Path] | None,
         typer.Option("--from", help="A directory of records; every layer by default."),
     ] = None
-    device: DeviceName = None
+    device: GpuName = None
     with_binaries: Annotated[
         bool, typer.Option("--with-binaries", help="Compiled kernels too, of a workload.")
     ] = False
@@ -243,7 +245,7 @@ class Doctor:
     The status is 1 if something is broken.
     """
 
-    device: DeviceName = None
+    device: GpuName = None
     clear_outcomes: Annotated[
         bool,
         typer.Option("--clear-outcomes", help="Forget what was refused."),

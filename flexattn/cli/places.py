@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,14 @@ from flexattn.settings import current
 
 # Beside the folders of devices: whole spaces as they were measured, which are no records.
 STUDIES = "studies"
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made where it is missing; raises OSError where no file can be made in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    return folder
 
 
 def users() -> Path:

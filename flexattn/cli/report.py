@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flexattn.cli import options
-from flexattn.cli.places import places
+from flexattn.cli.places import places, writable
 from flexattn.cli.terminal import say, say_json
 from flexattn.cli.watch import Watch
 from flexattn.errors import InputError
@@ -28,6 +28,8 @@ def run(asked: options.Report) -> None:
         found, faults = from_stores(layer.store for layer in places(asked.cache or ()))
     else:
         found = ()
+    if found or benches:
+        writable(asked.out)
     with Watch(1) as watch:
         lane = watch.lane()
         lane.stage("report", len(found))

@@ -21,7 +21,7 @@ from flexattn.problem import Kind
 from flexattn.records.renderers import RecordKind
 from flexattn.settings import current
 from flexattn.tune.workload import Row, Workload, read
-from flexattn.util.near import did_you_mean
+from flexattn.util.near import DTYPE_NAMES, did_you_mean
 
 _ALL = "all"
 
@@ -99,7 +99,7 @@ def recorded_kind(name: str) -> RecordKind:
 
 def dtype_named(name: str) -> str:
     """A dtype by its name or a short form of it; raises InputError for another."""
-    return choice("--dtype", name, choices.DTYPE_CHOICES, choices.DTYPE_NAMES)
+    return choice("--dtype", name, choices.DTYPE_CHOICES, DTYPE_NAMES)
 
 
 def device_here() -> Device | None:
@@ -133,7 +133,7 @@ def device_of(
             raise InputError(
                 "no --device, and torch sees no GPU",
                 "a device is here or named",
-                f"name one: {', '.join(choices.DEVICES)}",
+                f"name one: {', '.join(choices.GPUS)}",
             )
         return named(OFFLINE)
     if here is not None and here.name == name:

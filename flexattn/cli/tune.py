@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from flexattn.cli import options
@@ -20,7 +19,7 @@ from flexattn.cli.dry import plan_of, print_plan
 from flexattn.cli.neuron import check_measuring, environment_there
 from flexattn.cli.places import users
 from flexattn.cli.selection import chosen_rows, device_here, device_of, effort_of, say_assumed
-from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text
+from flexattn.cli.terminal import INTERRUPTED, cell, say, say_json, say_text, wide_console
 from flexattn.cli.tuning import rank_tasks, run_tuning
 from flexattn.device import Device
 from flexattn.errors import InputError, UnsupportedError
@@ -47,6 +46,9 @@ def run(asked: options.Tune) -> None:
         check_measuring(target, which, asked.budget, asked.storage)
         where = environment_there
     lists = asked.workload or [untuned_path()] if asked.from_untuned else []
+    for path in asked.workload or () if asked.from_untuned else ():
+        if not path.exists():
+            raise InputError(f"{path}: no such file", "a list is a file, as untuned.jsonl is one")
     if asked.from_untuned and asked.preset:
         raise InputError("--from-untuned with --preset", "it is one or the other")
     gpu = target.backend != "neuron"
@@ -64,7 +66,7 @@ def run(asked: options.Tune) -> None:
     store = Store(asked.out or users())
     if asked.dry_run:
         say_assumed(asked.device, target)
-        plan = plan_of(chosen, others, store, which, asked.again, where)
+        plan = plan_of(target, chosen, others, store, which, asked.again, where)
         say_json(plan) if asked.as_json else print_plan(plan)
         return
     method = method_for(which, asked.budget)
@@ -159,9 +161,9 @@ def _list_presets(as_json: bool) -> None:
         return
     table = Table()
     for name in ("preset", "what it is", "calls", "models"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for each in found:
         table.add_row(
             *map(cell, (each.name, each.title, str(len(each.rows)), ", ".join(each.models)))
         )
-    Console().print(table)
+    wide_console().print(table)

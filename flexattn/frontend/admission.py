@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
+from flexattn.block_mask.lazy import LazyBlockMask
 from flexattn.errors import InputError, InputTypeError
 from flexattn.frontend.call import Call
 from flexattn.frontend.transforms import check_transforms
 from flexattn.kernels.choose import options
 from flexattn.mods import Bound, Identity, bind, look
+from flexattn.mods.expr import walk
 from flexattn.problem import DTYPES, FP8, checks
 from flexattn.problem.descales import NO_DESCALES, Descales
 from flexattn.problem.dropout import Dropout
 from flexattn.problem.mask_class import keeps_all
-from flexattn.settings import current
+from flexattn.settings import current, say_once
 from flexattn.util.lru import Lru
 
 # kernel_options that were read before, by the setting that they leave out and their text.
@@ -68,11 +70,37 @@ def admit(given: Call) -> Call:
     if block_mask is not None:
         checks.check_block_mask(block_mask, q, k)
         mask, look_at_mask = bind_on(block_mask.mask_mod, "mask", q)
+        _say_shared(block_mask, mask, q)
     return Call(
         q, k, v, given.score_mod, block_mask, scale, given.enable_gqa, given.return_lse,
         given.kernel_options, given.return_aux, sinks, *descales, dropout_p, score, mask, chosen,
         (look_at_score, look_at_mask), Dropout.of(dropout_p),
     )  # fmt: skip
+
+
+def _say_shared(block_mask: BlockMask, mask: Bound, q: Tensor) -> None:
+    """Say it once where create_block_mask decided for index 0 what the mask has for each.
+
+    Lists that somebody made otherwise may hold what every head keeps, and serve all of them.
+    """
+    if not isinstance(block_mask, LazyBlockMask):
+        return
+    given = block_mask.kv_num_blocks.shape
+    shared = [
+        (name, argument, size)
+        for name, argument, made, size in zip("bh", "BH", given, q.shape, strict=False)
+        if made == 1 < size
+    ]
+    if not shared:
+        return
+    read = {node.value for node in walk(mask.mod.expr) if node.op == "var"}
+    for name, argument, size in shared:
+        if name in read:
+            say_once(
+                f"block_mask: its mask_mod reads {name}, and its blocks were decided for {name}=0 "
+                f"alone, so {name}=1 and further ones may lack keys that they keep, or keep keys "
+                f"that they do not: pass {argument}={size} to create_block_mask"
+            )
 
 
 def _check_statistics(given: Call) -> None:

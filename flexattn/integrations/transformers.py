@@ -248,7 +248,7 @@ def _spread(table: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _mask_of(table: Tensor, per_head: bool) -> BlockMask:
     def listed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return table[b, h, q_idx, kv_idx]
+        return table[b, h if per_head else 0, q_idx, kv_idx]
 
     B, Hq, L, S = table.shape
     return create_block_mask(listed, B, Hq if per_head else None, L, S, table.device)

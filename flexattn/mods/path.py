@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,7 @@ def _importing(module: str) -> Iterator[None]:
         raise InputError(
             f"cannot import {module!r}: {error}",
             "the part before ':' is a module that can be imported from this folder",
-            "run it where the module is, or set PYTHONPATH",
+            _near(module) or "run it where the module is, or set PYTHONPATH",
         ) from error
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -111,6 +112,13 @@ def _importing(module: str) -> Iterator[None]:
             f"cannot import {module!r}: {_said(error)}{place}",
             "the part before ':' is a module, whose code runs to its end",
         ) from error
+
+
+def _near(module: str) -> str:
+    """The module of the same package that was meant; "" where none is near."""
+    package, _, last = module.rpartition(".")
+    found = getattr(sys.modules.get(package), "__path__", ())
+    return did_you_mean(last, [each.name for each in pkgutil.iter_modules(found)])
 
 
 def _said(error: BaseException) -> str:

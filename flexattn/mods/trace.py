@@ -225,14 +225,17 @@ def single_result(result: Any, kind: str) -> Array:
             "index or reduce it to a 0-d tensor",
             raises=SignatureError,
         )
-    do = "end it with `return`"
+    said = f"{result!r:.80}"
+    do = "end it with `return`" if result is None else "return a tensor made of the arguments"
+    if isinstance(result, (tuple, list)):
+        said, do = f"a {type(result).__name__} of {len(result)}", "return one of them"
     if isinstance(result, (bool, int, float)):
         do = {
             "score": f"return torch.full_like(score, {result})",
             "mask": f"return torch.full_like(q_idx, {bool(result)}, dtype=torch.bool)",
         }[kind]
     raise Refusal(
-        f"returns {result!r:.80}",
+        f"returns {said}",
         "a mod returns one 0-d tensor, as torch's flex_attention has it",
         do,
         raises=SignatureError,

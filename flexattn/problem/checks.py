@@ -83,7 +83,8 @@ def kernel_dtype(dtype: torch.dtype) -> str:
         known = ", ".join((*DTYPES.values(), *FP8.values()))
         raise InputError(
             f"query is {dtype}",
-            f"query, key and value are {known}, and on the CPU also float64",
+            f"query, key and value are {known}, and on the CPU also float64, unless "
+            "FLEXATTN_INTERPRET=1",
             "convert them: x.to(torch.bfloat16)",
         )
     return name

@@ -52,7 +52,12 @@ def rows(m: Maxima, q: Tensor, requests: int, form: ServingForm) -> tuple[int, t
         q_len, step = 1, q.stride(0)
     else:
         if q.dim() != 4 or q.shape[2:] != heads or not 1 <= q.shape[1] <= m.q_len:
-            raise InputError(shape, f"it is [B, at most {m.q_len}, {m.Hq}, {m.head_dim_qk}]")
+            flat = q.dim() == 3 and q.shape[1:] == heads  # as FlashInfer and vLLM have a token
+            raise InputError(
+                shape,
+                f"it is [B, at most {m.q_len}, {m.Hq}, {m.head_dim_qk}]",
+                "pass query[:, None]" if flat else "",
+            )
         if q.shape[0] > m.batch or (q.shape[0] != requests and not form.prefix):
             raise InputError(
                 f"{shape} for {requests} requests",
@@ -182,4 +187,5 @@ def numbers(name: str, tensor: Tensor, rank: int) -> None:
         raise InputError(
             f"{name} is {tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}",
             f"it is int32 of {rank} dimension{'s' * (rank > 1)}, the last one contiguous",
+            f"keep it as {name}.int()" if tensor.dtype == torch.int64 else "",
         )

@@ -80,9 +80,9 @@ class Table:
     def __contains__(self, key: str) -> bool:
         return key in self._data
 
-    def wrong(self, key: str, rule: str) -> InputError:
+    def wrong(self, key: str, rule: str, do: str = "") -> InputError:
         """The error for a key's value."""
-        return InputError(f"{self.where}: {key} = {self._data.get(key)!r}", rule)
+        return InputError(f"{self.where}: {key} = {self._data.get(key)!r}", rule, do)
 
     def text(self, key: str, default: str = "") -> str:
         """A string."""

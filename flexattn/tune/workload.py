@@ -50,6 +50,7 @@ from flexattn.records.record import Policy
 from flexattn.records.renderers import RecordKind
 from flexattn.serving.tuned import LENGTHS, Lengths
 from flexattn.tune.tables import Table, read_file
+from flexattn.util.near import DTYPE_NAMES, did_you_mean
 
 OF_PLANS = ("page_size", "lengths", "kv_dtype", "scaled", "shared_kv", "batch_invariant")
 _SHARED = (
@@ -165,10 +166,12 @@ def _rows(name: str, top: Table, layer: Table, call: Table) -> Iterator[Row]:
     blocks = said("block_size").numbers("block_size") or (128,)
     if len(blocks) > 2:
         raise said("block_size").wrong("block_size", "it is one number, or [query rows, keys]")
-    dtypes = said("dtype").texts("dtype") or ("bfloat16",)
+    written = said("dtype").texts("dtype") or ("bfloat16",)
+    dtypes = [DTYPE_NAMES.get(name.lower(), name) for name in written]
     for dtype in dtypes:
         if dtype not in ITEMSIZE:
-            raise said("dtype").wrong("dtype", f"it is one of {', '.join(ITEMSIZE)}")
+            rule = f"it is one of {', '.join(ITEMSIZE)}"
+            raise said("dtype").wrong("dtype", rule, did_you_mean(dtype, ITEMSIZE))
     named = " ".join(filter(None, [name, layer.text("name"), call.text("name")]))
     plans = _served(call, said)
     differentiated = said("backward").flag("backward") or False
@@ -210,6 +213,7 @@ def _served(call: Table, said: Callable[[str], Table]) -> list[ServedRow | None]
         if each not in LENGTHS:
             raise said("lengths").wrong("lengths", f"it is one of {', '.join(LENGTHS)}")
     kv_dtype = said("kv_dtype").text("kv_dtype")
+    kv_dtype = DTYPE_NAMES.get(kv_dtype.lower(), kv_dtype)
     scaled = said("scaled").text("scaled")
     shared = said("shared_kv").flag("shared_kv") or False
     invariant = said("batch_invariant").flag("batch_invariant") or False

@@ -11,7 +11,7 @@ LIMITS = {
     "": 7 * 1024,
     "configs/nvidia-h200": 720,
     "configs/studies": 200,
-    "bench/results": 360,
+    "bench/results": 300,
     "notebooks": 320,
     "tests/golden/files": 320,
     "docs/pictures": 110,

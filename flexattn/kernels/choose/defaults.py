@@ -30,6 +30,8 @@ def candidates(
     """
     kind: str = problem.structure.kind
     template, do = kind, "use smaller head dimensions"
+    if problem.structure.fp8:
+        do = "convert to bfloat16: of e4m3 queries Hopper has a prefill, and nothing has the rest"
     if language == "gluon":
         template, do = f"Gluon {kind}", "leave the choice of the backend open"
     return able(

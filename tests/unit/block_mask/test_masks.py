@@ -13,6 +13,7 @@ import flexattn
 from flexattn.block_mask import classify as block_kinds
 from flexattn.catalogue import causal, sliding_window
 from flexattn.errors import InputError
+from flexattn.settings import say_once
 from tests.cases import CASES, case
 from tests.support import lists_of
 
@@ -147,3 +148,28 @@ def test_torchs_own_names_are_reexported():
 
     for name in ("AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_mask", "noop_mask"):
         assert getattr(flexattn, name) is getattr(theirs, name)
+
+
+def test_a_mask_of_head_0_that_serves_other_heads_is_said_to_be(caplog):
+    """torch's eager function asks the mask_mod of each head; kernels walk the lists."""
+    q, k, v = (torch.randn(2, 3, 40, 16) for _ in "qkv")
+
+    def said(mask_mod, B, H, q=q, k=k, v=v):
+        say_once.cache_clear()
+        caplog.clear()
+        mask = flexattn.create_block_mask(mask_mod, B, H, 40, 40, "cpu", 16)
+        flexattn.flex_attention(q, k, v, block_mask=mask)
+        return [record.getMessage() for record in caplog.records if record.name == "flexattn"]
+
+    def by_head(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) | (h == 1)
+
+    def by_request(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) | (b == 1)
+
+    (of_heads,) = said(by_head, None, None)
+    assert "reads h" in of_heads and "pass H=3 to create_block_mask" in of_heads
+    (of_requests,) = said(by_request, None, 3)
+    assert "reads b" in of_requests and "pass B=2" in of_requests
+    assert said(by_head, None, 3) == said(by_request, 2, None) == said(causal, None, None) == []
+    assert said(by_head, None, None, q[:, :1], k[:, :1], v[:, :1]) == []

@@ -17,6 +17,7 @@ from flexattn.errors import InputError
 from flexattn.kernels.base.family import Effort
 from flexattn.kernels.choose import options
 from flexattn.problem import ITEMSIZE, Kind
+from flexattn.util.near import DTYPE_NAMES
 
 ROOT = Path(__file__).parents[3]
 
@@ -128,7 +129,7 @@ def test_choices_are_those_of_the_package():
     assert get_args(Kind) == choices.KIND_CHOICES
     assert get_args(Effort) == choices.EFFORTS
     assert set(choices.DTYPE_CHOICES) == set(ITEMSIZE)
-    assert set(choices.DTYPE_NAMES.values()) == set(ITEMSIZE)
+    assert set(DTYPE_NAMES.values()) == set(ITEMSIZE)
     for tanh in choices.TANHS:
         assert options.parse({"TANH": tanh})
     for backend in choices.BACKENDS:

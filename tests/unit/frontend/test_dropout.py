@@ -90,7 +90,7 @@ def memory_of_fakes(monkeypatch):
 
 @pytest.mark.usefixtures("memory_of_fakes")
 def test_a_kernel_drops_on_a_gpu():
-    """torch's flex_attention would drop nothing."""
+    """torch's flex_attention would drop nothing. Eight rows, which decode's would have without."""
     assert route_of(on_a_gpu())[0] == route_of(on_a_gpu(True))[0] == "kernel"
 
 

@@ -94,7 +94,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal():
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 9, 15), (1, 1, 9, 13), (2, 4, 9, 13), (2, 1, 1, 13)])
-def test_masks_that_are_tensors(shape):
+def test_masks_that_are_tensors(shape, caplog):
     """Bool ones are masks, others are added, and keys past the last are not read."""
     q, k, v = inputs(2, 4, 2, 9, 13)
     draw = torch.Generator().manual_seed(3)
@@ -103,6 +103,7 @@ def test_masks_that_are_tensors(shape):
     for each in (table, kept):
         wanted = sdpa(q, k, v, each[..., :13], enable_gqa=True)
         check(attend_transformers(LAYER, q, k, v, each), wanted)
+    assert not [each for each in caplog.records if "its mask_mod reads" in each.getMessage()]
 
 
 def test_softcap_comes_before_what_is_added_and_sinks_after():

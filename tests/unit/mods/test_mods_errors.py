@@ -157,6 +157,7 @@ IN_PYTHON = {
     ),
     "a number": (lambda s, b, h, q, k: 1.0, r"returns 1\.0.*torch\.full_like\(score, 1\.0\)"),
     "nothing": (lambda s, b, h, q, k: None, "returns None.*`return`"),
+    "two": (lambda s, b, h, q, k: (s, s), "returns a tuple of 2.*return one of them"),
 }  # fmt: skip
 
 

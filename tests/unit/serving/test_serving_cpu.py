@@ -14,7 +14,7 @@ from flexattn.errors import (
     SignatureError,
     UnsupportedError,
 )
-from flexattn.serving import DecodePlan, flex_decode, merge_states
+from flexattn.serving import DecodePlan, admission, flex_decode, merge_states
 from flexattn.serving.cache import describe_cache
 from flexattn.serving.request import Maxima
 
@@ -137,3 +137,13 @@ def test_a_cache_holds_a_key(shape):
     k = torch.empty(shape, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="at least one"):
         describe_cache(k, k, maxima, True, 64)
+
+
+def test_what_other_libraries_pass_is_told_the_way():
+    """FlashInfer's and vLLM's queries are [tokens, heads, D], and torch's lengths are int64."""
+    bf16 = torch.bfloat16
+    plan = Maxima(2, 1, 0, 16, 2, 1, 16, 16, bf16, bf16, 0, "NHD")
+    with pytest.raises(InputError, match=r"(?s)it is \[B, at most 1, 2, 16\].*query\[:, None\]"):
+        admission.rows(plan, torch.zeros(2, 2, 16, dtype=bf16), 2, None)
+    with pytest.raises(InputError, match=r"(?s)it is int32.*seq_lens\.int\(\)"):
+        admission.numbers("seq_lens", torch.tensor([3, 4]), 1)
