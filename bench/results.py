@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,12 @@ class Gate:
 
     @classmethod
     def of(cls, verdict: Verdict) -> Gate:
-        """The verdict in the form that is stored; the table of one that passed has no columns."""
-        said = verdict.message()
-        return cls(verdict.passed, re.sub(" {2,}", " ", said) if verdict.passed else said)
+        """The verdict in the form that is stored; of one that passed what was closest to red."""
+        if not verdict.passed or not verdict.rows:
+            return cls(verdict.passed, verdict.message())
+        row = max(verdict.rows, key=lambda each: each.error / (each.budget or 1.0))
+        numbers = f"{row.name}, error {row.error:.3e}, budget {row.budget:.3e}"
+        return cls(True, f"passed the accuracy gate; closest to red: {numbers}")
 
 
 @dataclass(frozen=True)
