@@ -30,8 +30,7 @@ class Gate:
         if not verdict.passed or not verdict.rows:
             return cls(verdict.passed, verdict.message())
         row = max(verdict.rows, key=lambda each: each.error / (each.budget or 1.0))
-        numbers = f"{row.name}, error {row.error:.3e}, budget {row.budget:.3e}"
-        return cls(True, f"passed the accuracy gate; closest to red: {numbers}")
+        return cls(True, f"passed, closest {row.name}: {row.error:.3e} of {row.budget:.3e}")
 
 
 @dataclass(frozen=True)

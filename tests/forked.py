@@ -14,6 +14,7 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from flexattn.measure import process
 
@@ -46,6 +47,7 @@ def _run(arguments, environment, kept, streams):
     status = 1
     try:
         os.setsid()
+        torch.set_num_threads(1)  # OpenMP's threads stayed with the parent
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         # Among them the parent's end of the pipe: closed with the parent, it ends the child.
@@ -67,5 +69,8 @@ def _run(arguments, environment, kept, streams):
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        os._exit(status)
+        # Also where nobody reads any more: it must not go on as a second pytest.
+        try:
+            sys.stdout.flush()
+        finally:
+            os._exit(status)

@@ -87,7 +87,7 @@ def create_block_mask(
     shape = (batch, heads, -(-Q_LEN // q_block), -(-KV_LEN // kv_block))
     parts = kinds_by_rows(bound, sizes, block, where)
     lists = lists_of(parts, shape, where, bool(separate_full_blocks))
-    mask = LazyBlockMask.of(lists, block, mask_mod, lengths)
+    mask = LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
     if compute_dq_write_order:
         _add_write_order(mask, dq_kv_order)
     return mask
@@ -136,7 +136,7 @@ def from_kinds(
     flat = kinds.reshape(B * H * rows, columns)
     parts = [(0, flat)] if flat.numel() else []
     lists = lists_of(parts, (B, H, rows, columns), kinds.device, separate_full_blocks)
-    return LazyBlockMask.of(lists, block, mask_mod, lengths)
+    return LazyBlockMask.of(lists, block, mask_mod, lengths, decided=True)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -54,20 +54,30 @@ class LazyBlockMask(BlockMask):
         block: tuple[int, int],
         mask_mod: Callable[..., Tensor],
         lengths: tuple[int, int],
+        decided: bool = False,
     ) -> LazyBlockMask:
-        """The mask of counts and indices of partial blocks and, where given, of full ones."""
+        """The mask of counts and indices of partial blocks and, where given, of full ones.
+
+        decided: whether they are what mask_mod keeps of the indices that the lists have; else they
+        may hold more, as what any request keeps.
+        """
         num, idx, *full = lists
         full_num, full_idx = full or (None, None)
         mask = cls(
             lengths, num, idx, full_num, full_idx, None, None, None, None, block, mask_mod
         )  # fmt: skip
-        mask.__dict__["_pending"] = True
+        mask.__dict__.update(_pending=True, _decided=decided)
         return mask
 
     @property
     def pending(self) -> bool:
         """Whether its lists by key have yet to be made."""
         return bool(self.__dict__.get("_pending", False))
+
+    @property
+    def decided(self) -> bool:
+        """Whether its lists hold what mask_mod keeps of their indices, and no more."""
+        return bool(self.__dict__.get("_decided", False))
 
     def sparsity(self) -> float:
         """The percentage of blocks that are not computed; 0 where a length is 0."""

@@ -164,8 +164,9 @@ def _compiler(device: Device) -> str:
 
 def _unwritable(folder: Path) -> str:
     """Where a folder's files cannot be written, the path that refuses them; else ""."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else str(there)
+    # Path's own exists() raises below a folder that may not be searched.
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return "" if os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK) else str(there)
 
 
 def _triton_cache() -> dict[str, Any]:

@@ -39,7 +39,8 @@ def resolve(
         role = choice("--as", role, ROLES)
     if ":" in name:
         return _imported(name, arguments, role)
-    factory = name in catalogue.__all__ and _called(getattr(catalogue, name))
+    value = getattr(catalogue, name) if name in catalogue.__all__ else None
+    factory = inspect.isfunction(value) and _called(value)
     if arguments:
         said = " ".join(f"--arg {each}" for each in arguments) if factory else "--arg 50.0"
         raise InputError(

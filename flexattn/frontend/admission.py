@@ -83,7 +83,7 @@ def _say_shared(block_mask: BlockMask, mask: Bound, q: Tensor) -> None:
 
     Lists that somebody made otherwise may hold what every head keeps, and serve all of them.
     """
-    if not isinstance(block_mask, LazyBlockMask):
+    if not isinstance(block_mask, LazyBlockMask) or not block_mask.decided:
         return
     given = block_mask.kv_num_blocks.shape
     shared = [

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexattn import catalogue
 from flexattn.block_mask.few_rows import KEY_BLOCK, few_rows, queue_of, with_lists
@@ -88,21 +89,24 @@ def static_mask(
     after the row, and has all keys near, these are the blocks up to the row, of more than FEW_KEYS
     keys from the first one on that is seen, and no element is evaluated for them.
     """
+    here = None if seen is None else seen[:, offset : offset + keys].to(torch.bool)
+    if not (not_after(mask_function) and near):
+        # Of a cache that grows as well, to whose next length no tables would be of use.
+        kept = None if here is None else pad(here, (0, keys - here.shape[1]))
+        mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
+        return few_rows(_padded(mask_mod, kept), B, 1, keys, device)
     tables = _known(B, keys, device)
     kept = None
-    if seen is not None:
-        here = seen[:, offset : offset + keys].to(torch.bool)
+    if here is not None:
         kept = torch.cat((here, tables.unseen[:, here.shape[1] :]), 1)
-    causal = not_after(mask_function) and near
-    if isinstance(at, Tensor) and not offset and causal:
+    if isinstance(at, Tensor) and not offset:
         place = tables.places.index_select(0, at.view(1))
         mask_mod = _padded(_placed(mask_function, place[0, 0]), kept)
         lists = _lists(tables, place[:, 4:], kept if B * keys > FEW_KEYS else None)
         return with_lists((1, keys), lists, mask_mod)
-    # A static cache counts on in the very tensor that it gives, before the kernel runs.
-    first = at.clone() if isinstance(at, Tensor) else _number(at, device)
-    mask_mod = _padded(_moved(mask_function, first, _number(offset, device)), kept)
-    if isinstance(at, Tensor) or not causal:
+    mask_mod = _moved(mask_function, _own(at, device), _number(offset, device))
+    mask_mod = _padded(mask_mod, kept)
+    if isinstance(at, Tensor):
         return few_rows(mask_mod, B, 1, keys, device)
     blocks = min(max((at - offset) // KEY_BLOCK + 1, 0), tables.order.shape[3])
     lists = _lists(tables, tables.counts[blocks, :1], None)
@@ -139,6 +143,14 @@ def _known(B: int, keys: int, device: torch.device) -> _Tables:
         if not capturing and type(found.order) is Tensor:
             _tables.put(key, found)
     return found
+
+
+def _own(at: int | Tensor, device: torch.device) -> Tensor:
+    """A position that nobody else writes to.
+
+    A static cache counts on in the very tensor that it gives, before the kernel runs.
+    """
+    return at.clone() if isinstance(at, Tensor) else _number(at, device)
 
 
 def _number(value: int, device: torch.device) -> Tensor:

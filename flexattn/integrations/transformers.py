@@ -111,7 +111,7 @@ def make_mask(
             mask_function, batch_size, kv_length, q_offset, kv_offset, attention_mask, near,
             torch.device(device),
         ))  # fmt: skip
-    padding = _padding(attention_mask, kv_offset, kv_length)
+    padding = _padding(attention_mask, kv_offset, kv_length, whole=all_seen)
     if padding is None and (newest or all_seen):
         return None
     # A static cache gives the very tensor that it counts in, and counts on before the kernel runs.
@@ -210,14 +210,16 @@ def _asks(mask: Tensor | None, shape: tuple[int, int]) -> bool:
     return found and mask is not None and not _graphed(mask)
 
 
-def _padding(mask: Tensor | None, offset: int, keys: int) -> Tensor | None:
+def _padding(mask: Tensor | None, offset: int, keys: int, whole: bool) -> Tensor | None:
     """The padding mask up to the last key, or None where it is known to remove none of these keys.
 
-    offset: the position of the first of them; what stood before has left the cache.
+    offset: the position of the first of them; what stood before has left the cache. whole: whether
+    rows see the keys behind the mask's end too, which it removes.
     """
     if mask is None:
         return None
-    if not _graphed(mask) and bool(mask[:, offset : offset + keys].all()):
+    short = whole and mask.shape[-1] < offset + keys
+    if not short and not _graphed(mask) and bool(mask[:, offset : offset + keys].all()):
         return None
     missing = offset + keys - mask.shape[-1]
     return torch.nn.functional.pad(mask, (0, missing)) if missing > 0 else mask

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -131,8 +132,13 @@ class Store:
         return sorted(Sizes(*map(int, match.groups())) for match in matches if match)
 
     def strays(self) -> list[Path]:
-        """Files that no reader looks at: those moved aside, and those of writers that died."""
-        return sorted(p for p in self._base.rglob("*") if p.suffix in (".bad", ".tmp"))
+        """Files that no reader looks at: those moved aside, and those of writers that died.
+
+        None in a folder that may not be looked into.
+        """
+        with suppress(PermissionError):
+            return sorted(p for p in self._base.rglob("*") if p.suffix in (".bad", ".tmp"))
+        return []
 
     def paths(self) -> Iterator[Path]:
         """Every file that is named like a record, in order."""

@@ -133,9 +133,9 @@ def test_a_block_takes_one_tile_of_keys_after_another(name, D, forced):
     """More tiles than SMs, of which `holes` leaves some without queries."""
     for tile in TILES[D]:
         forced(HopperBackwardConfig(*tile, **FORMS[name]))
-        check(*on_gpu(5, 16, 16, 520, 640, D), causal)
-        check(*on_gpu(3, 32, 16, 333, 1401, D), None)
-        check(*on_gpu(4, 32, 16, 520, 1281, D), MASKS["holes"])
+        check(*on_gpu(5, 8, 8, 520, 640, D), causal)
+        check(*on_gpu(3, 16, 8, 333, 1401, D), None)
+        check(*on_gpu(2, 16, 8, 520, 1281, D), MASKS["holes"])
 
 
 WITHOUT = ("dq_halves", "persistent")

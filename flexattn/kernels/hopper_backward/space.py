@@ -60,12 +60,15 @@ def axes(problem: Problem, every: bool) -> Iterator[HopperBackwardConfig]:
     if every:
         for rows, keys, stages, ds in product((64, 128), (64, 128), (1, 2, 3), (1, 2)):
             config = at_sizes(HopperBackwardConfig(rows, keys, stages, ds_stages=ds), problem)
-            yield from turned(config, problem.structure)
+            for each in turned(config, problem.structure):
+                yield at_sizes(each, problem)
         return
     tiles = {64: (_TALL, _WIDE), 128: (_WIDE,)}.get(columns(problem.structure), (_SPLIT,))
     for tile, stages in product(tiles, (2, 3)):
         config = at_sizes(replace(tile, num_stages=stages), problem)
-        yield from _forms(config, problem.structure)
+        # A block that is persistent counts heads at any sizes.
+        for each in _forms(config, problem.structure):
+            yield at_sizes(each, problem)
 
 
 def _forms(config: HopperBackwardConfig, structure: Structure) -> Iterator[HopperBackwardConfig]:

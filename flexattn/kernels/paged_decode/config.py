@@ -25,7 +25,7 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
-Schedule: TypeAlias = Literal["alternate", "seesaw"]
+MlaSchedule: TypeAlias = Literal["alternate", "seesaw"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Bytes of a line of the L2 cache.
@@ -114,7 +114,7 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     split_policy: SplitPolicy = "even"
-    schedule: Schedule = "alternate"
+    schedule: MlaSchedule = "alternate"
 
     @property
     def warp_private(self) -> bool:

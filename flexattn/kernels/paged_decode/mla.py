@@ -14,7 +14,7 @@ from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import Dialect, TensorForm
 from flexattn.kernels.paged_decode.awaiting import ARRIVALS, SEEN, SET_BACK
-from flexattn.kernels.paged_decode.config import Combine, Schedule, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import Combine, MlaSchedule, ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
@@ -34,7 +34,7 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 def mla_space() -> Iterator[ServingConfig]:
     """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
     combines: tuple[Combine, ...] = ("launch", "await")
-    for schedule, combine, least in product(get_args(Schedule), combines, (1, 2, 4, 8)):
+    for schedule, combine, least in product(get_args(MlaSchedule), combines, (1, 2, 4, 8)):
         yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, combine, "whole", schedule)
 
 
@@ -116,8 +116,8 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
             "num_stages=1 and per_sm=1",
         ),
         (
-            config.schedule in get_args(Schedule),
-            f"schedule={config.schedule!r} is one of {', '.join(get_args(Schedule))}",
+            config.schedule in get_args(MlaSchedule),
+            f"schedule={config.schedule!r} is one of {', '.join(get_args(MlaSchedule))}",
         ),
         (
             config.combine in ("launch", "await"),

@@ -65,6 +65,7 @@ def test_devices_in_help_are_those_that_the_verb_takes(flexattn, verb):
         (["flexattn.catalog:softcap"], "did you mean catalogue?"),
         (["sliding_window", "--arg", "512"], "flexattn.catalogue:sliding_window --arg 512"),
         (["natten_2d", "--arg", "8", "--arg", "8"], "flexattn.catalogue:"),
+        (["CASES"], "the catalogue has"),
     ],
 )
 def test_advice_names_what_was_meant(flexattn, arguments, advice):

@@ -10,7 +10,7 @@ from flexattn import create_block_mask
 from flexattn.catalogue import causal, sliding_window
 from flexattn.integrations import static_step
 from flexattn.integrations.static_step import not_after
-from flexattn.integrations.transformers import make_mask
+from flexattn.integrations.transformers import attend_transformers, make_mask
 from flexattn.problem.mask_class import known_class
 from tests.support import Operations
 
@@ -181,3 +181,34 @@ def test_transformers_functions_that_see_no_key_after_the_row():
     both = masking.or_masks(plain, packed)
     for function in (packed, both, masking.and_masks(packed, both), sliding_window(3), None, 3):
         assert not not_after(function)
+
+
+@pytest.mark.parametrize("at", [9, torch.tensor(9)], ids=["number", "tensor"])
+def test_padding_of_requests_is_no_cause_for_advice(at, said):
+    """Blocks of all requests are in the lists on purpose, and nobody calls create_block_mask."""
+    seen = torch.ones(2, 10, dtype=torch.bool)
+    seen[1, :3] = False
+    mask = made(256, at, seen)
+    q, (k, v) = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 4, 256, 16)
+    out, _ = attend_transformers(torch.nn.Module(), q, k, v, mask)
+    kept_keys = torch.arange(256) < 10
+    kept_keys = kept_keys & ~((torch.arange(256) < 3) & torch.tensor([[False], [True]]))
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=kept_keys[:, None, None]
+    )
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
+    assert said() == []
+
+
+def test_rows_that_see_ahead_see_no_key_behind_the_padding():
+    """A mask that is shorter than a static cache removes what was not written yet."""
+    seen = torch.ones(1, 2, dtype=torch.bool)
+
+    def all_keys(b, h, q_idx, kv_idx):
+        return q_idx >= 0
+
+    mask = make_mask(
+        1, 2, 7, 0, mask_function=all_keys, attention_mask=seen, allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True,
+    )  # fmt: skip
+    assert mask is not None and kept(mask, 1, 7).tolist() == [[True] * 2 + [False] * 5]

@@ -210,6 +210,17 @@ def test_sections_fill_the_device():
     assert family_of(CONFIG).launch_key(CONFIG) != family_of(CONFIG).launch_key(by_head)
 
 
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("D", [64, 128])
+def test_all_that_a_search_tries_has_a_grid(D, group):
+    """Persistent forms of heads without groups kept mha, and a launch refused each of them."""
+    wanted = problem("backward", D, group=group, mask_mod=causal, runs=True)
+    tried = [c for c in space(wanted, H200) if isinstance(c, HopperBackwardConfig)]
+    assert any(c.persistent for c in tried)
+    for each in tried:
+        assert family_of(each).grid(wanted, each, H200).programs
+
+
 @pytest.mark.parametrize("kv_len", [1, 128, 129, 8191])
 def test_programs_cover_the_keys(kv_len):
     wanted = problem("backward", kv_len=kv_len, q_len=130)
