@@ -72,8 +72,9 @@ def test_advice_names_what_was_meant(flexattn, arguments, advice):
     assert advice in flexattn("render", *arguments, status=2).stderr
 
 
-def test_presets_are_told_whole_in_a_pipe(flexattn):
+def test_presets_are_told_whole_in_a_pipe(flexattn, monkeypatch):
     """At 80 columns, which a pipe was taken to have, half of each model's name was cut off."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # xdist's workers have it
     shown = flexattn("tune", "--list-presets").stdout
     assert "…" not in shown and "meta-llama/Meta-Llama-3-8B" in shown
 
