@@ -87,7 +87,7 @@ def test_defaults_keep_their_registers_and_overlap(name, D, sizes):
         lambda case: case == ("causal", 128),
     ),
 )
-def test_blocks_that_stay_keep_their_registers(name, D):
+def test_persistent_blocks_keep_their_registers(name, D):
     wanted = problem("backward", D, group=1, **MODS[name])
     config = at_sizes(replace(next(defaults(wanted)), persistent=True), wanted)
     if config.BLOCK_M == 128:

@@ -20,11 +20,8 @@ def delta_arguments(structure: Structure, through_lse: bool) -> list[Argument]:
     found += [Argument("LSE", "*fp32", 16)]
     found += [Argument("DLSE", "*fp32", 16)] * through_lse
     found += [Argument("DELTA", "*fp32", 16)]
-    return (
-        found
-        + output_strides(structure)
-        + dense_stride_arguments("do", "bhm", structure.head_dim_v)
-    )
+    found += output_strides(structure)
+    return found + dense_stride_arguments("do", "bhm", structure.head_dim_v)
 
 
 def dense_stride_arguments(tensor: str, axes: str, head_dim: int) -> list[Argument]:

@@ -21,8 +21,8 @@ def at_sizes(config: HopperBackwardConfig, problem: Problem) -> HopperBackwardCo
     """The config in the form that a problem's heads and keys allow.
 
     With dropout a block counts heads also where each key head has one: ptxas of Triton 3.9 then
-    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask. So
-    does a block that stays: it counts tiles as it is, and spilled 32 words at 128 columns.
+    keeps Philox's keys in uniform registers, and of 3.6 makes shorter loops of a causal mask. A
+    persistent block that counts none spilled 32 words at 128 columns.
     """
     counts = problem.structure.dropout or config.persistent
     return replace(
