@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from flexattn.reference.dropout import philox4x32
+from tests.emulated_diagonals import diagonal_sums, of_diagonals
 from tests.emulated_memory import Number, Shared, Staged, Tile, tile
 
 SECONDS = 20
@@ -75,7 +76,10 @@ class Block:
         self.hardware, self.flying, self.copies, self.stores = {}, [], [], {}
         self.warps = 1
 
-    def count(self, place, more):
+    def count(self, place, more, mask=None, sem=None):
+        if np.ndim(place.offset):
+            np.add.at(place.array, np.asarray(place.offset)[mask], np.asarray(more)[mask])
+            return None
         before = Number(place.array[place.offset])
         place.array[place.offset] += more
         return before
@@ -169,7 +173,10 @@ def run(source, programs, arguments, seed=0):
     DQ_ACC is a Pointer to [tiles, BLOCK_M, columns], in which order threads hold a tile is not
     emulated, or a Descriptor where the copy engine adds to it.
     """
-    body = source.text[source.text.index("\nBLOCK_M = ") :].replace(".to(gl.int64)", "")
+    # A Python number until it is set in the loop.
+    body = source.text[source.text.index("\nBLOCK_M = ") :].replace(
+        "before.to(", "Number(before).to("
+    )
     code = compile(body, "kernel", "exec")
     chance = random.Random(seed)
     with np.errstate(all="ignore"):
@@ -203,11 +210,12 @@ def _language(block):
         constexpr=lambda x: x, zeros=zeros,
         arange=lambda a, z, layout: np.arange(a, z).view(Tile), expand_dims=np.expand_dims,
         exp2=lambda x: np.exp2(x).view(Tile), where=lambda c, a, b: _select(c, a, b),
-        minimum=min, maximum=_maximum, convert_layout=lambda x, layout: x,
+        minimum=_minimum, maximum=_maximum, abs=np.abs, log=np.log,
+        convert_layout=lambda x, layout: x,
         load=_load, allocate_shared_memory=allocate,
         static_range=range, program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
-        uint32="uint32", join=lambda a, b: np.stack([a, b], -1).view(Tile),
+        uint32="uint32", uint64="uint64", join=lambda a, b: np.stack([a, b], -1).view(Tile),
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
         SliceLayout=lambda *_: layout, BlockedLayout=lambda *_: layout,
         SwizzledSharedLayout=lambda *_: layout, NVMMASharedLayout=lambda *_: layout,
@@ -221,7 +229,7 @@ def _language(block):
         arrive=lambda barrier, count: barrier.expect(0),
     )  # fmt: skip
     return {
-        "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
+        "Number": Number, "gl": gl, "tl": gl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
         "fence_async_shared": lambda: None, "tma": SimpleNamespace(store_wait=block.await_stores),
         "atomic_add": block.add,
         "warpgroup_mma": block.product, "warpgroup_mma_init": lambda acc: acc,
@@ -235,6 +243,10 @@ def _load(place, mask=True, other=0):
     if np.ndim(place.offset) == 0:
         return Number(place.array[place.offset])
     return np.where(mask, place.array[np.where(mask, place.offset, 0)], other).view(Tile)
+
+
+def _minimum(a, b):
+    return np.minimum(a, b).view(Tile) if isinstance(a, Tile) else min(a, b)
 
 
 def _maximum(a, b):
@@ -252,7 +264,7 @@ def _select(condition, a, b):
     if np.ndim(condition) == 0 and np.ndim(a) == 0:
         return a if condition else b
     if np.issubdtype(np.asarray(a).dtype, np.integer):
-        return np.where(condition, a, b)
+        return np.where(condition, a, b).view(Tile)
     return np.where(condition, a, b).astype(np.float32).view(Tile)
 
 
@@ -297,6 +309,9 @@ def _assembly(block):
         "give_kept_if": lambda at, n: block.barrier(at).arrive(LOADER) if n > 0 else None,
         "take_kept": lambda at: block.barrier(at).sync(CONSUMERS),
         "take_kept_if": lambda at, n: block.barrier(at).sync(LOADER) if n > 0 else None,
+        "fast_tanh": np.tanh,
+        "of_diagonals": of_diagonals,
+        "diagonal_sums": diagonal_sums,
         "philox": _philox,
         "uniform": lambda word: word,
         "unsigned": lambda p: np.abs(p),

@@ -12,6 +12,12 @@ class Tile(np.ndarray):
     type = SimpleNamespace(layout=None)
 
     def to(self, dtype):
+        if dtype == "uint32":
+            return (self.astype(np.int64) & 0xFFFFFFFF).view(Tile)
+        if dtype == "uint64":
+            return np.where(self < 0, 2**63 - 1, self).view(Tile)
+        if str(dtype).startswith("int") and self.dtype.kind == "f":
+            return np.trunc(self).astype(np.int64).view(Tile)
         return self
 
     def permute(self, order):
@@ -19,13 +25,22 @@ class Tile(np.ndarray):
 
 
 class Number(int):
-    """A number of a kernel's arguments."""
+    """A number of a kernel's arguments, and what is computed of it."""
 
     def to(self, dtype):
         return self
 
-    def __rshift__(self, places):
-        return Number(int(self) >> places)
+
+def _kept(name):
+    def method(self, other):
+        found = getattr(int, name)(self, other)
+        return Number(found) if type(found) is int else found
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift"):
+    setattr(Number, f"__{_name}__", _kept(f"__{_name}__"))
 
 
 def tile(values, dtype=np.float32):

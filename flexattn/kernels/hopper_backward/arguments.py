@@ -13,6 +13,7 @@ from flexattn.kernels.base.arguments import (
 from flexattn.kernels.base.delta import delta_arguments
 from flexattn.kernels.base.tiles import walks_runs
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
+from flexattn.kernels.printers.gradient_printer import grad_name
 from flexattn.kernels.printers.triton_ops import signature_type
 from flexattn.problem import Structure
 
@@ -50,11 +51,12 @@ def arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argum
 
 
 def mod_arguments(structure: Structure, config: HopperBackwardConfig) -> tuple[Argument, ...]:
-    """Of the mask's lists by key, and of what mods capture."""
+    """Of the mask's lists by key, of what mods capture, and of its gradients."""
     found = _sparse(structure, config)
     for captures in (structure.score, structure.mask):
         found += captured_arguments(captures)
-    return tuple(found)
+    slots = () if structure.score is None else structure.grads
+    return (*found, *(Argument(grad_name(slot), "*fp32", 16) for slot in slots))
 
 
 def before_arguments(

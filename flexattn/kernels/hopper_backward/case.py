@@ -11,7 +11,7 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     columns,
 )
-from flexattn.kernels.hopper_backward.masks import loads_pairs
+from flexattn.kernels.hopper_backward.masks import loads_pairs, sums_diagonals
 from flexattn.kernels.hopper_backward.printed import RuleCase
 from flexattn.problem import Structure
 
@@ -43,6 +43,7 @@ def case_of(config: HopperBackwardConfig, structure: Structure, device: Device) 
         structure.kv_dtype == "",
         tma_layout(structure),
         structure.grads != (),
+        not sums_diagonals(structure),
         structure.dropout,
         loads_pairs(structure),
         device.has_wgmma,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from flexattn.kernels.printers.diagonals import read_once
 from flexattn.mods.analysis.mask_form import mask_form
+from flexattn.mods.derivative import derivatives
 from flexattn.mods.expr import Expr, depending, walk
 from flexattn.mods.ops import OPS, is_float
 from flexattn.problem import INDEX_RANGES, Structure
@@ -42,16 +44,33 @@ def band_of(mask: Expr) -> Band | None:
 
 
 def loads_pairs(structure: Structure) -> bool:
-    """Whether a mod reads memory at places of a query and a key, or of a score."""
+    """Whether a mod reads memory at places of a query and a key, or of a score.
+
+    But what score_mod reads along diagonals of a tile.
+    """
     for captures in (structure.score, structure.mask):
         if captures is None:
             continue
         nodes = list(walk(captures.mod.expr))
         queries = depending(nodes, ("score", "q_idx"))
         keys = depending(nodes, ("score", "kv_idx"))
-        if any(node.op == "load" and node in queries and node in keys for node in nodes):
+        pairs = (node for node in nodes if node.op == "load" and node in queries and node in keys)
+        if any(captures is structure.mask or not read_once(node) for node in pairs):
             return True
     return False
+
+
+def reads_diagonals(structure: Structure) -> bool:
+    """Whether a score_mod reads something along diagonals of a tile."""
+    return structure.score is not None and any(map(read_once, walk(structure.score.mod.expr)))
+
+
+def sums_diagonals(structure: Structure) -> bool:
+    """Whether all that gets a gradient is read along diagonals of a tile."""
+    if structure.score is None:
+        return not structure.grads
+    found = derivatives(structure.score.mod, structure.grads)
+    return all(read_once(each.load) for each in found.loads)
 
 
 def may_be_no_number(score: Expr) -> bool:

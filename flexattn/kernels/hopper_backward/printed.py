@@ -36,6 +36,7 @@ class RuleCase:
     same_dtype: bool
     dense_layout: bool
     has_grads: bool
+    other_grads: bool
     drops: bool
     loads_pairs: bool
     has_wgmma: bool
@@ -184,12 +185,19 @@ RULES: Rules[RuleCase] = Rules(
         ),
         Rule(
             "captured gradients",
-            "gradients of what score_mod captures are added up by Triton's backward",
-            lambda c: not c.has_grads,
+            "gradients of what score_mod does not read along q_idx - kv_idx are added up by "
+            "Triton's backward",
+            lambda c: not c.other_grads,
+        ),
+        Rule(
+            "order of captured gradients",
+            "gradients of what score_mod captures are added up in any order",
+            lambda c: not (c.deterministic and c.has_grads),
         ),
         Rule(
             "mods",
-            "a mod reads memory for each query and key, which Hopper's backward has no tile for",
+            "a mod reads memory for each query and key, which Hopper's backward has no tile for,"
+            " or not along q_idx - kv_idx",
             lambda c: not c.loads_pairs,
         ),
         Rule(

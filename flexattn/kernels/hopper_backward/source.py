@@ -28,7 +28,7 @@ from flexattn.kernels.hopper_backward.config import (
     HopperBackwardConfig,
     columns,
 )
-from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number
+from flexattn.kernels.hopper_backward.masks import band_of, may_be_no_number, reads_diagonals
 from flexattn.kernels.hopper_backward.two_buffers import ANNOUNCED
 from flexattn.kernels.printers.gradient_printer import PrintedGradient, print_with_gradients
 from flexattn.kernels.printers.triton_printer import Printed
@@ -72,7 +72,7 @@ def render(
 ) -> Source:
     """The kernel of a structure with a config; title goes into its header."""
     traits = replace(traits_of(device, structure), dialect=TRANSPOSED)
-    score, mask = print_with_gradients(structure, traits)
+    score, mask = print_with_gradients(structure, traits, structure.grads, diagonals=True)
     band = None if structure.mask is None else band_of(structure.mask.mod.expr)
     if band is not None:
         mask = None
@@ -90,6 +90,7 @@ def render(
         ],
         "score": score,
         "stray": structure.score is not None and may_be_no_number(structure.score.mod.expr),
+        "diagonals": reads_diagonals(structure),
         "mask": mask,
         "band": band,
         "hoisted": [line for each in used for line in each.hoisted],

@@ -8,7 +8,7 @@ from itertools import product
 
 from flexattn.kernels.base.knobs import turned
 from flexattn.kernels.hopper_backward.config import HopperBackwardConfig, columns
-from flexattn.kernels.hopper_backward.masks import band_of
+from flexattn.kernels.hopper_backward.masks import band_of, reads_diagonals
 from flexattn.kernels.hopper_backward.tiles import at_sizes
 from flexattn.kernels.ptx.assembler import waits_meet
 from flexattn.problem import Problem, Structure
@@ -51,7 +51,8 @@ def defaults(problem: Problem) -> Iterator[HopperBackwardConfig]:
         if width <= 128:
             stages, remat = (1, True) if tight_loop else (2, config.remat)
             added = replace(config, dq_tma=True, ds_stages=stages, remat=remat)
-            yield replace(added, dq_halves=_walks_far(structure) and not structure.dropout)
+            halves = not (structure.dropout or reads_diagonals(structure))
+            yield replace(added, dq_halves=halves and _walks_far(structure))
         yield config
 
 

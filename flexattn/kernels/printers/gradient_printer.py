@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexattn.kernels.base.dialect import Dialect, TensorForm
+from flexattn.kernels.printers.diagonals import DiagonalPrinter, on_diagonals
 from flexattn.kernels.printers.tile_reads import TilePrinter
 from flexattn.kernels.printers.triton_printer import (
     TILE,
@@ -16,9 +17,8 @@ from flexattn.kernels.printers.triton_printer import (
     buffer_names,
     print_mod,
 )
-from flexattn.mods.analysis.dependence import along_diagonals
 from flexattn.mods.derivative import Derivatives, LoadDerivative, derivatives
-from flexattn.mods.expr import Expr, reads
+from flexattn.mods.expr import Expr
 from flexattn.problem import Captures, Structure
 
 # The two halves of a backward: one holds query rows and walks the keys, the other holds keys and
@@ -42,7 +42,7 @@ class Scatter:
     """What adds the gradient of one load to a captured tensor's: statements.
 
     before, inside, after: the loop over keys, in which `ds` is the gradient of the tile's modified
-    scores, and `p` their weights.
+    scores, and `p` their weights. In a tile of Gluon's, after: the products that ds goes into.
     """
 
     before: tuple[str, ...]
@@ -85,11 +85,7 @@ def adds_along_diagonals(structure: Structure) -> bool:
     if structure.score is None or not structure.grads:
         return False
     found = derivatives(structure.score.mod, structure.grads)
-    return any(_on_diagonals(each.load) for each in found.loads)
-
-
-def _on_diagonals(load: Expr) -> bool:
-    return reads(load, "kv_idx") and all(map(along_diagonals, load.args))
+    return any(on_diagonals(each.load) for each in found.loads)
 
 
 def print_gradient(
@@ -108,7 +104,7 @@ def print_gradient(
     """
     found = derivatives(captures.mod, slots)
     roots = (captures.mod.expr, *found.roots)
-    kind = TilePrinter if by_tile else MultiPrinter
+    kind = TilePrinter if by_tile else DiagonalPrinter if traits.dialect.gluon else MultiPrinter
     printer = kind(captures.mod, captures.contiguous, traits, TILE, roots)
     printed = printer.run()
     result = _as_tile(printer, captures.mod.expr, printed.result)
@@ -201,18 +197,21 @@ class _Scatter:
         self.row = any(index.row for index, _ in self.places)
         self.key = any(index.key for index, _ in self.places)
         self.factor = _factor(printer, each.factor)
-        self.logical = printer.logical
+        self.logical, self.tl = printer.logical, printer.tl
         self.number = number
         self.sum = f"{self.base}_sum{number}"
         self.along = None
-        if diagonals and self.row and self.key and _on_diagonals(each.load):
+        self.over_warps = printer.dialect.gluon
+        if diagonals and not self.over_warps and self.row and self.key and on_diagonals(each.load):
             self.along = _along_diagonals(printer, each.load, f"{self.base}_along{number}")
 
     def run(self, found: Derivatives) -> Scatter:
         """The statements; found: of all loads."""
         each = f"ds * {self.factor}" if self.factor else "ds"
         # A derivative may be no number where a weight is 0.
-        each = f"tl.where(p == 0.0, 0.0, {each})" if self.factor else each
+        each = f"{self.tl}.where(p == 0.0, 0.0, {each})" if self.factor else each
+        if self.over_warps:
+            return self._over_warps(each)
         if not found.summed((self.slot,)):
             own = ("rows[:, None]", "(offs_n < end_n)[None, :]")
             return Scatter((), (f"{self.sum} = {each}", *self._add(*own, by="store")), ())
@@ -254,6 +253,12 @@ class _Scatter:
         ]  # fmt: skip
         return Scatter((), (*lines, *(f"    {line}" for line in inner)), ())
 
+    def _over_warps(self, each: str) -> Scatter:
+        """One addition for each diagonal that two lanes have of a warp's part of a tile."""
+        values = f"{self.base}_ds{self.number}"
+        lines = (f"{self.sum} = diagonal_sums({values})", *self._add(f"({self.sum} != 0.0)"))
+        return Scatter((), (f"{values} = {each}",), lines)
+
     def _add(self, *kept: str, by: str = "atomic_add") -> tuple[str, ...]:
         """Statements that add the sum to the gradient where it is kept and inside."""
         last = len(self.places) - 1
@@ -268,4 +273,4 @@ class _Scatter:
             lines.append(f"{inside} = {self.logical('and', checks)}")
         mask = f", mask={inside}" if checks else ""
         relaxed = ', sem="relaxed"' if by == "atomic_add" else ""
-        return (*lines, f"tl.{by}({place}, {self.sum}{mask}{relaxed})")
+        return (*lines, f"{self.tl}.{by}({place}, {self.sum}{mask}{relaxed})")

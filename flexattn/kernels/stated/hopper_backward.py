@@ -20,13 +20,14 @@ _CONFIG = (
 )  # fmt: skip
 # A structure's sizes, with the columns of a tile, and those of a mask's blocks 0 where there is
 # none; then truth values: k and v are as q, q, k and v lie as TMA reads them, something captured
-# gets a gradient, weights are dropped, and a mod reads memory for a query and a key.
+# gets a gradient, and something that is not read along diagonals, weights are dropped, and a mod
+# reads memory for a query and a key otherwise.
 _PROBLEM = (
     itemsize, qk_dim, v_dim, head_dim, mask_rows, mask_keys, same_dtype, dense_layout, has_grads,
-    drops, loads_pairs,
+    other_grads, drops, loads_pairs,
 ) = symbols(
-    "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads drops "
-    "loads_pairs"
+    "itemsize qk_dim v_dim head_dim mask_rows mask_keys same_dtype dense_layout has_grads "
+    "other_grads drops loads_pairs"
 )  # fmt: skip
 _DEVICE = (has_wgmma, shared_limit, consumer_registers) = symbols(
     "has_wgmma shared_limit consumer_registers"
@@ -189,13 +190,20 @@ HOPPER_BACKWARD_STATEMENT = Statement(
         ),
         Inequality(
             "captured gradients",
-            Not(has_grads),
-            "gradients of what score_mod captures are added up by Triton's backward",
+            Not(other_grads),
+            "gradients of what score_mod does not read along q_idx - kv_idx are added up by "
+            "Triton's backward",
+        ),
+        Inequality(
+            "order of captured gradients",
+            Not(And(has_grads, deterministic)),
+            "gradients of what score_mod captures are added up in any order",
         ),
         Inequality(
             "mods",
             Not(loads_pairs),
-            "a mod reads memory for each query and key, which Hopper's backward has no tile for",
+            "a mod reads memory for each query and key, which Hopper's backward has no tile for, "
+            "or not along q_idx - kv_idx",
         ),
         Inequality(
             "shared memory",

@@ -93,14 +93,17 @@ class Emulated(Recorded):
         return Pointer(value.view(-1).numpy()) if isinstance(value, torch.Tensor) else value
 
 
-def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_mod=None):
-    """dq, dk and dv of the kernels that a launch has."""
+def gradients(
+    config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_mod=None, learned=()
+):
+    """dq, dk and dv of the kernels that a launch has, and those of learned tensors."""
     mask = mask_mod and create_block_mask(
         mask_mod, None, None, q.shape[2], k.shape[2], device="cpu"
     )
     lists = None if mask is None else BothLists.of(mask)
     score = bound(score_mod, "score")
-    asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, (), dropout)
+    slots = tuple(range(len(learned)))
+    asked = AskedGradients(score, bound(mask_mod, "mask"), mask, 0.1, NONE, slots, dropout)
     like = [x.bfloat16() for x in (q, k, v)]
     problem, seen = _problem(asked, *like, lists), {}
     config, width = at_sizes(config, problem), columns(problem.structure)
@@ -125,9 +128,9 @@ def gradients(config, q, k, v, dout, mask_mod, monkeypatch, dropout=None, score_
     rest = prepared.rest_of(lists, score, asked.mask, dropout)
     given = [x.float() for x in (q, k, v)]
     found = prepared.run(
-        tuple(given), out.float(), lse.float(), (dout.float(), None), 0.1, rest, ()
+        tuple(given), out.float(), lse.float(), (dout.float(), None), 0.1, rest, learned
     )
-    return found[:3], mask
+    return (*found[:3], *found.captured), mask
 
 
 def holes(b, h, q_idx, kv_idx):
