@@ -1,4 +1,4 @@
-"""What the kernels of records are, in the tree that this process runs in: JSON to stdout.
+"""Kernels of records, and static defaults, in the tree that this process runs in: JSON to stdout.
 
 It is fed to Python's stdin by bench.carry_records, also in trees of older revisions: it imports
 what these have, and nothing of bench.
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from flexattn.device import named
+from flexattn.kernels.choose.defaults import default
 from flexattn.kernels.choose.registry import family_of
 from flexattn.kernels.paged_decode.source import render_serving, render_serving_combine
+from flexattn.kernels.paged_decode.space import serving_candidates
 from flexattn.presets import files
-from flexattn.records.codec import decode_answer
+from flexattn.records.codec import decode_answer, encode
 from flexattn.records.environment import environment
 from flexattn.records.key import key_of
 from flexattn.records.store import Store
@@ -31,7 +33,10 @@ AFTER = ("flexattn.kernels.hopper.merge_consumers", "flexattn.gluon_api")
 
 
 def main(root: Path) -> dict[str, Any]:
-    """For each record: its kind's hash here and its kernels, or why there are none."""
+    """For each record: its kind's hash here, its kernels, and the static default of its problem.
+
+    Where there are no kernels: why.
+    """
     rows = [row for path in files().values() for row in read(path).rows]
     tasks: dict[tuple[str, str], list[Any]] = {}
     found: dict[str, Any] = {}
@@ -46,7 +51,11 @@ def main(root: Path) -> dict[str, Any]:
             task = next(each for each in tasks[where] if key_of(each.problem) == record.key)
             kind = record.key.kind
             here = environment(kind, device).template
-            found[name] = {"template": here, "kernels": _kernels(task.problem, record, device)}
+            found[name] = {
+                "template": here,
+                "kernels": _kernels(task.problem, record, device),
+                "default": encode(_default(task.problem, record, device)),
+            }
         except StopIteration:
             found[name] = {"why": "no row of a preset has its title and its key"}
         except Exception as error:  # of any revision: what cannot be rendered is not carried over
@@ -56,6 +65,13 @@ def main(root: Path) -> dict[str, Any]:
 
 def _task(row: Any, device: Any) -> Any:
     return plan_task(row, device) if row.served else task_of(row, device, torch.device("cpu"))
+
+
+def _default(problem: Any, record: Any, device: Any) -> Any:
+    """What runs first where nothing is tuned."""
+    if record.key.kind == "serving":
+        return next(serving_candidates(problem.form, device))
+    return default(problem, device)
 
 
 def _kernels(problem: Any, record: Any, device: Any) -> dict[str, Any]:

@@ -7,6 +7,9 @@ revision in which the records are hits, as `HEAD`, or a branch before its merge.
 each record's kernel for the preset's problem that has its key; where programs, arguments and all
 that is compiled with them are equal, the record moves to this tree's environment and is otherwise
 as it was measured. A program may have its own names changed, one for one (bench/same_programs.py).
+Its winner was raced beside the static default of its time. Where that is another config in this
+tree, the winner may be slower than what runs without a record, and the record does not move; one
+that holds here already is named too.
 Others stay, as hints, and are named: measure them again. Needs no GPU.
 """
 
@@ -27,8 +30,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.measured import COMPILED
 from bench.same_programs import canonical, used_by
-from flexattn.records.codec import decode_record
+from flexattn.records.codec import decode_record, encode
+from flexattn.records.record import Record
 from flexattn.records.store import Store
 
 __all__ = ["FORMER_ARGUMENTS", "carry", "main", "programs", "verdict"]
@@ -81,14 +86,26 @@ def verdict(path: Path, old: dict[str, Any], new: dict[str, Any]) -> tuple[str, 
     for tree, each in (("the old", old), ("this", new)):
         if "kernels" not in each:
             return f"not rendered by {tree} tree: {each.get('why', 'it is not there')}", ""
-    template = decode_record(path.read_bytes()).environment.template
+    record = decode_record(path.read_bytes())
+    template = record.environment.template
+    if template not in (old["template"], new["template"]):
+        return "a hint in the old tree already", template
+    if not _still_default(record, new["default"]):
+        return "another default", template
     if template == new["template"]:
         return THERE, template
-    if template != old["template"]:
-        return "a hint in the old tree already", template
     if programs(old["kernels"]) != programs(new["kernels"]):
         return "another kernel", template
     return CARRIED, new["template"]
+
+
+def _still_default(record: Record, today: dict[str, Any]) -> bool:
+    """Whether what a record was raced against is today's static default.
+
+    Which assembler that takes depends on what is installed, and so does not count.
+    """
+    raced = encode(record.trials[record.decision.default].config)
+    return all(raced.get(name) == today.get(name) for name in (raced | today).keys() - COMPILED)
 
 
 def programs(kernels: dict[str, Any]) -> dict[str, Any]:

@@ -56,9 +56,6 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.array, self.offset + more)
 
-    def to(self, kind, bitcast):
-        return Pointer(self.array.view(kind), self.offset)
-
 
 class Descriptor:
     """A tensor as the copy engine sees it: outside of it zeros are read, and nothing written."""

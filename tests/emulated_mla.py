@@ -7,9 +7,7 @@ product reads its operands when it is issued or not before it is awaited.
 import random
 import re
 import threading
-import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,12 +15,8 @@ import numpy as np
 from tests.emulated_gluon import Block, Meeting
 from tests.emulated_memory import Descriptor, Pointer, Shared, Tile, tile
 
-# How often a part is looked for, a millisecond apart.
-LOOKS = 4000
-_ONE = threading.Lock()
 # A word that nobody has written.
 WRONG = 10**6 + 7
-_KINDS_OF_WORDS = {"int32": np.int32}
 _KINDS = {"float32": np.float32, "int32": np.int64}
 NUMBERS = re.compile(r"\.to\(tl\.(u?int32|int64)\)")
 
@@ -69,52 +63,18 @@ class Decoding(Block):
         assert not any(self.of_thread.values())
 
 
-def run(source, programs, arguments, seed=0, at_once=1):
-    """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name.
-
-    at_once: blocks that run side by side, started in the order of their numbers; of 1 the order
-    is random.
-    """
+def run(source, programs, arguments, seed=0):
+    """Run a kernel. arguments: arrays behind Pointers and Descriptors, and numbers, by name."""
     body = source.text[source.text.index("\nBLOCK_M = ") :]
     code = compile(NUMBERS.sub("", body), "kernel", "exec")
     chance = random.Random(seed)
-    seeds = [chance.random() for _ in range(programs)]
-
-    def start(number):
-        names = _language(Decoding(number, random.Random(seeds[number])))
-        exec(code, names)
-        names.update(
-            no_offset=lambda: 0, prefetch=lambda address, wanted: None, await_parts=_await_parts,
-            count_seen=lambda counter: _atomic_add(counter, 1 << 16), set_back=_set_back,
-        )  # fmt: skip
-        with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
+        for number in chance.sample(range(programs), programs):
+            block = Decoding(number, random.Random(chance.random()))
+            names = _language(block)
+            exec(code, names)
+            names.update(no_offset=lambda: 0, prefetch=lambda address, wanted: None)
             names[source.entry](*(arguments[each.name] for each in source.arguments))
-
-    order = chance.sample(range(programs), programs) if at_once == 1 else range(programs)
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(start, order))
-
-
-def _await_parts(counter, parts, fault):
-    """In place of assembly."""
-    for _ in range(LOOKS):
-        if counter.array[counter.offset] + 1 & 0xFFFF >= parts:
-            return 0
-        time.sleep(1e-3)
-    fault.array[fault.offset] = 1
-    return 1
-
-
-def _set_back(counter, seen, mergers):
-    if (seen + 1 >> 16) + 1 == mergers:
-        counter.array[counter.offset] = -1
-
-
-def _atomic_add(place, number, sem=""):
-    with _ONE:
-        before = place.array[place.offset]
-        place.array[place.offset] += number
-        return before
 
 
 def described(tensor, box, block):
@@ -122,7 +82,7 @@ def described(tensor, box, block):
     return Descriptor(tensor.as_strided(box.shape, box.strides).float().numpy(), block, 2)
 
 
-def _load(place, mask=True, other=0, cache_modifier=""):
+def _load(place, mask=True, other=0):
     at = np.asarray(place.offset)
     kept = np.broadcast_to(mask, np.broadcast_shapes(at.shape, np.shape(mask)))
     at = np.broadcast_to(at, kept.shape)
@@ -172,8 +132,7 @@ def _language(block):
         exp2=lambda x: np.exp2(x), log2=lambda x: np.log2(x), where=_selected,
         minimum=np.minimum, maximum=np.maximum, max=np.max, min=np.min, sum=np.sum,
         convert_layout=lambda x, layout: x, associative_scan=lambda x, axis, plus: np.cumsum(x),
-        load=_load, store=_store, allocate_shared_memory=allocate,
-        atomic_add=_atomic_add, pointer_type=_KINDS_OF_WORDS.get, static_range=range,
+        load=_load, store=_store, allocate_shared_memory=allocate, static_range=range,
         program_id=lambda axis: block.number, warp_specialize=block.specialise,
         float32="float32", bfloat16="bfloat16", float16="float16", int64="int64", int32="int32",
         NVMMADistributedLayout=lambda *_: layout, DotOperandLayout=lambda *_: layout,
@@ -190,5 +149,5 @@ def _language(block):
         "tl": tl, "gluon": SimpleNamespace(jit=lambda f: f), "mbarrier": mbarrier,
         "fence_async_shared": lambda: None, "warpgroup_mma": block.product,
         "warpgroup_mma_wait": block.await_products, "load": block.load,
-        "reinterpret": _reinterpret, "Pointer": Pointer, "barrier": lambda: None,
+        "reinterpret": _reinterpret, "Pointer": Pointer,
     }  # fmt: skip

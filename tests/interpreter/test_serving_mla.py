@@ -9,13 +9,12 @@ import torch
 
 from flexattn.catalogue import alibi, causal, sliding_window
 from flexattn.device import detect, named
-from flexattn.errors import InputError, StalledError
+from flexattn.errors import InputError
 from flexattn.kernels.paged_decode.awaiting import UNWRITTEN
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.source import render_serving_combine
 from flexattn.runtime.build import DESCRIPTOR, builder
 from flexattn.serving import kernels
-from tests import emulated_mla
 from tests.emulated_memory import Pointer
 from tests.emulated_mla import described, run as run_source
 from tests.launches import Recorded
@@ -23,8 +22,6 @@ from tests.serving import assert_right, batch, plan_for, poisoned_pages, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("poisoned")]
 MLA = ServingConfig(64, 128, 4, 1, 1, combine="launch", split_policy="whole")
-AWAIT = replace(MLA, combine="await")
-SEESAW = replace(MLA, schedule="seesaw")
 H200 = named("nvidia-h200")
 
 
@@ -34,7 +31,6 @@ class Emulated(Recorded):
     compiled = binary = None
     shared_memory = 0
     pointers: ClassVar = {}
-    sms = 0
 
     def launch(self, stream, given):
         super().launch(stream, given)
@@ -50,9 +46,7 @@ class Emulated(Recorded):
                 told[name] = self.pointers.get(name, Pointer)(
                     kept[name][1], value.storage_offset()
                 )
-        # Programs that wait for others run beside them.
-        at_once = self.sms or self.programs if "await_parts" in self.source.text else 1
-        run_source(self.source, self.programs, told, at_once=at_once)
+        run_source(self.source, self.programs, told)
         for name in ("OUT", "LSE", "WORKSPACE"):
             if name in kept:
                 kept[name][0].copy_(torch.from_numpy(kept[name][1]))
@@ -150,29 +144,12 @@ def test_one_request(heads, programs):
     check(requests([2800], heads))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "page", "number", "combine"),
-    [
-        ([211, 1, 0, 130], 16, 3, "launch"),
-        ([700, 1, 383], 64, 2, "await"),
-        ([1600] * 11, 0, 12, "launch"),
-        ([2800], 256, 24, "await"),
-    ],
-)
-def test_the_other_order_of_products(lengths, page, number, combine, programs):
-    """Both warpgroups have their scores before either weighs."""
-    programs(number)
-    config = replace(SEESAW, combine=combine)
-    check(requests(lengths, 24), page, config=config, sinks=torch.randn(24))
-
-
-@pytest.mark.parametrize("schedule", [MLA, SEESAW])
-def test_rising_maxima(schedule, programs):
+def test_rising_maxima(programs):
     """Each tile's weights scale what came before, by far, and the first keys count for nothing."""
     programs(2)
     each = requests([900])
     rising = [x * torch.linspace(0.1, 9, len(x))[:, None, None] for x in each.k]
-    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]), config=schedule)
+    check(replace(each, k=[x.to(torch.bfloat16) for x in rising]))
 
 
 def test_causal_drafts(programs):
@@ -183,9 +160,7 @@ def test_causal_drafts(programs):
 def test_mods(programs):
     """A window, whose first page is masked in part, and a bias."""
     programs(3)
-    about = {"mask_mod": sliding_window(150), "score_mod": alibi(16, "cpu")}
-    check(requests([450, 31, 290]), **about)
-    check(requests([450, 31, 290]), config=SEESAW, **about)
+    check(requests([450, 31, 290]), mask_mod=sliding_window(150), score_mod=alibi(16, "cpu"))
 
 
 def test_shares_that_hold_a_request(programs):
@@ -211,57 +186,17 @@ def test_keys_behind_a_prefix(programs):
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize(
-    ("number", "heads", "config"), [(2, 16, MLA), (5, 80, MLA), (12, 80, AWAIT)], ids=str
-)
-def test_lengths_that_change_under_a_launch(number, heads, config, programs, monkeypatch):
+@pytest.mark.parametrize(("number", "heads"), [(2, 16), (5, 80)])
+def test_lengths_that_change_under_a_launch(number, heads, programs, monkeypatch):
     """The loading warp and both warpgroups read them each by itself, and waited for ever."""
     programs(number)
     monkeypatch.setattr(Emulated, "pointers", {"SEQ_LENS": Changing})
-    monkeypatch.setattr(emulated_mla, "LOOKS", 50)
     each = requests([700, 1, 383, 129], heads)
     each = replace(each, v=[x[..., :512] for x in each.k])
+    plan = plan_for(each, page=64, config=MLA, shared_kv=True)
     for _ in range(2):
-        out = run(plan_for(each, page=64, config=config, shared_kv=True), each)
+        out = run(plan, each)
     assert out[0].shape == (4, heads, 512)
     monkeypatch.undo()
     programs(number)
     check(each)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "heads", "number", "sms"),
-    [
-        ([2800], 16, 24, 0),  # 22 parts, which five programs merge
-        ([2800], 90, 24, 0),  # of two work tiles
-        ([700, 1, 383, 0, 1290], 16, 7, 0),  # few parts, which one program merges
-        ([3000, 0, 130], 4, 24, 6),  # more programs than SMs: who waits holds one
-    ],
-)
-def test_parts_that_the_last_programs_merge(lengths, heads, number, sms, programs, monkeypatch):
-    """In turn with what a second kernel merges; counters and the host's word are as they were."""
-    programs(number)
-    monkeypatch.setattr(Emulated, "sms", sms)
-    each = requests(lengths, heads)
-    sinks = torch.randn(heads)
-    plan = check(each, config=AWAIT, sinks=sinks)
-    assert plan._kernels.combine is None
-    latent = replace(each, v=[x[..., :512] for x in each.k])
-    first, second = ([x.clone() for x in run(plan, latent, sinks=sinks)] for _ in "ab")
-    assert all(map(torch.equal, first, second)), "whoever comes last"
-    counters = plan._workspace.view(torch.int32)[-2 * number :]
-    assert counters.eq(UNWRITTEN).all() and not plan._given_up.word.any()
-
-
-def test_parts_that_never_come(programs, monkeypatch):
-    """Of a launch that was cut short before: rows are NaN, and the next run says so."""
-    programs(24)
-    monkeypatch.setattr(emulated_mla, "LOOKS", 50)
-    each = requests([2800])
-    latent = replace(each, v=[x[..., :512] for x in each.k])
-    plan = plan_for(latent, page=64, config=AWAIT, shared_kv=True)
-    plan._workspace.view(torch.int32)[-2 * 24 :] -= 3
-    out, _ = run(plan, latent)
-    assert out.isnan().all()
-    with pytest.raises(StalledError, match="make a new plan"):
-        run(plan, latent)

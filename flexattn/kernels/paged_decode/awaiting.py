@@ -19,46 +19,6 @@ TURNS = 1 << 21
 # Words that a thread waits for at a time; they are registers of it.
 _HELD = 16
 
-# Of a count of parts in 16 bits that begins at -1, all whose stores are then visible: the operands
-# are its address, how many are wanted, and where 1 is stored when they do not come; 0, or 1 then.
-ARRIVALS = (
-    "{ .reg .pred again; .reg .b32 turns, there;",
-    "mov.b32 turns, 0;",
-    "ASK:",
-    "ld.acquire.gpu.global.b32 there, [$1];",
-    "add.u32 there, there, 1;",
-    "and.b32 there, there, 0xFFFF;",
-    "setp.lt.u32 again, there, $2;",
-    "add.u32 turns, turns, 1;",
-    f"setp.lt.and.u32 again, turns, {TURNS}, again;",
-    "@again bra ASK;",
-    "setp.lt.u32 again, there, $2;",
-    "@again st.relaxed.sys.global.b32 [$3], 1;",
-    "selp.b32 $0, 1, 0, again; }",
-)
-_FIRST_OF_WARPGROUP = (
-    "{ .reg .pred first; .reg .b32 thread;",
-    "mov.u32 thread, %tid.x;",
-    "and.b32 thread, thread, 127;",
-    "setp.eq.u32 first, thread, 0;",
-)
-# Above that count, how many programs have seen all of them: one thread of each adds one, and does
-# not wait for what it was. The last of them, whose number is the last operand, sets both back.
-SEEN = (
-    *_FIRST_OF_WARPGROUP,
-    "mov.b32 $0, 0;",
-    "@first atom.relaxed.gpu.global.add.u32 $0, [$1], 65536; }",
-)
-SET_BACK = (
-    *_FIRST_OF_WARPGROUP,
-    "add.u32 thread, $2, 1;",
-    "shr.u32 thread, thread, 16;",
-    "add.u32 thread, thread, 1;",
-    "setp.eq.and.u32 first, thread, $3, first;",
-    f"@first st.relaxed.gpu.global.b32 [$1], {UNWRITTEN};",
-    "mov.b32 $0, 0; }",
-)
-
 
 def await_context(vector: int, vectors: int, threads: int, columns: int) -> dict[str, object]:
     """What the template says of it: a thread has `vectors` vectors of `vector` words in a tensor.

@@ -25,7 +25,6 @@ COMBINE_WARPS = 4
 
 Combine: TypeAlias = Literal["last", "launch", "await"]
 SplitPolicy: TypeAlias = Literal["even", "whole", "heads", "round"]
-MlaSchedule: TypeAlias = Literal["alternate", "seesaw"]
 # What has a scale of its own, where more than a tensor or a head has.
 Scales: TypeAlias = Literal["", "page", "page_head", "token", "token_head"]
 # Bytes of a line of the L2 cache.
@@ -98,12 +97,8 @@ class ServingConfig:
     which then need not know its length.
     combine: who merges the parts of a row that several programs worked on. With "even": "last",
     the default, the program that finishes last, or "launch", a second kernel (of a cascade's
-    prefix: the one that ends it). With "whole": "launch", or "await": the last quarter of the
-    programs that leave parts merges them, each a share, and waits until all are there. With the
-    others "await": the program that has the tile's end waits for the words of those before it.
-    schedule: with "whole", in which order the two warpgroups multiply. "alternate", the default:
-    each adds the other's values in the middle of its own scores. "seesaw": both have their scores
-    before either weighs; the one adds values while the other weighs.
+    prefix: the one that ends it). With "whole": "launch". With the others "await": the program
+    that has the tile's end waits for the words of those before it.
     """
 
     BLOCK_M: int
@@ -114,7 +109,6 @@ class ServingConfig:
     least: int = 1
     combine: Combine = "last"
     split_policy: SplitPolicy = "even"
-    schedule: MlaSchedule = "alternate"
 
     @property
     def warp_private(self) -> bool:
@@ -139,12 +133,7 @@ class ServingConfig:
     @property
     def left(self) -> int:
         """Partial results that a program may leave: one where it merges its last itself."""
-        return 1 if self.combine == "await" and not self.for_mla else 2
-
-    @property
-    def counters(self) -> int:
-        """Words of the workspace that count parts, for each program: one a warpgroup."""
-        return 2 if self.combine == "await" and self.for_mla else 0
+        return 1 if self.combine == "await" else 2
 
     def programs(self, device: Device) -> int:
         """Programs of a launch on a device."""

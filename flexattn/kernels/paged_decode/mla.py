@@ -1,20 +1,18 @@
 """MLA decode on Hopper's wgmma: what can run, where to start, and what its template knows.
 
 A warp loads latent keys by TMA; two warpgroups share the columns of the output, each 64 rows x 256
-columns in fp32 registers. Method: FlashMLA's seesaw schedule (deepseek-ai/FlashMLA, 2025).
+columns in fp32 registers. Method: FlashMLA's, but for the order of the products
+(deepseek-ai/FlashMLA, 2025).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
-from typing import get_args
 
 from flexattn.device import Device
 from flexattn.kernels.base.arguments import Argument
 from flexattn.kernels.base.dialect import Dialect, TensorForm
-from flexattn.kernels.paged_decode.awaiting import ARRIVALS, SEEN, SET_BACK
-from flexattn.kernels.paged_decode.config import Combine, MlaSchedule, ServingConfig, ServingForm
+from flexattn.kernels.paged_decode.config import ServingConfig, ServingForm
 from flexattn.kernels.printers.triton_ops import signature_type
 
 # Tiles of one warpgroup's keys. Its language is Gluon, by the name of Triton's.
@@ -33,9 +31,8 @@ _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = 232, 40
 
 def mla_space() -> Iterator[ServingConfig]:
     """Every config of this kind, the default first. Shares of few tiles cost more to merge."""
-    combines: tuple[Combine, ...] = ("launch", "await")
-    for schedule, combine, least in product(get_args(MlaSchedule), combines, (1, 2, 4, 8)):
-        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, combine, "whole", schedule)
+    for least in (1, 2, 4, 8):
+        yield ServingConfig(_ROWS, 2 * _KEYS, 4, 1, 1, least, "launch", "whole")
 
 
 def described(form: ServingForm) -> Argument:
@@ -49,16 +46,9 @@ def box(form: ServingForm) -> int:
     return min(form.page, _KEYS) if form.page else _KEYS
 
 
-def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
+def context(form: ServingForm) -> dict[str, object]:
     """What the template knows beside what all serving templates do."""
     return {
-        "seesaw": config.schedule == "seesaw",
-        "awaited": config.combine == "await",
-        "counting": (
-            ("await_parts", ("counter", "parts", "fault"), "=&r,l,r,l", ARRIVALS),
-            ("count_seen", ("counter",), "=&r,l", SEEN),
-            ("set_back", ("counter", "seen", "mergers"), "=r,l,r,r", SET_BACK),
-        ),
         "jit": "gluon.jit",
         "by_request": ", ONE_WARP",
         "per_lane": max(1, form.requests // 32),
@@ -71,21 +61,14 @@ def context(form: ServingForm, config: ServingConfig) -> dict[str, object]:
     }
 
 
-def mla_sizes(form: ServingForm, config: ServingConfig, programs: int) -> dict[str, int]:
-    """Constants of that kernel alone; of a grid of so many programs."""
-    words = programs * config.left * config.BLOCK_M * (form.head_dim_v + 1)
-    merges = {
-        "COUNTERS": words,
-        "FEW_ROWS": 8,
-        "FEW_PARTS": 4,
-        "MANY_PARTS": 128,
-        "MANY_COLUMNS": 64,
-    }
-    return (merges if config.combine == "await" else {}) | {
+def mla_sizes(form: ServingForm) -> dict[str, int]:
+    """Constants of that kernel alone."""
+    return {
         "KEYS": _KEYS,
         "HALF": LATENT // 2,
         "BOX": box(form),
-        "FULL": 18 if config.schedule == "seesaw" else 4,
+        # Quarters of a tile, each of which arrives by itself.
+        "FULL": 4,
         # Of a work tile, in shared memory; what its part is, if not its first or a later one.
         "SLOT_WORDS": 16,
         "SLOTS": 4,
@@ -115,13 +98,6 @@ def mla_reasons(config: ServingConfig, form: ServingForm, device: Device) -> lis
             f"the MLA template has BLOCK_M={_ROWS}, BLOCK_N={2 * _KEYS}, num_warps=4, "
             "num_stages=1 and per_sm=1",
         ),
-        (
-            config.schedule in get_args(MlaSchedule),
-            f"schedule={config.schedule!r} is one of {', '.join(get_args(MlaSchedule))}",
-        ),
-        (
-            config.combine in ("launch", "await"),
-            "parts of the MLA template are merged by a second kernel, or awaited",
-        ),
+        (config.combine == "launch", "the MLA template leaves merges to a second kernel"),
     )
     return [said for holds, said in rules if not holds]

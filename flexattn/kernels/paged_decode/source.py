@@ -150,7 +150,7 @@ def render_serving(form: ServingForm, config: ServingConfig, device: Device, tit
             "q_element": triton_type(form.dtype) if form.dtype != form.product_dtype else "",
         }
     if config.for_mla:
-        context |= mla.context(form, config)
+        context |= mla.context(form)
     header = [title, f"config: {describe_serving(config)}"]
     for name, captures in (("score_mod", form.score), ("mask_mod", form.mask)):
         if captures is not None:
@@ -226,11 +226,8 @@ def merge_rows(head_dim: int) -> int:
 
 
 def describe_serving(config: ServingConfig) -> str:
-    """Names and numbers in one line; the schedule where it is not the default."""
-    given = {field.name: getattr(config, field.name) for field in fields(config)}
-    if config.schedule == "alternate":
-        del given["schedule"]
-    return " ".join(f"{name}={value}" for name, value in given.items())
+    """Names and numbers in one line."""
+    return " ".join(f"{field.name}={getattr(config, field.name)}" for field in fields(config))
 
 
 # As PTX names them.
@@ -305,7 +302,7 @@ def _shared(
     if config.warp_private:
         settings |= warp_sizes(form, config, device)
     elif config.for_mla:
-        settings |= mla.mla_sizes(form, config, config.programs(device))
+        settings |= mla.mla_sizes(form)
     settings |= scale_constants(form)
     if form.split_keys:
         settings |= {

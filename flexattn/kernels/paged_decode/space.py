@@ -35,16 +35,13 @@ def workspace(
     if form.split_keys:
         rows = min(config.BLOCK_M, form.rows or config.BLOCK_M)
         return config.programs(device) * (2 + part_slots) * rows * (form.head_dim_v + 1)
-    words = config.left * config.BLOCK_M * (form.head_dim_v + 1) + config.counters
-    return config.programs(device) * words
+    return config.programs(device) * config.left * config.BLOCK_M * (form.head_dim_v + 1)
 
 
 def serving_reasons(config: object, form: ServingForm, device: Device) -> list[str]:
     """Why a config cannot run for a form on a device; empty where it can."""
     if not isinstance(config, ServingConfig):
         return [f"{config!r:.80} is no ServingConfig"]
-    if config.schedule != "alternate" and not config.for_mla:
-        return [f'schedule={config.schedule!r} is of the MLA template, split_policy="whole"']
     if config.warp_private:
         broken = serving_warps.warps_reasons(config, form, device)
         return broken + (invariant_reasons(config, form) if form.split_keys else [])

@@ -1,10 +1,12 @@
 """Records follow the renderer where their kernels are what they were, and nowhere else."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from bench import carry_child
 from bench.carry_records import (
     CARRIED,
     FORMER_ARGUMENTS,
@@ -12,7 +14,11 @@ from bench.carry_records import (
     carry,
     programs,
 )
-from flexattn.records.codec import decode_record, encode_record
+from bench.measured import measured
+from bench.static_defaults import standing
+from flexattn.kernels.base.config import Config
+from flexattn.kernels.choose.registry import short
+from flexattn.records.codec import decode, decode_record, encode, encode_record
 from flexattn.records.store import Store
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "nvidia-h200"
@@ -31,10 +37,21 @@ def root(tmp_path):
 
 def told(root, **about):
     """As bench.carry_child tells it, of every record."""
-    paths = [path.relative_to(root).as_posix() for path in Store(root).paths()]
-    record = decode_record((root / paths[0]).read_bytes())
-    usual = {"template": record.environment.template, "kernels": compiled()}
-    return {name: usual | about for name in paths}
+    found = {}
+    for path in Store(root).paths():
+        record = decode_record(path.read_bytes())
+        usual = {
+            "template": record.environment.template,
+            "kernels": compiled(),
+            "default": encode(raced(record)),
+        }
+        found[path.relative_to(root).as_posix()] = usual | about
+    return found
+
+
+def raced(record):
+    """The static default of a record's time."""
+    return record.trials[record.decision.default].config
 
 
 def compiled(text="def kernel(OUT):\n    a = 1\n    OUT[a] = a\n", after=""):
@@ -78,6 +95,39 @@ def test_an_argument_is_the_same_under_the_name_that_its_launcher_has_now(monkey
     assert programs(before) == programs(now)
     monkeypatch.delitem(FORMER_ARGUMENTS, "RESULT")
     assert programs(before) != programs(now)
+
+
+@pytest.mark.parametrize("template", [{}, {"template": "0123456789abcdef"}], ids=["here", "moves"])
+def test_a_record_beside_another_default_does_not_hold(root, template, capsys):
+    """It never raced what runs without it, which may be the faster one by any factor."""
+    before = list(Store(root).paths())
+    for change in ({"BLOCK_N": 7}, {"type": "AnotherConfig"}, {"gained": 1}):
+        new = told(root, **template)
+        for each in new.values():
+            each["default"] = each["default"] | change
+        assert carry(root, told(root), new, dry=False) == {"another default": 2}
+        assert capsys.readouterr().out.count("another default") == 2
+    assert list(Store(root).paths()) == before
+
+
+def test_a_default_that_is_assembled_by_what_is_installed_is_the_same(root):
+    new = told(root, template="0123456789abcdef")
+    for each in new.values():
+        each["default"] = each["default"] | {"ptxas": "another"}
+    assert carry(root, told(root), new, dry=True) == {CARRIED: 2}
+
+
+@pytest.mark.parametrize("kind", ["prefill", "serving"])
+def test_the_static_default_that_each_tree_tells(tmp_path, kind):
+    """Of the record's problem, in this tree, as bench.static_defaults has it."""
+    records = (decode_record(path.read_bytes()) for path in Store(SHIPPED).paths())
+    record = next(each for each in records if each.key.kind == kind)
+    root = tmp_path / "nvidia-h200"
+    assert Store(root).write(record)
+    (found,) = carry_child.main(root).values()
+    config = decode(Config, found["default"], "default")
+    assert short(config) == standing(next(measured(tmp_path))).default
+    assert found["default"].keys() == {"type", *(each.name for each in fields(config))}
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,7 @@ import torch
 from flexattn.device import named
 from flexattn.kernels.paged_decode.config import ServingConfig
 from flexattn.kernels.paged_decode.merge_shape import merge_shape
-from flexattn.kernels.paged_decode.source import describe_serving, render_serving
-from flexattn.kernels.paged_decode.space import (
-    serving_candidates,
-    serving_reasons,
-    serving_space,
-    workspace,
-)
+from flexattn.kernels.paged_decode.space import serving_reasons, serving_space
 from flexattn.serving.request import Maxima, form_of
 
 H200 = named("nvidia-h200")
@@ -46,31 +40,10 @@ def test_what_it_does_not_serve_it_names(about, word):
 
 
 @pytest.mark.parametrize(
-    "change", [{"BLOCK_N": 64}, {"num_stages": 2}, {"combine": "last"}, {"schedule": "pingpong"}]
+    "change", [{"BLOCK_N": 64}, {"num_stages": 2}, {"combine": "last"}, {"combine": "await"}]
 )
 def test_configs_it_does_not_have(change):
     assert serving_reasons(replace(MLA, **change), form(), H200)
-
-
-def test_parts_that_are_awaited_have_counters():
-    """One for each program and warpgroup, behind the parts, of which there are as many."""
-    awaited = replace(MLA, combine="await")
-    assert not serving_reasons(awaited, form(), H200) and awaited in serving_space(form(), H200)
-    sizes = [workspace(form(), each, H200) for each in (MLA, awaited)]
-    assert sizes[1] - sizes[0] == 2 * 132
-    constants = render_serving(form(), awaited, H200, "test").text
-    assert f"COUNTERS = tl.constexpr({sizes[0]})" in constants
-    assert next(serving_candidates(form(), H200)).combine == "launch"
-
-
-def test_a_schedule_is_of_this_template():
-    """Others would render the same kernel under two configs; old headers stay as they were."""
-    other = replace(MLA, schedule="seesaw")
-    assert not serving_reasons(other, form(), H200) and other in serving_space(form(), H200)
-    plain = ServingConfig(16, 64, 4, 2, schedule="seesaw")
-    assert "MLA template" in serving_reasons(plain, form(), H200)[0]
-    assert "schedule=seesaw" in describe_serving(other)
-    assert "schedule" not in describe_serving(MLA)
 
 
 def test_devices():
