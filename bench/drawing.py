@@ -66,7 +66,9 @@ def cells(picture: Mask, title: str = "") -> str:
         colors = [_shade(value) for value in kept]
         for end in range(1, columns + 1):
             if end == columns or colors[end] != colors[begin]:
-                shades.setdefault(colors[begin], []).append(f"M{begin} {row}h{end - begin}")
+                # The lightest is what the picture's ground has.
+                if colors[begin] != _SHADES[0]:
+                    shades.setdefault(colors[begin], []).append(f"M{begin} {row}h{end - begin}")
                 begin = end
     # A run of cells is a stroke as wide as a row.
     place = f"translate({_LEFT} {_TOP}) scale({_SIZE / columns:g} {_SIZE / rows:g})"
