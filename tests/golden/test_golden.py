@@ -70,11 +70,6 @@ def block_mask(mask_mod, block):
     return render_block_mask(captures_of(bind(mask_mod, "mask")), *block, DEVICE)
 
 
-def key_bias(score, b, h, q_idx, kv_idx):
-    return score + BIAS[kv_idx]
-
-
-BIAS = torch.zeros(8)
 STRIDED = Layout(False, True, False, False)
 GOLDENS = {
     "prefill_noop": lambda: kernel(PREFILL),
@@ -111,9 +106,6 @@ GOLDENS = {
         DECODE, "decode", mask_mod=prefix_lm(torch.zeros(2).long()), runs=True
     ),
     "prefill_strided_fp32": lambda: kernel(PREFILL, D=80, dtype="float32", layout=STRIDED),
-    "prefill_heads_order_late_loads": lambda: kernel(
-        replace(PREFILL, order="heads", early_loads=False), D=64, score_mod=key_bias
-    ),
     "gluon_noop": lambda: kernel(HOPPER),
     "gluon_lazy_rescale": lambda: kernel(replace(HOPPER, BLOCK_N=32, lazy_rescale=True), D=64),
     "gluon_lists_softcap_192_128": lambda: kernel(
@@ -159,7 +151,6 @@ GOLDENS = {
     "decode_alibi_per_head_mask": lambda: kernel(
         DECODE, "decode", score_mod=alibi(32, "cpu"), mask_mod=per_head, per_head=True
     ),
-    "decode_sinks": lambda: kernel(DECODE, "decode", D=64, sinks="bfloat16"),
     "combine_sinks": lambda: render_combine(problem("decode", sinks="float32").structure, DEVICE),
     "combine": lambda: render_combine(problem("decode", D=80).structure, DEVICE),
     "serving_join_scaled_80": lambda: render_join(
