@@ -65,8 +65,13 @@ class Report:
 
 
 def save(report: Report, path: Path) -> None:
-    """Write the report as JSON, atomically."""
-    write({"schema": SCHEMA} | dataclasses.asdict(report), path)
+    """Write the report as JSON, atomically; a value of None is left out."""
+    data = dataclasses.asdict(report, dict_factory=_there)
+    write({"schema": SCHEMA} | data, path)
+
+
+def _there(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None}
 
 
 def write(data: Any, path: Path) -> None:
@@ -155,5 +160,5 @@ def _row(data: dict[str, Any]) -> RowResult:
 
 
 def _samples(data: dict[str, Any]) -> Samples:
-    failure = Failure(**data["failure"]) if data["failure"] else None
+    failure = Failure(**data["failure"]) if data.get("failure") else None
     return Samples(tuple(data["us"]), failure, data["calls"])
