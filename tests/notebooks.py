@@ -55,10 +55,14 @@ def executed(path, cache):
 
 def _smaller(png):
     """The same picture in 16 colours: plots have few, and the tree keeps all of them."""
+    # Only who writes notebooks needs it.
+    from zopfli.png import optimize
+
     written = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
     picture.quantize(16, dither=Image.Dither.NONE).save(written, "png", optimize=True)
-    return min(base64.b64encode(written.getvalue()).decode(), png, key=len)
+    packed = base64.b64encode(optimize(written.getvalue())).decode()
+    return min(packed, png, key=len)
 
 
 def said(notebook):
